@@ -1,0 +1,1 @@
+"""The node's process: receives copies, commits, serves byte ranges. Torch may not enter."""

@@ -1,0 +1,107 @@
+"""The endpoint: where this node's agent listens, and its token, in a file that only this user may read."""
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.durable import write_file
+
+_ENDPOINT_NAME = "endpoint.json"
+_LOCK_NAME = "lock"
+_CLIENTS_NAME = "clients"
+LOG_NAME = "log"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One running agent."""
+
+    node_id: str
+    host: str
+    port: int
+    token: str
+    pid: int
+    version: str
+
+    def __repr__(self) -> str:
+        return f"Endpoint(node {self.node_id} at {self.host}:{self.port}, pid {self.pid})"
+
+    def address(self, host: str | None = None) -> AgentAddress:
+        """The agent's address, as seen from other nodes under the name `host`."""
+        return AgentAddress(self.node_id, host or self.host, self.port, self.token)
+
+
+def write_endpoint(directory: Path, endpoint: Endpoint) -> None:
+    write_file(directory / _ENDPOINT_NAME, json.dumps(asdict(endpoint)).encode(), mode=0o600)
+
+
+def read_endpoint(directory: Path) -> Endpoint | None:
+    """The endpoint that the last agent wrote; None if there is none. That agent may be gone."""
+    try:
+        fields = json.loads((directory / _ENDPOINT_NAME).read_bytes())
+        return Endpoint(
+            str(fields["node_id"]),
+            str(fields["host"]),
+            int(fields["port"]),
+            str(fields["token"]),
+            int(fields["pid"]),
+            str(fields["version"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remove_endpoint(directory: Path) -> None:
+    (directory / _ENDPOINT_NAME).unlink(missing_ok=True)
+
+
+class FileLock:
+    """A flock on a file of the agent's directory, held until `release` or the end of the process."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    @classmethod
+    def taken(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
+        """The lock, or None if somebody else holds it now."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return cls(path, fd)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def single_agent_lock(directory: Path) -> FileLock | None:
+    """Held by the one agent of a root for as long as it lives."""
+    return FileLock.taken(directory / _LOCK_NAME)
+
+
+def client_lock(directory: Path) -> FileLock | None:
+    """Held by each process that uses the agent. None only while an agent is looking for clients."""
+    return FileLock.taken(directory / _CLIENTS_NAME, shared=True)
+
+
+def shut_out_clients(directory: Path) -> bool:
+    """Keeps new clients waiting until this process has ended; False if one was faster.
+
+    So a rank never takes an agent for its own that has just decided to leave.
+    """
+    return FileLock.taken(directory / _CLIENTS_NAME) is not None
+
+
+def has_clients(directory: Path) -> bool:
+    """Whether any process still uses this root's agent; a process that died holds no lock."""
+    lock = FileLock.taken(directory / _CLIENTS_NAME)
+    if lock is None:
+        return True
+    lock.release()
+    return False

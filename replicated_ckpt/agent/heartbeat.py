@@ -1,0 +1,44 @@
+"""Heartbeats: while an agent works on a long request it says so, so that the peer can tell work from death."""
+
+import threading
+from types import TracebackType
+from typing import Protocol, Self
+
+INTERVAL_S = 1.0
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Writable(Protocol):
+    def write(self, data: bytes, /) -> object: ...
+
+
+class Heartbeat:
+    """Sends an interim HTTP response every second inside its `with` block, and nothing once the block has ended.
+
+    Source: RFC 9110 section 15.2: a client reads any number of 1xx responses before the final one.
+    """
+
+    def __init__(self, stream: Writable) -> None:
+        self._stream = stream
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._beat, name="rckpt-heartbeat", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            try:
+                self._stream.write(_INTERIM)
+            except OSError:
+                return  # the peer is gone; the final answer will meet the same error

@@ -1,0 +1,118 @@
+"""Finding this node's agent, or starting it: the first process that needs one does, all others use it."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from replicated_ckpt.agent.endpoint import LOG_NAME, Endpoint, FileLock, client_lock, read_endpoint
+from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError
+from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.stores.local import LocalStore
+
+START_TIMEOUT_S = 20.0
+IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
+IDLE_EXIT_S = 60.0
+_POLL_S = 0.02
+_client_lock_by_root: dict[Path, FileLock] = {}
+
+
+def ensured_agent(store: LocalStore, bind_host: str) -> Endpoint:
+    """This node's running agent, started if there was none; it stays at least as long as this process.
+
+    `bind_host` is where an agent that is started listens; one that listens on loopback only is replaced if other hosts
+    must reach it. Safe to call from several processes and threads.
+
+    Raises:
+        AgentUnavailable: it could not be started or does not answer.
+    """
+    directory = store.agent_directory()
+    _stay_client(store.root, directory)
+    endpoint = _answering(directory, bind_host)
+    if endpoint is not None:
+        return endpoint
+    with _starting(directory):
+        return _answering(directory, bind_host) or _started(store, directory, bind_host)
+
+
+def _stay_client(root: Path, directory: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while root not in _client_lock_by_root:
+        lock = client_lock(directory)
+        if lock is not None:
+            _client_lock_by_root[root] = lock
+        elif time.monotonic() > deadline:
+            raise AgentUnavailable(f"The client lock in {directory} is held by a process that does not let go.")
+        else:
+            time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _starting(directory: Path) -> Iterator[None]:
+    """Held by the one process that starts the agent; the others wait until it has."""
+    deadline = time.monotonic() + 2 * START_TIMEOUT_S
+    while (lock := FileLock.taken(directory / "start")) is None:
+        if time.monotonic() > deadline:
+            raise AgentUnavailable(f"Another process has been starting the agent of {directory.parent} for too long.")
+        time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _answering(directory: Path, bind_host: str) -> Endpoint | None:
+    """The agent if it runs, answers, and listens where it must."""
+    endpoint = read_endpoint(directory)
+    if endpoint is None:
+        return None
+    try:
+        with AgentClient(endpoint.address(_connectable(endpoint.host))) as client:
+            client.call("GET", "/v1/status")
+            if endpoint.host in ("127.0.0.1", "::1") and endpoint.host != bind_host:
+                client.call("POST", "/v1/shutdown")
+                return None
+    except ReplicatedCkptError:
+        return None
+    return endpoint
+
+
+def _connectable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - a comparison, nothing is bound
+
+
+def _started(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
+    idle_exit_s = os.environ.get(IDLE_EXIT_ENV, str(IDLE_EXIT_S))
+    command = [sys.executable, "-m", "replicated_ckpt.agent", "--root", str(store.root)]
+    command += ["--host", bind_host, "--idle-exit-s", idle_exit_s]
+    package_home = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(part for part in (package_home, os.environ.get("PYTHONPATH")) if part)
+    with (directory / LOG_NAME).open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        endpoint = _answering(directory, bind_host)
+        if endpoint is not None:
+            return endpoint
+        if process.poll() is not None and process.returncode != 0:
+            raise _unavailable(directory, f"it ended with exit code {process.returncode}")
+        time.sleep(_POLL_S)
+    process.kill()
+    process.wait()
+    raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s")
+
+
+def _unavailable(directory: Path, why: str) -> AgentUnavailable:
+    tail = (directory / LOG_NAME).read_bytes()[-800:].decode(errors="replace")
+    return AgentUnavailable(f"The agent of {directory.parent} could not be started: {why}. End of its log: {tail!r}.")

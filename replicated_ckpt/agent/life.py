@@ -1,0 +1,156 @@
+"""The life of an agent: one per root, from the lock to the last client."""
+
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from replicated_ckpt.agent.endpoint import (
+    Endpoint,
+    has_clients,
+    remove_endpoint,
+    shut_out_clients,
+    single_agent_lock,
+    write_endpoint,
+)
+from replicated_ckpt.agent.restore import Restorer
+from replicated_ckpt.agent.routes import Answer, Request, Routes
+from replicated_ckpt.agent.server import AgentServer
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.config import AgentConfig
+from replicated_ckpt.errors import AgentUnavailable
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.version import __version__
+
+log = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 0.5
+
+
+class _Activity:
+    """When the agent last had work. Requests under way count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._last = time.monotonic()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._under_way += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._under_way -= 1
+            self._last = time.monotonic()
+
+    def touch(self) -> None:
+        with self._lock:
+            self._last = time.monotonic()
+
+    def idle_s(self) -> float:
+        with self._lock:
+            return 0.0 if self._under_way else time.monotonic() - self._last
+
+
+class _WatchedRoutes(Routes):
+    """Routes that count as work while they answer."""
+
+    def __init__(self, activity: _Activity, *args: Any) -> None:
+        super().__init__(*args)
+        self._activity = activity
+
+    def answer(self, request: Request) -> Answer:
+        with self._activity:
+            return super().answer(request)
+
+
+class Agent:
+    """One node's agent in this process."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self._stopping = threading.Event()
+        self._activity = _Activity()
+        self._started_at = time.monotonic()
+
+    def run(self) -> None:
+        """Serves until it is told to stop or is idle for too long. Called once, from the main thread.
+
+        Raises:
+            AgentUnavailable: another agent serves this root, or the port is taken.
+        """
+        store = LocalStore(self.config.root)
+        directory = store.agent_directory()
+        lock = single_agent_lock(directory)
+        if lock is None:
+            raise AgentUnavailable(f"Another agent serves {self.config.root} already.", "Use that one, or stop it.")
+        self._service = NodeService(store)
+        completed = self._service.recover()
+        self._restorer = Restorer(self._service)
+        server = self._listening()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="rckpt-accept", daemon=True)
+        thread.start()
+        self._restorer.start()
+        try:
+            host, port = server.server_address[0], server.server_address[1]
+            self._endpoint = Endpoint(
+                self._service.node_id, str(host), int(port), server.token, os.getpid(), __version__
+            )
+            write_endpoint(directory, self._endpoint)
+            log.info("serving %s as %r, completed %d saves", self.config.root, self._endpoint, len(completed))
+            self._wait(store)
+        finally:
+            remove_endpoint(directory)
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            self._restorer.stop()
+            lock.release()
+            log.info("stopped serving %s", self.config.root)
+
+    def _listening(self) -> AgentServer:
+        routes = _WatchedRoutes(self._activity, self._service, self._restorer, self.status, self._stopping.set)
+        try:
+            return AgentServer((self.config.host, self.config.port), secrets.token_hex(16), routes)
+        except OSError as exc:
+            raise AgentUnavailable(f"Cannot listen on {self.config.host}:{self.config.port}: {exc}.") from exc
+
+    def _wait(self, store: LocalStore) -> None:
+        directory = store.agent_directory()
+        while not self._stopping.wait(_LOOK_INTERVAL_S):
+            if not directory.exists():
+                log.warning("the root %s was removed", self.config.root)
+                return
+            if self.config.idle_exit_s is None:
+                continue
+            if self._restorer.is_busy or has_clients(directory):
+                self._activity.touch()
+            elif self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory):
+                log.info("no client and no work for %.0f s", self.config.idle_exit_s)
+                return
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        log.info("stopping on %s", signal.Signals(number).name)
+        self._stopping.set()
+
+    def status(self) -> Mapping[str, Any]:
+        """What `GET /v1/status` answers."""
+        return {
+            "node_id": self._endpoint.node_id,
+            "version": __version__,
+            "pid": os.getpid(),
+            "root": self.config.root,
+            "uptime_s": round(time.monotonic() - self._started_at, 3),
+            "staged": [intent.save_id for intent in self._service.store.staged()],
+            "checkpoints": [holding.checkpoint_id for holding in self._service.holdings()],
+            "restoring": self._restorer.is_busy,
+            "threads": threading.active_count(),
+        }

@@ -1,0 +1,201 @@
+"""The agent's verbs: which request does what. Every path part from outside is validated before it names a file."""
+
+import json
+import os
+import re
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from email.message import Message
+from http import HTTPStatus
+from typing import Any
+
+from replicated_ckpt.agent.body import Body
+from replicated_ckpt.agent.heartbeat import Heartbeat
+from replicated_ckpt.agent.restore import Restorer
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.settle import settle
+from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
+from replicated_ckpt.stores.durable import flush_file
+from replicated_ckpt.stores.local import Intent
+
+_DOCUMENT_BYTES_MAX = 64 << 20
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One authenticated request."""
+
+    method: str
+    target: str
+    body: Body
+    headers: Message
+    heartbeat: Heartbeat
+
+    def document(self) -> Mapping[str, Any]:
+        raw = self.body.read_all(_DOCUMENT_BYTES_MAX)
+        try:
+            fields = json.loads(raw or b"{}")
+        except (ValueError, RecursionError) as exc:
+            raise PeerProtocolError(f"The request's body is no JSON: {raw[:80]!r}.") from exc
+        if not isinstance(fields, dict):
+            raise PeerProtocolError("The request's body is no JSON object.")
+        return fields
+
+
+def _nothing() -> None:
+    """What follows most answers."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A small answer. `after` runs once it was sent."""
+
+    body: bytes
+    status: int = HTTPStatus.OK
+    content_type: str = "application/json"
+    after: Callable[[], None] = field(default=_nothing)
+
+
+@dataclass(frozen=True)
+class FileAnswer(Answer):
+    """An answer that is a range of a file; whoever sends it closes `fd`."""
+
+    fd: int = -1
+    offset: int = 0
+    length: int = 0
+    size_bytes: int = 0
+    is_partial: bool = False
+
+
+def _json(**fields: Any) -> Answer:
+    return Answer((json.dumps(fields) + "\n").encode())
+
+
+class Routes:
+    """Maps requests to the node's service. Safe for concurrent use."""
+
+    def __init__(
+        self,
+        service: NodeService,
+        restorer: Restorer,
+        status: Callable[[], Mapping[str, Any]],
+        stop: Callable[[], None],
+    ) -> None:
+        self._service = service
+        self._restorer = restorer
+        self._status = status
+        self._stop = stop
+
+    def answer(self, request: Request) -> Answer:  # noqa: PLR0911 - one return a verb
+        """Answer to a request.
+
+        Raises:
+            ReplicatedCkptError: it is refused; nothing but what the error says was changed.
+        """
+        url = urllib.parse.urlsplit(request.target)
+        query = dict(urllib.parse.parse_qsl(url.query))
+        parts = tuple(urllib.parse.unquote(part) for part in url.path.split("/")[1:])
+        match (request.method, *parts):
+            case ("GET", "v1", "status"):
+                return _json(**self._status())
+            case ("GET", "v1", "holdings"):
+                return self._holdings(query.get("checkpoint_id"))
+            case ("GET", "v1", "peers"):
+                return _json(peers=[peer.to_json() for peer in self._service.peers.known()])
+            case ("POST", "v1", "peers"):
+                return self._meet(request)
+            case ("GET" | "HEAD", "v1", "files", save_id, name):
+                return self._file(request, query.get("checkpoint_id", ""), save_id, name)
+            case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
+                return self._save(request, save_id, rest)
+            case ("POST", "v1", "shutdown"):
+                return Answer(b"{}\n", after=self._stop)
+        raise ObjectMissing("this agent", request.method, url.path[:200], "no such verb")
+
+    def _save(self, request: Request, save_id: str, rest: list[str]) -> Answer:
+        match (request.method, *rest):
+            case ("GET",):
+                return _json(**self._service.state_of(save_id))
+            case ("POST",):
+                return self._begin(request, save_id)
+            case ("PUT", name):
+                return self._receive(request, save_id, name)
+            case ("POST", "commit"):
+                with request.heartbeat:
+                    held = self._service.commit(save_id)
+                return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._restorer.wake)
+            case ("POST", "abort"):
+                self._service.abort(save_id, str(request.document().get("why", "no reason given"))[:500])
+                return _json()
+        raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
+
+    def _begin(self, request: Request, save_id: str) -> Answer:
+        fields = request.document()
+        try:
+            intent = Intent(save_id, fields["checkpoint_id"], str(fields["session"]), bool(fields["overwrite"]))
+            peers = self._service.learn_peers(fields["peers"])
+        except (KeyError, TypeError, ValueError) as exc:
+            raise PeerProtocolError(f"A save cannot be opened with {type(exc).__name__}: {exc}.") from exc
+        if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
+            raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
+        sequence_max, leftovers = self._service.begin(intent)
+        if leftovers:
+            with request.heartbeat:
+                settle(self._service, leftovers, peers)
+        return _json(sequence_max=sequence_max)
+
+    def _receive(self, request: Request, save_id: str, name: str) -> Answer:
+        durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"
+        with request.heartbeat:
+            found = self._service.receive(save_id, name, request.body, durable=durable)
+        body = (json.dumps(asdict(found)) + "\n").encode()
+        if durable:
+            return Answer(body)
+        path = self._service.store.staged_file(save_id, name)
+        return Answer(body, after=lambda: flush_file(path))
+
+    def _holdings(self, checkpoint_id: str | None) -> Answer:
+        if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
+            raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+        found = self._service.holdings(checkpoint_id)
+        return _json(node_id=self._service.node_id, holdings=[holding.to_json() for holding in found])
+
+    def _meet(self, request: Request) -> Answer:
+        """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""
+        fields = request.document()
+        try:
+            peers = self._service.learn_peers(fields["peers"])
+        except (KeyError, TypeError, ValueError) as exc:
+            raise PeerProtocolError(f"Peers cannot be learned from {type(exc).__name__}: {exc}.") from exc
+        with request.heartbeat:
+            settle(self._service, self._service.leftovers(), peers)
+        return Answer(b"{}\n", after=self._restorer.wake)
+
+    def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> Answer:
+        if not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):
+            raise ObjectMissing("this agent", request.method, request.target[:200], "no such file")
+        fd = self._service.store.open_file(checkpoint_id, save_id, name)
+        try:
+            size = os.fstat(fd).st_size
+            offset, end = _range(request.headers.get("Range"), size)
+        except BaseException:
+            os.close(fd)
+            raise
+        is_partial = request.headers.get("Range") is not None
+        return FileAnswer(b"", fd=fd, offset=offset, length=end - offset, size_bytes=size, is_partial=is_partial)
+
+
+def _range(header: str | None, size_bytes: int) -> tuple[int, int]:
+    if header is None:
+        return 0, size_bytes
+    match = _RANGE.fullmatch(header.strip())
+    if match is None:
+        raise PeerProtocolError(f"Range {header[:60]!r} is not understood.")
+    first = int(match[1])
+    end = min(int(match[2]) + 1 if match[2] else size_bytes, size_bytes)
+    if first >= end:
+        raise ObjectMissing("this agent", "GET", f"bytes {first} to {end}", f"the file has {size_bytes} bytes")
+    return first, end

@@ -1,0 +1,175 @@
+"""The agent's HTTP front door: reads a request, checks the token, routes it, answers. Plain threads, bounded in number."""
+
+import hmac
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from replicated_ckpt.agent.body import Body
+from replicated_ckpt.agent.heartbeat import Heartbeat
+from replicated_ckpt.agent.routes import Answer, FileAnswer, Request, Routes
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ConfigInvalid,
+    ManifestInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    SaveAborted,
+    StoreDenied,
+    StoreFull,
+    StoreUnavailable,
+)
+from replicated_ckpt.stores.agent_client import PROGRESS_TIMEOUT_S
+from replicated_ckpt.version import __version__
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 512
+IDLE_CONNECTION_S = 60.0
+_DRAIN_BYTES_MAX = 64 << 20
+
+_STATUS_BY_ERROR: Mapping[type[ReplicatedCkptError], HTTPStatus] = {
+    StoreDenied: HTTPStatus.UNAUTHORIZED,
+    ObjectMissing: HTTPStatus.NOT_FOUND,
+    CheckpointExists: HTTPStatus.CONFLICT,
+    SaveAborted: HTTPStatus.GONE,
+    ObjectCorrupt: HTTPStatus.UNPROCESSABLE_ENTITY,
+    ManifestInvalid: HTTPStatus.UNPROCESSABLE_ENTITY,
+    ConfigInvalid: HTTPStatus.BAD_REQUEST,
+    PeerProtocolError: HTTPStatus.BAD_REQUEST,
+    StoreUnavailable: HTTPStatus.SERVICE_UNAVAILABLE,
+    StoreFull: HTTPStatus.INSUFFICIENT_STORAGE,
+}
+
+
+class AgentServer(ThreadingHTTPServer):
+    """Listens for one agent. At most CONNECTIONS_MAX connections are open at once; more are closed unanswered."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, bind: tuple[str, int], token: str, routes: Routes) -> None:
+        self.address_family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
+        self.token = token
+        self.routes = routes
+        self.slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        super().__init__(bind, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self.slots.acquire(blocking=False):
+            log.warning("refused a connection from %s: %d are open", client_address, CONNECTIONS_MAX)
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Called by socketserver inside its exception handler: the peer went away, or a defect of ours."""
+        del request
+        log.warning("connection from %s broke", client_address, exc_info=True)  # noqa: LOG014
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection. `server` is the AgentServer."""
+
+    server: AgentServer
+    protocol_version = "HTTP/1.1"
+    server_version = f"replicated-ckpt/{__version__}"
+    sys_version = ""
+    disable_nagle_algorithm = True
+    timeout = IDLE_CONNECTION_S
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815 - the names that http.server looks for
+
+    def _serve(self) -> None:
+        self.connection.settimeout(PROGRESS_TIMEOUT_S)
+        body = None
+        try:
+            self._check_token()
+            body = Body(self.rfile, self.headers)
+            request = Request(self.command, self.path, body, self.headers, Heartbeat(self.wfile))
+            answer = self.server.routes.answer(request)
+        except ReplicatedCkptError as exc:
+            self._refuse(exc, body)
+        except (OSError, ValueError) as exc:
+            log.warning("%s %s from %s broke: %s", self.command, self.path, self.client_address, exc)
+            self.close_connection = True
+        else:
+            self._send(answer)
+        self.connection.settimeout(IDLE_CONNECTION_S)
+
+    def _check_token(self) -> None:
+        given = self.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
+            raise StoreDenied("this agent", self.command, self.path.partition("?")[0], "no valid token")
+
+    def _refuse(self, exc: ReplicatedCkptError, body: Body | None) -> None:
+        status = next((code for kind, code in _STATUS_BY_ERROR.items() if isinstance(exc, kind)), None)
+        code = status or HTTPStatus.INTERNAL_SERVER_ERROR
+        log.log(logging.INFO if status else logging.ERROR, "%s %s: %d %s", self.command, self.path, code, exc)
+        self.close_connection = True
+        document = {"error": exc.message, "kind": type(exc).__name__}
+        self._send_bytes(code, json.dumps(document).encode(), "application/json")
+        self._drain(body)
+
+    def _drain(self, body: Body | None) -> None:
+        """Reads what the peer still sends, so that it sees the answer and not a reset connection."""
+        self.connection.shutdown(socket.SHUT_WR)
+        piece = memoryview(bytearray(1 << 20))
+        drained = 0
+        try:
+            while body is not None and not body.done and drained < _DRAIN_BYTES_MAX:
+                drained += body.readinto(piece)
+        except (OSError, PeerProtocolError):
+            return  # the peer has closed: it has seen the answer
+
+    def _send(self, answer: Answer) -> None:
+        if isinstance(answer, FileAnswer):
+            self._send_file(answer)
+        else:
+            self._send_bytes(answer.status, answer.body, answer.content_type)
+            answer.after()
+
+    def _send_bytes(self, status: int, body: bytes, content_type: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _send_file(self, answer: FileAnswer) -> None:
+        with os.fdopen(answer.fd, "rb") as file:
+            self.send_response(HTTPStatus.PARTIAL_CONTENT if answer.is_partial else HTTPStatus.OK)
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Length", str(answer.length))
+            self.send_header("Accept-Ranges", "bytes")
+            if answer.is_partial:
+                last = answer.offset + answer.length - 1
+                self.send_header("Content-Range", f"bytes {answer.offset}-{last}/{answer.size_bytes}")
+            self.end_headers()
+            if self.command != "HEAD" and answer.length:
+                self.wfile.flush()
+                sent = self.connection.sendfile(file, answer.offset, answer.length)
+                self.close_connection = self.close_connection or sent != answer.length
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name in http.server
+        log.debug("%s %s", self.client_address[0], format % args)

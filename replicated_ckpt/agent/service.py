@@ -1,0 +1,169 @@
+"""What an agent does for its node, without HTTP: opens saves, receives copies, commits, says what it holds."""
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replicated_ckpt.agent.body import Body
+from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.agent.receive import Received, received
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
+from replicated_ckpt.errors import ConfigInvalid, SaveAborted
+from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.local import Intent, LocalStore
+
+SMALL_FILE_BYTES_MAX = 1 << 30
+_OPEN_GRACE_S = 5.0
+_FENCED_MAX = 1024
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A save that is staged here and over: to be completed if any peer committed it, else removed."""
+
+    intent: Intent
+    why: str
+
+
+class NodeService:
+    """One node's saves and checkpoints. Every method may be called from several threads at once."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self.store = store
+        self.node_id = store.node_id()
+        self.peers = PeerBook(store.agent_directory())
+        self._lock = threading.Lock()
+        self._opened_at: dict[str, float] = {}
+        self._fenced: dict[str, str] = {}
+
+    def recover(self) -> tuple[str, ...]:
+        """Completes the saves whose decision was made durable here before a crash; returns their ids."""
+        self.store.empty_trash()
+        decided = [intent.save_id for intent in self.store.staged() if self.store.is_decided(intent.save_id)]
+        for save_id in decided:
+            self.store.commit(save_id)
+        return tuple(decided)
+
+    def begin(self, intent: Intent) -> tuple[int, tuple[Leftover, ...]]:
+        """Opens a save and fences: bytes of any other attempt at this checkpoint are refused from now on.
+
+        Returns the largest sequence committed here, and the saves left behind that this one shows to be over.
+
+        Raises:
+            CheckpointExists, StoreError
+        """
+        leftovers = self.leftovers(intent)
+        self.store.begin(intent)
+        with self._lock:
+            self._opened_at[intent.save_id] = time.monotonic()
+            for leftover in leftovers:
+                self._fence(leftover.intent.save_id, leftover.why)
+        return self.store.catalog.sequence_max(), leftovers
+
+    def leftovers(self, by: Intent | None = None) -> tuple[Leftover, ...]:
+        """Staged saves that are over: superseded by the save `by`, or abandoned by processes that are gone."""
+        found = []
+        for intent in self.store.staged():
+            if by is not None and intent.save_id == by.save_id:
+                continue
+            if by is not None and (intent.session == by.session or intent.checkpoint_id == by.checkpoint_id):
+                found.append(Leftover(intent, f"save {by.save_id} of {by.checkpoint_id!r} overtook it"))
+            elif not self._is_alive(intent):
+                found.append(Leftover(intent, "the processes that made it are gone"))
+        return tuple(found)
+
+    def _is_alive(self, intent: Intent) -> bool:
+        """Whether a rank of this node still works on the save (it holds a lock), or it was opened just now."""
+        with self._lock:
+            opened_at = self._opened_at.get(intent.save_id)
+        if opened_at is not None and time.monotonic() - opened_at < _OPEN_GRACE_S:
+            return True
+        try:
+            fd = os.open(self.store.intent_path(intent.save_id), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def _fence(self, save_id: str, why: str) -> None:
+        self._opened_at.pop(save_id, None)
+        self._fenced[save_id] = why
+        while len(self._fenced) > _FENCED_MAX:
+            del self._fenced[next(iter(self._fenced))]
+
+    def _check_open(self, save_id: str) -> None:
+        with self._lock:
+            why = self._fenced.get(save_id)
+        if why is not None:
+            raise SaveAborted(f"Save {save_id} was given up on node {self.node_id}: {why}.")
+        if not self.store.staging(save_id).is_dir():
+            raise SaveAborted(f"Save {save_id} is not open on node {self.node_id}.")
+
+    def receive(self, save_id: str, name: str, body: Body, *, durable: bool) -> Received:
+        """Takes one file of an open save from a peer; it counts only once it arrived whole and intact.
+
+        Raises:
+            SaveAborted, StoreFull, ObjectCorrupt, ConnectionResetError, PeerProtocolError
+        """
+        self._check_open(save_id)
+        path = self.store.staged_file(save_id, name)
+        if name in (METADATA_NAME, MANIFEST_NAME):
+            raw = body.read_all(SMALL_FILE_BYTES_MAX)
+            self.store.put_small(save_id, name, raw)
+            return Received.of(raw)
+        if ShardName.parse(name) is None:
+            raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")
+        return received(path, body, durable=durable)
+
+    def commit(self, save_id: str) -> tuple[str, ...]:
+        """Publishes a save; returns the shards held here. Idempotent.
+
+        Raises:
+            SaveAborted, ManifestInvalid, ObjectCorrupt, StoreError: nothing changed.
+        """
+        with self._lock:
+            why = self._fenced.get(save_id)
+        if why is not None:
+            raise SaveAborted(f"Save {save_id} was given up on node {self.node_id}: {why}.")
+        held = self.store.commit(save_id)
+        with self._lock:
+            self._opened_at.pop(save_id, None)
+        return held
+
+    def abort(self, save_id: str, why: str) -> None:
+        """Gives a save up: what is staged is removed, and later bytes of it are refused. A committed one stays."""
+        with self._lock:
+            self._fence(save_id, why)
+        self.store.abort(save_id)
+
+    def complete(self, save_id: str) -> None:
+        """Commits a save that was fenced here, because a peer was found to have committed it."""
+        with self._lock:
+            self._fenced.pop(save_id, None)
+        self.commit(save_id)
+
+    def state_of(self, save_id: str) -> dict[str, Any]:
+        """Whether a save is committed, staged, or unknown here."""
+        for checkpoint_id, manifest in self.store.catalog.committed():
+            if manifest.save_id == save_id:
+                return {"state": "committed", "checkpoint_id": checkpoint_id}
+        return {"state": "staged" if self.store.staging(save_id).is_dir() else "unknown"}
+
+    def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
+        return self.store.catalog.holdings(self.node_id, checkpoint_id)
+
+    def learn_peers(self, peers: Sequence[Mapping[str, Any]]) -> tuple[AgentAddress, ...]:
+        """Keeps the addresses of the nodes of a save or load, for as long as this root lives; returns the other nodes'."""
+        others = tuple(peer for peer in map(AgentAddress.from_json, peers) if peer.node_id != self.node_id)
+        self.peers.learn(others)
+        return others

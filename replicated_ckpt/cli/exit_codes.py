@@ -1,0 +1,48 @@
+"""Exit codes of `replicated-ckpt`, the same for every verb."""
+
+from enum import IntEnum
+
+from replicated_ckpt.errors import (
+    AgentUnavailable,
+    CheckpointNotFound,
+    ConfigInvalid,
+    ReplicatedCkptError,
+    ShardLost,
+    StoreUnavailable,
+)
+
+
+class ExitCode(IntEnum):
+    """What the exit code of a command means."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    SHARD_LOST = 4
+    UNREACHABLE = 5
+    INTERNAL = 70
+    INTERRUPTED = 130
+
+
+MEANING = {
+    ExitCode.OK: "what was asked for holds",
+    ExitCode.FAILED: "it does not hold: the output says what",
+    ExitCode.USAGE: "the command's arguments are wrong",
+    ExitCode.NOT_FOUND: "no such checkpoint",
+    ExitCode.SHARD_LOST: "no intact copy of a shard is left",
+    ExitCode.UNREACHABLE: "an agent or a store could not be reached",
+    ExitCode.INTERNAL: "a defect of replicated-ckpt: please report it",
+    ExitCode.INTERRUPTED: "interrupted from the keyboard",
+}
+
+
+def exit_code_of(error: ReplicatedCkptError) -> ExitCode:
+    by_error = {
+        ConfigInvalid: ExitCode.USAGE,
+        CheckpointNotFound: ExitCode.NOT_FOUND,
+        ShardLost: ExitCode.SHARD_LOST,
+        AgentUnavailable: ExitCode.UNREACHABLE,
+        StoreUnavailable: ExitCode.UNREACHABLE,
+    }
+    return next((code for kind, code in by_error.items() if isinstance(error, kind)), ExitCode.FAILED)

@@ -1,0 +1,79 @@
+"""`replicated-ckpt ls`: which checkpoints exist, and how many copies of each shard can be found now."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from replicated_ckpt.agent.endpoint import read_endpoint
+from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, ReplicatedCkptError
+from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.stores.local import LocalStore
+
+HELP = "List the checkpoints that this node and the peers it has met hold."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--root", required=True, help="a node's store")
+    parser.add_argument("--json", action="store_true", help="the same for machines")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    store = LocalStore(arguments.root)
+    node_id = store.node_id()
+    holdings, unreachable = _looked(store, node_id)
+    rows = [_row(save, _manifest(store, save)) for save in saves_found(holdings)]
+    if arguments.json:
+        print(json.dumps({"node_id": node_id, "checkpoints": rows, "unreachable": unreachable}, indent=2))
+        return ExitCode.OK
+    for row in rows:
+        print(f"{row['checkpoint_id']:24} {row['copies']:16} on nodes {', '.join(row['nodes'])}")
+    for line in unreachable:
+        print(f"not reached: {line}")
+    return ExitCode.OK
+
+
+def _looked(store: LocalStore, node_id: str) -> tuple[list[Holding], list[str]]:
+    holdings = list(store.catalog.holdings(node_id))
+    unreachable = []
+    for peer in PeerBook(store.agent_directory()).known():
+        try:
+            with AgentClient(peer) as client:
+                found = client.call("GET", "/v1/holdings")["holdings"]
+                holdings += [Holding.from_json(fields) for fields in found]
+        except (ReplicatedCkptError, ValueError, KeyError, TypeError) as exc:
+            unreachable.append(f"{peer.label}: {exc}")
+    endpoint = read_endpoint(store.agent_directory())
+    return holdings, unreachable if endpoint or unreachable else []
+
+
+def _manifest(store: LocalStore, save: SaveFound) -> Manifest | None:
+    try:
+        manifest = store.catalog.manifest(save.checkpoint_id)
+    except (ObjectMissing, ManifestInvalid):
+        return None
+    return manifest if manifest.save_id == save.save_id else None
+
+
+def _row(save: SaveFound, manifest: Manifest | None) -> dict[str, Any]:
+    return {
+        "checkpoint_id": save.checkpoint_id,
+        "save_id": save.save_id,
+        "sequence": save.sequence,
+        "nodes": [holding.node_id for holding in save.holdings],
+        "copies": _copies(save, manifest),
+    }
+
+
+def _copies(save: SaveFound, manifest: Manifest | None) -> str:
+    if manifest is None:
+        return "not held here"
+    counts: Sequence[int] = [len(save.holders_of(name, entry.size_bytes)) for name, entry in manifest.shards.items()]
+    least = min(counts, default=0)
+    if least == 0 and counts:
+        return f"{counts.count(0)} shards lost"
+    return f"{least} of {manifest.copies} copies"

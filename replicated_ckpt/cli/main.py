@@ -1,0 +1,48 @@
+"""`replicated-ckpt VERB`: parses the command line, runs the verb, turns errors into exit codes."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from replicated_ckpt.cli.exit_codes import MEANING, ExitCode, exit_code_of
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.version import __version__
+
+VERBS = ("agent", "ls")
+
+
+def parser() -> argparse.ArgumentParser:
+    codes = "\n".join(f"  {code.value:3}  {meaning}" for code, meaning in MEANING.items())
+    top = argparse.ArgumentParser(
+        prog="replicated-ckpt",
+        description="Replicated, fault-tolerant checkpoints for PyTorch Distributed Checkpoint.",
+        epilog=f"exit codes:\n{codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"replicated-ckpt {__version__}")
+    verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name in VERBS:
+        module = import_module(f"replicated_ckpt.cli.{name}")
+        verb = verbs.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(verb)
+        verb.set_defaults(run=module.run)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except ReplicatedCkptError as exc:
+        print(f"replicated-ckpt {arguments.verb}: {exc}", file=sys.stderr)
+        return exit_code_of(exc)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        return ExitCode.FAILED
+    except Exception:  # noqa: BLE001 - top of the process
+        traceback.print_exc()
+        return ExitCode.INTERNAL

@@ -1,0 +1,103 @@
+"""Settings, frozen and validated once: of the writer, the reader and the agent."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from replicated_ckpt.errors import ConfigInvalid
+
+Ack = Literal["local", "peer-memory", "peer", "object"]
+OnDegraded = Literal["warn", "raise"]
+
+_COPIES_MAX = 16
+
+
+def _checked_root(root: str | os.PathLike[str]) -> str:
+    text = os.fspath(root)
+    if not isinstance(text, str) or not text or "\0" in text or "://" in text:
+        raise ConfigInvalid(f"root must be a directory on this node's disk, not {text!r}.")
+    return os.path.abspath(text)  # noqa: PTH100 - a symbolic link stays what the user called it
+
+
+def _refuse_object_store(object_store: str | None) -> None:
+    if object_store is not None:
+        raise ConfigInvalid(
+            f"object_store={object_store!r}: this version has no object tier yet.",
+            "Leave object_store out; copies on peers work.",
+        )
+
+
+@dataclass(frozen=True)
+class WriterConfig:
+    """What a writer promises. See ReplicatedWriter for the meaning of each field."""
+
+    root: str
+    copies: int
+    ack: Ack
+    domain: str | None
+    on_degraded: OnDegraded
+    overwrite: bool
+
+    @classmethod
+    def checked(
+        cls,
+        root: str | os.PathLike[str],
+        *,
+        copies: int,
+        ack: str,
+        domain: str | None,
+        on_degraded: str,
+        overwrite: bool,
+        object_store: str | None,
+    ) -> "WriterConfig":
+        """The settings, validated.
+
+        Raises:
+            ConfigInvalid: naming the argument.
+        """
+        _refuse_object_store(object_store)
+        if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= _COPIES_MAX:
+            raise ConfigInvalid(f"copies must be a whole number from 1 to {_COPIES_MAX}, not {copies!r}.")
+        if ack not in get_args(Ack):
+            raise ConfigInvalid(f"ack must be one of {get_args(Ack)}, not {ack!r}.")
+        if ack == "object":
+            raise ConfigInvalid('ack="object" needs an object store, which this version does not have yet.')
+        if on_degraded not in get_args(OnDegraded):
+            raise ConfigInvalid(f"on_degraded must be one of {get_args(OnDegraded)}, not {on_degraded!r}.")
+        if domain is not None and (not isinstance(domain, str) or not domain):
+            raise ConfigInvalid(f"domain must be a name such as a rack's, not {domain!r}.")
+        return cls(_checked_root(root), copies, ack, domain, on_degraded, bool(overwrite))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ReaderConfig:
+    """Where a reader looks."""
+
+    root: str
+
+    @classmethod
+    def checked(cls, root: str | os.PathLike[str], *, object_store: str | None) -> "ReaderConfig":
+        """The settings, validated.
+
+        Raises:
+            ConfigInvalid: naming the argument.
+        """
+        _refuse_object_store(object_store)
+        return cls(_checked_root(root))
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """How an agent runs. `idle_exit_s` None: it stays until it is told to stop."""
+
+    root: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    idle_exit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigInvalid(f"port must be from 0 (any free one) to 65535, not {self.port}.")
+        if self.idle_exit_s is not None and not self.idle_exit_s > 0:
+            raise ConfigInvalid(f"idle_exit_s must be positive, not {self.idle_exit_s}.")
+        object.__setattr__(self, "root", _checked_root(self.root))

@@ -1,0 +1,149 @@
+"""CRC32C of blocks and files, and the footer that carries the block checksums at the end of a shard.
+
+A shard is `data | footer`. Stock DCP readers ignore bytes outside the ranges that `.metadata` names, so the footer lies
+within the same file and travels with it. Layout, little endian:
+
+    u32 crc[n]      CRC32C of each `block_bytes` piece of data (the last may be short), n = ceil(data_bytes / block_bytes)
+    8s  magic       b"RCKBLK1\\n"
+    u32 block_bytes
+    u64 data_bytes
+    u32 footer_crc  CRC32C of all footer bytes before it
+
+Source: CRC32C (Castagnoli), RFC 3720 section 12.1; combination of CRCs as in zlib's crc32_combine, by awscrt.
+"""
+
+import struct
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from awscrt.checksums import combine_crc32c
+from awscrt.checksums import crc32c as _awscrt_crc32c
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+MAGIC = b"RCKBLK1\n"
+BLOCK_BYTES = 256 << 10
+BLOCK_BYTES_MAX = 64 << 20
+_TAIL = struct.Struct("<8sIQI")
+FOOTER_TAIL_BYTES = _TAIL.size
+
+
+def crc32c(data: Bytes, previous: int = 0) -> int:
+    """CRC32C of `data`, continuing from `previous`. Releases the GIL; safe to call concurrently."""
+    return int(_awscrt_crc32c(data, previous))
+
+
+def combined(first: int, second: int, second_bytes: int) -> int:
+    """CRC32C of two adjoining pieces, from the CRC32C of each."""
+    return int(combine_crc32c(first, second, second_bytes))
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Checksums of a shard's data, block by block."""
+
+    block_bytes: int
+    data_bytes: int
+    crcs: tuple[int, ...]
+
+    @property
+    def footer_bytes(self) -> int:
+        return 4 * len(self.crcs) + FOOTER_TAIL_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_bytes + self.footer_bytes
+
+    def encoded(self) -> bytes:
+        """The footer as it lies in the file."""
+        body = struct.pack(f"<{len(self.crcs)}I", *self.crcs)
+        body += struct.pack("<8sIQ", MAGIC, self.block_bytes, self.data_bytes)
+        return body + struct.pack("<I", crc32c(body))
+
+    def data_crc(self) -> int:
+        """CRC32C of all data, combined from the blocks'."""
+        total = 0
+        for index, crc in enumerate(self.crcs):
+            total = combined(total, crc, self.block_size(index))
+        return total
+
+    def file_crc(self) -> int:
+        """CRC32C of the whole file, footer included: what the manifest records."""
+        return crc32c(self.encoded(), self.data_crc())
+
+    def block_size(self, index: int) -> int:
+        return min(self.block_bytes, self.data_bytes - index * self.block_bytes)
+
+    def covering(self, offset: int, length: int) -> tuple[int, int]:
+        """First and one past the last block that hold the data range [offset, offset + length)."""
+        return offset // self.block_bytes, -(-(offset + length) // self.block_bytes)
+
+
+def footer_bytes_of(file_tail: Bytes, file_bytes: int) -> int | None:
+    """Size of the footer of a file of `file_bytes` whose last FOOTER_TAIL_BYTES are `file_tail`; None if it has none."""
+    if len(file_tail) != FOOTER_TAIL_BYTES:
+        return None
+    magic, block_bytes, data_bytes, _ = _TAIL.unpack(file_tail)
+    if magic != MAGIC or not 0 < block_bytes <= BLOCK_BYTES_MAX:
+        return None
+    footer = 4 * -(-data_bytes // block_bytes) + FOOTER_TAIL_BYTES
+    return footer if data_bytes + footer == file_bytes else None
+
+
+def decoded_footer(footer: Bytes, file_bytes: int) -> BlockTable | None:
+    """The block table in `footer`, or None if the bytes are no intact footer of a file of `file_bytes`."""
+    if len(footer) < FOOTER_TAIL_BYTES:
+        return None
+    tail = memoryview(footer)[-FOOTER_TAIL_BYTES:]
+    if footer_bytes_of(tail, file_bytes) != len(footer):
+        return None
+    _, block_bytes, data_bytes, footer_crc = _TAIL.unpack(tail)
+    body = memoryview(footer)[:-4]
+    if crc32c(body) != footer_crc:
+        return None
+    return BlockTable(
+        block_bytes, data_bytes, struct.unpack_from(f"<{len(footer) // 4 - FOOTER_TAIL_BYTES // 4}I", body)
+    )
+
+
+class BlockHasher:
+    """Takes a shard's data in pieces of any size and yields its block table. Not safe for concurrent use."""
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._crcs = array("I")
+        self._crc = 0
+        self._filled = 0
+        self._data_bytes = 0
+
+    def update(self, piece: Bytes) -> None:
+        view = memoryview(piece)
+        self._data_bytes += len(view)
+        while view:
+            part = view[: self._block_bytes - self._filled]
+            self._crc = crc32c(part, self._crc)
+            self._filled += len(part)
+            view = view[len(part) :]
+            if self._filled == self._block_bytes:
+                self._close_block()
+
+    def _close_block(self) -> None:
+        self._crcs.append(self._crc)
+        self._crc = 0
+        self._filled = 0
+
+    def table(self) -> BlockTable:
+        """The table of everything given so far; nothing may be added afterwards."""
+        if self._filled:
+            self._close_block()
+        return BlockTable(self._block_bytes, self._data_bytes, tuple(self._crcs))
+
+
+def table_of(pieces: Iterable[Bytes], block_bytes: int = BLOCK_BYTES) -> BlockTable:
+    """Block table of data given as pieces in order."""
+    hasher = BlockHasher(block_bytes)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.table()

@@ -1,0 +1,83 @@
+"""The inventory: what a look at the stores finds now, and what follows from it: what can be loaded, and what is newest."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one node's store holds of one committed save. `sizes` maps shard name to bytes of the file found there."""
+
+    node_id: str
+    checkpoint_id: str
+    save_id: str
+    sequence: int
+    has_metadata: bool
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "node_id": self.node_id,
+            "checkpoint_id": self.checkpoint_id,
+            "save_id": self.save_id,
+            "sequence": self.sequence,
+            "has_metadata": self.has_metadata,
+            "sizes": dict(self.sizes),
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Holding":
+        """Holding described by `fields`, validated.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not one; the caller names the peer that said so.
+        """
+        sizes = {str(name): int(size) for name, size in fields["sizes"].items()}
+        holding = cls(
+            str(fields["node_id"]),
+            str(fields["checkpoint_id"]),
+            str(fields["save_id"]),
+            int(fields["sequence"]),
+            bool(fields["has_metadata"]),
+            sizes,
+        )
+        if (
+            not is_checkpoint_id(holding.checkpoint_id)
+            or not is_save_id(holding.save_id)
+            or any(ShardName.parse(name) is None or size < 0 for name, size in sizes.items())
+        ):
+            raise ValueError(f"no valid holding: {holding!r}")
+        return holding
+
+
+@dataclass(frozen=True)
+class SaveFound:
+    """One committed save as the reachable stores hold it together."""
+
+    checkpoint_id: str
+    save_id: str
+    sequence: int
+    holdings: tuple[Holding, ...]
+
+    def holders_of(self, shard: str, size_bytes: int) -> tuple[str, ...]:
+        """Nodes whose copy of `shard` has the right size. A copy of another size is as good as none."""
+        return tuple(holding.node_id for holding in self.holdings if holding.sizes.get(shard) == size_bytes)
+
+    def lacking(self, size_by_shard: Mapping[str, int]) -> tuple[str, ...]:
+        """Shards without any holder."""
+        return tuple(shard for shard, size in sorted(size_by_shard.items()) if not self.holders_of(shard, size))
+
+
+def saves_found(holdings: Iterable[Holding]) -> tuple[SaveFound, ...]:
+    """The committed saves among `holdings`, newest first. Order is by sequence, never by a clock."""
+    grouped: dict[tuple[str, str], list[Holding]] = {}
+    for holding in holdings:
+        grouped.setdefault((holding.checkpoint_id, holding.save_id), []).append(holding)
+    saves = [
+        SaveFound(checkpoint_id, save_id, max(holding.sequence for holding in members), tuple(members))
+        for (checkpoint_id, save_id), members in grouped.items()
+    ]
+    return tuple(sorted(saves, key=lambda save: (save.sequence, save.save_id), reverse=True))

@@ -1,0 +1,78 @@
+"""Names on disk: where things lie under a root, and which names from outside are believed."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from replicated_ckpt.errors import ConfigInvalid
+
+METADATA_NAME = ".metadata"
+MANIFEST_NAME = ".manifest.json"
+INTENT_NAME = ".intent.json"
+NODE_NAME = "node.json"
+STAGING_DIR = ".staging"
+TRASH_DIR = ".trash"
+AGENT_DIR = ".agent"
+SHARD_SUFFIX = ".distcp"
+LATEST = "latest"
+
+_SHARD = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.distcp")
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@:,-]{0,199}")
+_ID_LENGTH_MAX = 512
+
+
+@dataclass(frozen=True)
+class ShardName:
+    """Name of one `.distcp` file. Rank is the rank within the saving process group, as DCP numbers it."""
+
+    rank: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"__{self.rank}_{self.index}{SHARD_SUFFIX}"
+
+    @classmethod
+    def parse(cls, name: str) -> "ShardName | None":
+        match = _SHARD.fullmatch(name)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+
+def is_save_id(text: str) -> bool:
+    return _SAVE_ID.fullmatch(text) is not None
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a peer may read or write a file of this name inside one checkpoint. Nothing else is ever served."""
+    return name in (METADATA_NAME, MANIFEST_NAME) or ShardName.parse(name) is not None
+
+
+def is_checkpoint_id(text: str) -> bool:
+    """Whether `text` is a name under a root: one or more plain path parts, none hidden, none leading upwards."""
+    return (
+        0 < len(text) <= _ID_LENGTH_MAX
+        and text not in (LATEST, NODE_NAME)
+        and all(_PART.fullmatch(part) and not part.endswith(SHARD_SUFFIX) for part in text.split("/"))
+    )
+
+
+def checkpoint_id_under(root: str, given: str | os.PathLike[str]) -> str:
+    """Name under `root` that `given` means: a relative name, or an absolute path inside the root.
+
+    Raises:
+        ConfigInvalid: it is empty, leaves the root, or has parts that are no plain names.
+    """
+    text = os.fspath(given)
+    if PurePath(text).is_absolute():
+        relative = os.path.relpath(os.path.normpath(text), os.path.normpath(root))
+        if PurePath(relative).parts[:1] in ((os.pardir,), ()):
+            raise ConfigInvalid(f"checkpoint_id {text!r} is not inside the root {root!r}.")
+        text = relative
+    text = text.rstrip("/")
+    if not is_checkpoint_id(text):
+        raise ConfigInvalid(
+            f"checkpoint_id {text!r} is not a valid name under {root!r}.",
+            "Use letters, digits and . _ = + @ : , - in each part; no part may start with a dot; 'latest' is reserved.",
+        )
+    return text

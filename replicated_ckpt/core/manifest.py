@@ -1,0 +1,152 @@
+"""The manifest: what one save consists of. It says what was intended, never what a store holds now (see inventory)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
+
+VERSION = 1
+_U32 = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard as it was saved. `crc32c` covers the whole file, footer included."""
+
+    size_bytes: int
+    crc32c: int
+    owner_rank: int
+    owner_node: str
+    holders: tuple[str, ...]
+    """Nodes meant to hold a copy, the owner's first."""
+
+
+@dataclass(frozen=True)
+class NodeEntry:
+    """A node of the saving world. `ranks` are ranks within the saving process group."""
+
+    node_id: str
+    host: str
+    domain: str | None
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One committed save.
+
+    `sequence` orders the checkpoints of a run without any clock: one more than the largest that any node of the save
+    had committed. `created_unix_s` is for people only.
+    """
+
+    save_id: str
+    checkpoint_id: str
+    sequence: int
+    created_unix_s: float
+    world_size: int
+    copies: int
+    metadata_bytes: int
+    metadata_crc32c: int
+    nodes: tuple[NodeEntry, ...]
+    shards: Mapping[str, ShardEntry]
+
+    def encoded(self) -> bytes:
+        """JSON with a checksum over its own body, one line of each, so that a torn or edited file is noticed."""
+        body = json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True, separators=(",", ":"))
+        return f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n'.encode()
+
+    def owner_of(self, shard: str) -> str:
+        entry = self.shards[shard]
+        host = next((node.host for node in self.nodes if node.node_id == entry.owner_node), "unknown host")
+        return f"rank {entry.owner_rank} on node {entry.owner_node} ({host})"
+
+
+def decoded_manifest(raw: bytes, source: str) -> Manifest:
+    """The manifest in `raw`, fully validated. `source` names where it came from, for the error.
+
+    Raises:
+        ManifestVersionUnknown: written by a newer format.
+        ManifestInvalid: anything else that keeps it from being believed.
+    """
+    try:
+        head, body = raw.decode().rstrip().split("\n", 1)
+        document = json.loads(head + body)
+        stored_crc, fields = document["crc32c"], document["manifest"]
+        body = body.removeprefix('"manifest":').removesuffix("}")
+        if crc32c(body.encode()) != stored_crc:
+            raise ManifestInvalid(f"The manifest at {source} fails its checksum.")
+        if fields["version"] != VERSION:
+            raise ManifestVersionUnknown(f"The manifest at {source} has format version {fields['version']!r}.")
+        return _checked(_from_fields(fields), source)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise ManifestInvalid(f"The manifest at {source} does not parse: {type(exc).__name__}: {exc}.") from exc
+
+
+def _from_fields(fields: Mapping[str, Any]) -> Manifest:
+    return Manifest(
+        save_id=_text(fields["save_id"]),
+        checkpoint_id=_text(fields["checkpoint_id"]),
+        sequence=_count(fields["sequence"]),
+        created_unix_s=float(fields["created_unix_s"]),
+        world_size=_count(fields["world_size"]),
+        copies=_count(fields["copies"]),
+        metadata_bytes=_count(fields["metadata_bytes"]),
+        metadata_crc32c=_count(fields["metadata_crc32c"], _U32),
+        nodes=tuple(_node(node) for node in fields["nodes"]),
+        shards={_shard_name(name): _shard(entry) for name, entry in fields["shards"].items()},
+    )
+
+
+def _node(fields: Mapping[str, Any]) -> NodeEntry:
+    domain = fields["domain"]
+    return NodeEntry(
+        _text(fields["node_id"]),
+        _text(fields["host"]),
+        None if domain is None else _text(domain),
+        tuple(_count(rank) for rank in fields["ranks"]),
+    )
+
+
+def _shard(fields: Mapping[str, Any]) -> ShardEntry:
+    return ShardEntry(
+        _count(fields["size_bytes"]),
+        _count(fields["crc32c"], _U32),
+        _count(fields["owner_rank"]),
+        _text(fields["owner_node"]),
+        tuple(_text(node) for node in fields["holders"]),
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, found {value!r}")
+    return value
+
+
+def _count(value: object, maximum: int = 1 << 62) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= maximum:
+        raise ValueError(f"expected a count up to {maximum}, found {value!r}")
+    return value
+
+
+def _shard_name(name: str) -> str:
+    if ShardName.parse(name) is None:
+        raise ValueError(f"{name!r} is not the name of a shard")
+    return name
+
+
+def _checked(manifest: Manifest, source: str) -> Manifest:
+    known = {node.node_id for node in manifest.nodes}
+    problems: Sequence[str] = [
+        *(["save_id"] if not is_save_id(manifest.save_id) else []),
+        *(["checkpoint_id"] if not is_checkpoint_id(manifest.checkpoint_id) else []),
+        *(f"holders of {name}" for name, entry in manifest.shards.items() if not known.issuperset(entry.holders)),
+        *(f"owner of {name}" for name, entry in manifest.shards.items() if entry.owner_node not in known),
+    ]
+    if problems:
+        raise ManifestInvalid(f"The manifest at {source} contradicts itself: {', '.join(problems)}.")
+    return manifest

@@ -1,0 +1,138 @@
+"""Placement: which nodes hold copies for which, as a value that can be printed.
+
+Disjoint groups of `copies` nodes, not a ring over all of them: with two copies there are half as many fatal pairs.
+Source: Wang et al., GEMINI, SOSP 2023, section 4 (group placement). Failure domains come first, rank order second.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from replicated_ckpt.errors import ConfigInvalid
+
+
+@dataclass(frozen=True)
+class PlacedNode:
+    """A node as placement sees it. Nodes are given in rank order. `domain` None: the node is a domain of its own."""
+
+    node_id: str
+    domain: str | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who holds copies for whom.
+
+    Each group's nodes form a ring; a node's buddies are the `copies - 1` nodes after it there. `copies` may be fewer
+    than wanted when there are fewer nodes. `shared_domain` names the nodes that have a buddy in their own domain.
+    """
+
+    copies: int
+    groups: tuple[tuple[str, ...], ...]
+    shared_domain: tuple[str, ...]
+
+    @property
+    def buddies_by_node(self) -> Mapping[str, tuple[str, ...]]:
+        return {
+            node: tuple(group[(index + step) % len(group)] for step in range(1, self.copies))
+            for group in self.groups
+            for index, node in enumerate(group)
+        }
+
+    def substitutes(self, node: str) -> tuple[str, ...]:
+        """Nodes that could take a copy for `node` when a buddy is lost, nearest first, its buddies excluded."""
+        order = [member for group in self.groups for member in group]
+        at = order.index(node)
+        taken = {node, *self.buddies_by_node[node]}
+        return tuple(member for member in order[at + 1 :] + order[:at] if member not in taken)
+
+
+def placed(nodes: Sequence[PlacedNode], copies: int) -> Placement:
+    """Placement of `copies` copies over `nodes`.
+
+    Holds afterwards: every node is in exactly one group; no node is its own buddy; every node has min(copies, nodes) - 1
+    buddies, all different; groups have between `copies` and `2 * copies - 1` nodes.
+
+    Raises:
+        ConfigInvalid: copies below one, no node, or one node twice.
+    """
+    if copies < 1 or not nodes or len({node.node_id for node in nodes}) != len(nodes):
+        raise ConfigInvalid(f"Cannot place {copies} copies on nodes {[node.node_id for node in nodes]}.")
+    copies = min(copies, len(nodes))
+    rank_of = {node.node_id: index for index, node in enumerate(nodes)}
+    domain_of = {node.node_id: node.domain or f"\0{node.node_id}" for node in nodes}
+    groups = _disjoint_groups(nodes, copies, domain_of)
+    grouped = {member for group in groups for member in group}
+    for node in nodes:
+        if node.node_id not in grouped:
+            _join(groups, node.node_id, domain_of)
+    groups = [_ring(group, copies, domain_of) for group in groups]
+    groups.sort(key=lambda group: min(rank_of[member] for member in group))
+    placement = Placement(copies, tuple(tuple(group) for group in groups), ())
+    return Placement(copies, placement.groups, _sharing(placement, domain_of))
+
+
+def _disjoint_groups(nodes: Sequence[PlacedNode], copies: int, domain_of: Mapping[str, str]) -> list[list[str]]:
+    """Groups of exactly `copies` nodes; up to `copies - 1` nodes stay out.
+
+    Staying with the same domains pairs whole domains with whole domains; taking those with most nodes left, when that
+    would leave too few distinct ones for the rest, keeps buddies in different domains for as long as that is possible.
+    """
+    left: dict[str, list[str]] = {}
+    for node in nodes:
+        left.setdefault(domain_of[node.node_id], []).append(node.node_id)
+    if len(left) == len(nodes):
+        ordered = [node.node_id for node in nodes]
+        return [ordered[start : start + copies] for start in range(0, len(ordered) - copies + 1, copies)]
+    groups: list[list[str]] = []
+    current: list[str] = []
+    for remaining in range(len(nodes) // copies, 0, -1):
+        if not _can_stay(left, current, copies, remaining):
+            current = sorted(left, key=lambda domain: -len(left[domain]))[:copies]
+        group = [left[domain].pop(0) for domain in current if left[domain]]
+        while len(group) < copies:
+            fullest = max(left, key=lambda domain: len(left[domain]))
+            group.append(left[fullest].pop(0))
+        groups.append(group)
+    return groups
+
+
+def _can_stay(left: Mapping[str, list[str]], current: Sequence[str], copies: int, remaining: int) -> bool:
+    """Whether one more group from the `current` domains leaves enough distinct domains for the groups after it.
+
+    `count <= groups` for every domain is what makes distinct domains in each group possible (pigeonhole); a domain
+    beyond that contributes at most one node a group.
+    """
+    if len(current) < copies or not all(left[domain] for domain in current):
+        return False
+    after = {domain: len(members) - (domain in current) for domain, members in left.items()}
+    return sum(min(count, remaining - 1) for count in after.values()) >= (remaining - 1) * copies
+
+
+def _join(groups: list[list[str]], node: str, domain_of: Mapping[str, str]) -> None:
+    """Adds a node that is left over to the latest group where its domain is rarest."""
+    smallest = min(len(group) for group in groups)
+    candidates = [group for group in reversed(groups) if len(group) == smallest]
+    host = min(candidates, key=lambda group: sum(domain_of[member] == domain_of[node] for member in group))
+    host.append(node)
+
+
+def _ring(group: list[str], copies: int, domain_of: Mapping[str, str]) -> list[str]:
+    """The group's order as a ring, such that the `copies` nodes from any point on differ in domain where possible."""
+    if len(group) <= copies:
+        return group
+    ring = [group[0]]
+    rest = group[1:]
+    while rest:
+        near = [domain_of[member] for member in ring[-(copies - 1) :]] if copies > 1 else []
+        following = min(rest, key=lambda member: (near.count(domain_of[member]), rest.index(member)))
+        ring.append(following)
+        rest.remove(following)
+    return ring
+
+
+def _sharing(placement: Placement, domain_of: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(
+        node
+        for node, buddies in placement.buddies_by_node.items()
+        if len({domain_of[node], *(domain_of[buddy] for buddy in buddies)}) < placement.copies
+    )

@@ -1,0 +1,1 @@
+"""The rooms that import torch: the DCP StorageWriter and StorageReader on top of the storage engine."""

@@ -1,0 +1,102 @@
+"""The nodes of one save, as the coordinator commands them: through their agents, or directly on one process alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.settle import settle
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
+from replicated_ckpt.stores.fanout import FanOut
+from replicated_ckpt.stores.local import Intent, LocalStore
+
+COMMIT_TIMEOUT_S = 10.0
+
+
+class Cluster(Protocol):
+    """All nodes of a save."""
+
+    def begin(self, intent: Intent) -> int:
+        """Opens the save on every node; returns the largest sequence that any has committed.
+
+        Raises:
+            CheckpointExists, StoreError, StoreUnavailable: some node could not; the caller aborts.
+        """
+
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> "Committed":
+        """Has every node publish the save; returns which did."""
+
+    def abort(self, save_id: str, why: str) -> None:
+        """Has every node that can be reached give the save up. Never raises a StoreError."""
+
+
+class Committed:
+    """What became of a commit: the shards held by each node that committed, and the error of each that did not."""
+
+    def __init__(
+        self, held_by_node: Mapping[str, Sequence[str]], error_by_node: Mapping[str, ReplicatedCkptError]
+    ) -> None:
+        self.held_by_node = held_by_node
+        self.error_by_node = error_by_node
+
+    def holders_of(self, shard: str) -> tuple[str, ...]:
+        return tuple(node for node, held in self.held_by_node.items() if shard in held)
+
+
+class AgentCluster:
+    """Nodes with agents. All calls go to all nodes at once."""
+
+    def __init__(self, addresses: Sequence[AgentAddress], own_node: str) -> None:
+        self._by_node = {address.node_id: address for address in addresses}
+        self._own_node = own_node
+
+    def begin(self, intent: Intent) -> int:
+        document = {
+            "checkpoint_id": intent.checkpoint_id,
+            "session": intent.session,
+            "overwrite": intent.overwrite,
+            "peers": [address.to_json() for address in self._by_node.values()],
+        }
+
+        def opened(node: str) -> int:
+            with AgentClient(self._by_node[node]) as client:
+                return int(client.call("POST", f"/v1/saves/{intent.save_id}", document)["sequence_max"])
+
+        return max(FanOut[str, int]().run(self._by_node, opened).raise_first().values())
+
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
+        def committed(node: str) -> tuple[str, ...]:
+            with AgentClient(self._by_node[node], COMMIT_TIMEOUT_S) as client:
+                if node != self._own_node:
+                    client.put("PUT", f"/v1/saves/{save_id}/{METADATA_NAME}", metadata)
+                    client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", manifest)
+                return tuple(client.call("POST", f"/v1/saves/{save_id}/commit")["held"])
+
+        outcome = FanOut[str, tuple[str, ...]]().run(self._by_node, committed)
+        return Committed(outcome.results, outcome.errors)
+
+    def abort(self, save_id: str, why: str) -> None:
+        def aborted(node: str) -> None:
+            with AgentClient(self._by_node[node]) as client:
+                client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why})
+
+        FanOut[str, None]().run(self._by_node, aborted)
+
+
+class LoneNode:
+    """This process's own store and nobody else's: no agent is needed."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self._service = NodeService(store)
+
+    def begin(self, intent: Intent) -> int:
+        sequence_max, leftovers = self._service.begin(intent)
+        settle(self._service, leftovers, ())
+        return sequence_max
+
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:  # noqa: ARG002 - staged here already
+        return Committed({self._service.node_id: self._service.commit(save_id)}, {})
+
+    def abort(self, save_id: str, why: str) -> None:
+        self._service.abort(save_id, why)

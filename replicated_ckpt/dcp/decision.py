@@ -1,0 +1,149 @@
+"""The decision about one save: what the coordinator drew and chose, as every rank reads it, and each rank's receipt."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from replicated_ckpt.core.placement import PlacedNode, Placement, placed
+from replicated_ckpt.dcp.node import NodePost
+from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
+from replicated_ckpt.stores.agent_client import AgentAddress
+
+
+@dataclass(frozen=True)
+class SaveDecision:
+    """One attempt at one save. `nodes` are in rank order; `nodes[node_by_rank[r]]` is the node of rank r."""
+
+    save_id: str
+    checkpoint_id: str
+    sequence: int
+    nodes: tuple[NodePost, ...]
+    node_by_rank: tuple[int, ...]
+    placement: Placement
+
+    def node_of(self, rank: int) -> NodePost:
+        return self.nodes[self.node_by_rank[rank]]
+
+    def address_of(self, node_id: str) -> AgentAddress:
+        return next(node.address for node in self.nodes if node.node_id == node_id)
+
+    def ranks_of(self, node_id: str) -> tuple[int, ...]:
+        return tuple(rank for rank in range(len(self.node_by_rank)) if self.node_of(rank).node_id == node_id)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "SaveDecision":
+        placement = fields["placement"]
+        return cls(
+            fields["save_id"],
+            fields["checkpoint_id"],
+            fields["sequence"],
+            tuple(NodePost.from_json(node) for node in fields["nodes"]),
+            tuple(fields["node_by_rank"]),
+            Placement(
+                placement["copies"],
+                tuple(tuple(group) for group in placement["groups"]),
+                tuple(placement["shared_domain"]),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class SavePost:
+    """What each rank says before a save."""
+
+    checkpoint_id: str
+    node: NodePost
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "SavePost":
+        return cls(fields["checkpoint_id"], NodePost.from_json(fields["node"]))
+
+
+def decided(posts: Sequence[SavePost], copies: int, save_id: str) -> SaveDecision:
+    """The decision that follows from what the ranks posted, in rank order.
+
+    Raises:
+        CheckpointIdMismatch: the ranks named different checkpoints.
+        ConfigInvalid: two different stores claim the same identity.
+    """
+    if len({post.checkpoint_id for post in posts}) > 1:
+        raise CheckpointIdMismatch({rank: post.checkpoint_id for rank, post in enumerate(posts)})
+    nodes: dict[str, NodePost] = {}
+    for post in posts:
+        known = nodes.setdefault(post.node.node_id, post.node)
+        _check_same_store(known, post.node)
+    order = list(nodes)
+    return SaveDecision(
+        save_id,
+        posts[0].checkpoint_id,
+        0,
+        tuple(nodes.values()),
+        tuple(order.index(post.node.node_id) for post in posts),
+        placed([PlacedNode(node.node_id, node.domain) for node in nodes.values()], copies),
+    )
+
+
+def _check_same_store(known: NodePost, other: NodePost) -> None:
+    if known.address.token != other.address.token:
+        raise ConfigInvalid(
+            f"Two different stores have the identity {known.node_id}: on {known.host} and on {other.host}.",
+            "One was made as a copy of the other (a cloned disk): remove node.json from one of them.",
+        )
+    if known.domain != other.domain:
+        raise ConfigInvalid(
+            f"Ranks of node {known.node_id} name different domains: {known.domain!r} and {other.domain!r}."
+        )
+
+
+def weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePost]) -> list[str]:
+    """In words, what protects less than was asked for."""
+    placement = decision.placement
+    found = []
+    if placement.copies < copies:
+        found.append(f"{copies} copies are wanted, and {placement.copies} node(s) can hold {placement.copies}")
+    if placement.shared_domain and any(node.domain for node in decision.nodes):
+        found.append(f"nodes {', '.join(placement.shared_domain)} have a buddy in their own failure domain")
+    boots: dict[str, set[str]] = {}
+    for post in posts:
+        boots.setdefault(post.node.node_id, set()).add(post.node.boot_id)
+    found += [
+        f"the store of node {node} is seen by several hosts: replicas on a shared file system protect nothing"
+        for node, seen in boots.items()
+        if len(seen) > 1
+    ]
+    return found
+
+
+@dataclass(frozen=True)
+class ShardReceipt:
+    """One shard as it was written. `holders`: the nodes where a copy was acknowledged, the owner's first."""
+
+    name: str
+    size_bytes: int
+    crc32c: int
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a rank wrote. `aborted`: the save was given up by somebody else while this rank wrote."""
+
+    shards: tuple[ShardReceipt, ...] = ()
+    aborted: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Receipt":
+        shards = (
+            ShardReceipt(shard["name"], shard["size_bytes"], shard["crc32c"], tuple(shard["holders"]))
+            for shard in fields["shards"]
+        )
+        return cls(tuple(shards), fields["aborted"])

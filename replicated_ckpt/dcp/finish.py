@@ -1,0 +1,106 @@
+"""The coordinator's last steps of a save: account for every shard, decide durably, have every node publish."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.dcp.cluster import Cluster, Committed
+from replicated_ckpt.dcp.decision import Receipt, SaveDecision
+from replicated_ckpt.dcp.metadata import encoded_metadata
+from replicated_ckpt.dcp.torch_private import metadata_version
+from replicated_ckpt.errors import AckNotReached, SaveAborted
+from replicated_ckpt.stores.local import LocalStore
+
+
+def commit_save(
+    store: LocalStore,
+    cluster: Cluster,
+    decision: SaveDecision,
+    copies: int,
+    receipts: Sequence[Receipt],
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+) -> list[str]:
+    """Ends a save whose shards are all written. Returns what is weaker than wanted, in words.
+
+    Holds afterwards: the checkpoint is committed on every node that is not named in what is returned. If it raises
+    before the decision, the save is given up everywhere; once the decision is durable it is never given up.
+
+    Raises:
+        SaveAborted: an item lies in a shard that no rank has written.
+        AckNotReached: the decision is durable here, but no holder of some shard has published it.
+        StoreError: the decision could not be made durable.
+    """
+    try:
+        raw_metadata, manifest = _described(decision, copies, receipts, metadata, results)
+        raw_manifest = manifest.encoded()
+        store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
+        store.put_small(decision.save_id, MANIFEST_NAME, raw_manifest)
+    except BaseException as exc:
+        cluster.abort(decision.save_id, f"the coordinator failed: {type(exc).__name__}: {exc}")
+        raise
+    committed = cluster.commit(decision.save_id, raw_metadata, raw_manifest)
+    _check_reached(manifest, committed)
+    return [
+        f"node {node} has not published the checkpoint yet: {error}" for node, error in committed.error_by_node.items()
+    ]
+
+
+def _described(
+    decision: SaveDecision,
+    copies: int,
+    receipts: Sequence[Receipt],
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+) -> tuple[bytes, Manifest]:
+    shards = _shard_entries(decision, receipts)
+    metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+    metadata.storage_meta = StorageMeta(checkpoint_id=decision.checkpoint_id, save_id=decision.save_id)
+    version = metadata_version()
+    if version is not None:
+        metadata.version = version
+    unwritten = {info.relative_path for info in metadata.storage_data.values()} - set(shards)
+    if unwritten:
+        raise SaveAborted(f"No rank has written {sorted(unwritten)} for save {decision.save_id}.")
+    raw_metadata = encoded_metadata(metadata)
+    manifest = Manifest(
+        save_id=decision.save_id,
+        checkpoint_id=decision.checkpoint_id,
+        sequence=decision.sequence,
+        created_unix_s=time.time(),
+        world_size=len(decision.node_by_rank),
+        copies=copies,
+        metadata_bytes=len(raw_metadata),
+        metadata_crc32c=crc32c(raw_metadata),
+        nodes=tuple(
+            NodeEntry(node.node_id, node.host, node.domain, decision.ranks_of(node.node_id)) for node in decision.nodes
+        ),
+        shards=shards,
+    )
+    return raw_metadata, manifest
+
+
+def _shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mapping[str, ShardEntry]:
+    """What each shard is. Its intended holders are those that acknowledged, and the buddies that should have."""
+    entries = {}
+    for rank, receipt in enumerate(receipts):
+        own = decision.node_of(rank).node_id
+        for shard in receipt.shards:
+            wanted = decision.placement.buddies_by_node[own]
+            missing = [node for node in wanted if node not in shard.holders]
+            lacking = decision.placement.copies - len(shard.holders)
+            holders = (*shard.holders, *missing[: max(0, lacking)])
+            entries[shard.name] = ShardEntry(shard.size_bytes, shard.crc32c, rank, own, holders)
+    return entries
+
+
+def _check_reached(manifest: Manifest, committed: Committed) -> None:
+    unreached = {name: 0 for name in manifest.shards if not committed.holders_of(name)}
+    if unreached or not committed.held_by_node:
+        why = "; ".join(f"node {node}: {error}" for node, error in committed.error_by_node.items())
+        raise AckNotReached(manifest.copies, unreached, f"The decision is durable and will be completed. {why}")

@@ -1,0 +1,102 @@
+"""This process's node: its store, its agent, and what the others must know of it."""
+
+import ipaddress
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from replicated_ckpt.agent.launch import ensured_agent
+from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.local import LocalStore
+
+HOST_ENV = "REPLICATED_CKPT_HOST"
+_DOCUMENTATION_ADDRESS = "192.0.2.1"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class NodePost:
+    """A node as one of its ranks presents it."""
+
+    node_id: str
+    host: str
+    boot_id: str
+    domain: str | None
+    address: AgentAddress
+
+    def __repr__(self) -> str:
+        return f"NodePost(node {self.node_id} on {self.host})"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "NodePost":
+        return cls(
+            fields["node_id"],
+            fields["host"],
+            fields["boot_id"],
+            fields["domain"],
+            AgentAddress.from_json(fields["address"]),
+        )
+
+
+def node_post(store: LocalStore, domain: str | None) -> NodePost:
+    """Presents this node; its agent runs when this returns.
+
+    Raises:
+        AgentUnavailable, StoreError, ConfigInvalid
+    """
+    host = advertised_host()
+    endpoint = ensured_agent(store, host if _is_loopback(host) else _any_address(host))
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+    return NodePost(endpoint.node_id, socket.gethostname(), boot_id, domain, endpoint.address(host))
+
+
+def lone_post(store: LocalStore, domain: str | None) -> NodePost:
+    """Presents this node to nobody but this process: no agent is started."""
+    node_id = store.node_id()
+    return NodePost(node_id, socket.gethostname(), "", domain, AgentAddress(node_id, "", 0, ""))
+
+
+def advertised_host() -> str:
+    """The address under which the other nodes reach this one.
+
+    REPLICATED_CKPT_HOST if set; else the address from which this host reaches MASTER_ADDR. Where MASTER_ADDR is this
+    host under a real name, that may be a loopback address, which means nothing to the others: then the address of the
+    default route. Where MASTER_ADDR itself says loopback, all nodes are on this host.
+    """
+    override = os.environ.get(HOST_ENV)
+    if override:
+        return override
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if master == "localhost" or _is_loopback(master):
+        return "127.0.0.1"
+    address = _source_address(master)
+    if address is None or _is_loopback(address):
+        address = _source_address(_DOCUMENTATION_ADDRESS)
+    return address or "127.0.0.1"
+
+
+def _source_address(destination: str) -> str | None:
+    """Local address of a route to `destination`. Nothing is sent: connecting a UDP socket only picks the route."""
+    try:
+        family, kind, _, _, peer = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(peer)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _any_address(host: str) -> str:
+    return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - peers on other hosts must reach the agent; a token guards it

@@ -1,0 +1,250 @@
+"""The StorageReader that users pass to `dcp.load`: finds the checkpoint, and gives each rank the bytes that it needs."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from replicated_ckpt.config import ReaderConfig
+from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.core.sources import ByteRange, merged
+from replicated_ckpt.dcp.items import read_item
+from replicated_ckpt.dcp.meeting import AgreedError, met
+from replicated_ckpt.dcp.metadata import decoded_metadata
+from replicated_ckpt.dcp.report import LoadReport
+from replicated_ckpt.dcp.shard_reader import ShardReader
+from replicated_ckpt.dcp.survey import Survey
+from replicated_ckpt.dcp.torch_private import StorageInfo, calling
+from replicated_ckpt.dcp.world import World, world_of_call
+from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ObjectCorrupt, ReplicatedCkptError, ShardLost
+from replicated_ckpt.stores.agent_client import AgentClient, file_path
+from replicated_ckpt.stores.local import LocalStore
+
+log = logging.getLogger(__name__)
+
+MERGED_BYTES_MAX = 16 << 20
+MERGED_GAP_BYTES = 64 << 10
+
+
+class ReplicatedReader(StorageReader):
+    """Loads a checkpoint from whatever survived: own store first, then any peer that holds a copy.
+
+    After `dcp.load` returns, every tensor holds the bytes that were saved, each checked against the checksum taken then;
+    on any number of ranks, on blank nodes too. If no intact copy of a needed shard is left, every rank raises, and the
+    error names the shards, their owners and where they were looked for (ShardLost, in DCP's CheckpointException).
+
+    `checkpoint_id="latest"` means the newest checkpoint of which every shard has a copy; every rank gets the same one.
+
+    Args:
+        root: this node's store. It may be empty (a replaced node), and is then filled with nothing but its identity.
+        process_group: ranks of the load; None takes the one passed to `dcp.load`.
+        no_dist: load on this process alone, although a process group exists; None takes what `dcp.load` was passed.
+        object_store: reserved for the object tier; must be None.
+
+    One reader serves many loads, one at a time.
+
+    Raises:
+        ConfigInvalid: an argument cannot work.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        process_group: "dist.ProcessGroup | None" = None,
+        no_dist: bool | None = None,
+        object_store: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = ReaderConfig.checked(root, object_store=object_store)
+        self.last_load: LoadReport | None = None
+        self._process_group = process_group
+        self._no_dist = no_dist
+        self._store = LocalStore(self.config.root)
+        self._given_id: str | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._survey: Survey | None = None
+        self._failure: ReplicatedCkptError | None = None
+        self._info_by_index: Mapping[MetadataIndex, StorageInfo] = {}
+        self._started_at = time.monotonic()
+
+    # What DCP calls, in order ------------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load begins: the ranks meet and find the checkpoint.
+
+        Raises:
+            CheckpointNotFound, CheckpointNotCommitted, CheckpointIdMismatch, ShardLost, ConfigInvalid, StoreError: on
+            every rank alike. What went wrong on this rank alone is raised later, where DCP tells all ranks.
+        """
+        if checkpoint_id is not None:
+            self._given_id = os.fspath(checkpoint_id)
+        self._forget()
+        if calling() is not None:
+            self._meet()
+
+    def _meet(self) -> None:
+        self._world = world_of_call(self._process_group, self._no_dist)
+        try:
+            self._survey = met(self._store, self._world, self._given_id)
+        except AgreedError as exc:
+            self._failure = exc.error
+            raise exc.error from None
+        except ReplicatedCkptError as exc:
+            self._failure = exc
+            if self._world.blackboard is None:
+                raise
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's `.metadata`, verified and safely unpickled. DCP tries twice; the second try repeats the error.
+
+        Raises:
+            ReplicatedCkptError
+        """
+        del args, kwargs
+        if self._survey is None and self._failure is None:
+            self._meet()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._metadata()
+        except ReplicatedCkptError as exc:
+            self._failure = exc
+            raise
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        del is_coordinator, args, kwargs
+        self._info_by_index = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Checks that every shard this rank needs has a copy somewhere.
+
+        Raises:
+            ShardLost: naming those that have none.
+        """
+        manifest, found = self._surveyed.manifest, self._surveyed.found
+        needed = {self._info(item).relative_path for item in plan.items}
+        unknown = needed - set(manifest.shards)
+        if unknown:
+            raise ManifestInvalid(f"The .metadata names {sorted(unknown)}, which the manifest does not know.")
+        lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in needed})
+        if lost:
+            owners = {shard: manifest.owner_of(shard) for shard in lost}
+            raise ShardLost(found.checkpoint_id, owners, self._surveyed.searched)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads every item of the plan, verified, into the planner's tensors.
+
+        Raises:
+            ShardLost: no intact copy is left. Tensors that were not read yet keep what they held.
+        """
+        items_by_shard: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            items_by_shard.setdefault(self._info(item).relative_path, []).append(item)
+        own_node = self._store.known_node_id()
+        reader = ShardReader(self._store, own_node, self._surveyed, sorted(items_by_shard), f"rank {self._world.rank}")
+        try:
+            for shard, items in sorted(items_by_shard.items()):
+                self._read_shard(reader, shard, items, planner)
+        finally:
+            reader.close()
+        traffic = reader.traffic
+        self.last_load = LoadReport(
+            self._surveyed.found.checkpoint_id,
+            self._surveyed.found.save_id,
+            traffic.bytes_local,
+            traffic.bytes_peer,
+            0,
+            len(plan.items),
+            time.monotonic() - self._started_at,
+            tuple(traffic.bad_copies),
+        )
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _surveyed(self) -> Survey:
+        if self._survey is None:
+            raise CheckpointNotFound("No checkpoint has been looked for: read_metadata comes first.")
+        return self._survey
+
+    def _info(self, item: ReadItem) -> StorageInfo:
+        info = self._info_by_index[item.storage_index]
+        if getattr(info, "transform_descriptors", None):
+            raise ManifestInvalid(
+                f"{item.storage_index.fqn!r} was saved through stream transforms, which are not read."
+            )
+        return info
+
+    def _read_shard(self, reader: ShardReader, shard: str, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        ranges = [ByteRange(self._info(item).offset, self._info(item).length) for item in items]
+        for span, members in merged(ranges, MERGED_GAP_BYTES, MERGED_BYTES_MAX):
+            raw = reader.read(shard, span.offset, span.length)
+            for index in members:
+                start = ranges[index].offset - span.offset
+                read_item(raw[start : start + ranges[index].length], items[index], planner, shard)
+
+    def _metadata(self) -> Metadata:
+        survey = self._surveyed
+        manifest = survey.manifest
+        problems: list[str] = []
+        for source, raw in self._metadata_copies(problems):
+            if crc32c(raw) == manifest.metadata_crc32c:
+                return decoded_metadata(raw, source)
+            expected = f"expected CRC32C {manifest.metadata_crc32c:08x}, found {crc32c(raw):08x}"
+            problems.append(str(ObjectCorrupt(source, "read", METADATA_NAME, expected)))
+            log.warning("%s", problems[-1])
+        lost = {METADATA_NAME: "every node of the save"}
+        raise ShardLost(survey.found.checkpoint_id, lost, [*survey.searched, *problems])
+
+    def _metadata_copies(self, problems: list[str]) -> Iterator[tuple[str, bytes]]:
+        """Copies of `.metadata`, the own one first; those that cannot be read are added to `problems`."""
+        save = self._surveyed.found
+        own_node = self._store.known_node_id()
+        if any(holding.node_id == own_node and holding.has_metadata for holding in save.holdings):
+            try:
+                yield f"node {own_node}", (self._store.final(save.checkpoint_id) / METADATA_NAME).read_bytes()
+            except OSError as exc:
+                problems.append(f"node {own_node}: {exc}")
+        key = f"rank {self._world.rank}"
+        for address in sorted(self._surveyed.addresses, key=lambda peer: crc32c(f"{key}/{peer.node_id}".encode())):
+            try:
+                with AgentClient(address) as client:
+                    yield address.label, client.fetch("GET", file_path(save.checkpoint_id, save.save_id, METADATA_NAME))
+            except ReplicatedCkptError as exc:
+                problems.append(str(exc))
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint that was found; before that, the id as it was given, or the root."""
+        if self._survey is not None:
+            return self._survey.found.checkpoint_id
+        return self._given_id or self.config.root
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """False: a reader cannot be guessed from an id alone; DCP asks this only when no reader was passed."""
+        del checkpoint_id
+        return False
+
+    @property
+    def world(self) -> World:
+        """The ranks of the last load."""
+        return self._world

@@ -1,0 +1,163 @@
+"""The survey before a load: what all reachable stores hold now, and which save is meant by the id that was asked for."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
+from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME
+from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.errors import (
+    CheckpointNotCommitted,
+    CheckpointNotFound,
+    ManifestInvalid,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    ShardLost,
+)
+from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.fanout import FanOut
+from replicated_ckpt.stores.local import LocalStore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The save to load and where it lies. Every rank of a load acts on the same one.
+
+    `addresses` are the peers that answered; `searched` tells in words every place that was looked at.
+    """
+
+    manifest_raw: str
+    holdings: tuple[Holding, ...]
+    addresses: tuple[AgentAddress, ...]
+    searched: tuple[str, ...]
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        return decoded_manifest(self.manifest_raw.encode(), "the survey")
+
+    @cached_property
+    def found(self) -> SaveFound:
+        return saves_found(self.holdings)[0]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "holdings": [holding.to_json() for holding in self.holdings]}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Survey":
+        return cls(
+            fields["manifest_raw"],
+            tuple(Holding.from_json(holding) for holding in fields["holdings"]),
+            tuple(AgentAddress.from_json(address) for address in fields["addresses"]),
+            tuple(fields["searched"]),
+        )
+
+
+class Surveyor:
+    """Looks at this node's store directly and at the peers' through their agents."""
+
+    def __init__(self, store: LocalStore, own_node: str, peers: Iterable[AgentAddress]) -> None:
+        self._store = store
+        self._own_node = own_node
+        by_node = {peer.node_id: peer for peer in peers}
+        self._own_address = by_node.pop(own_node, None)
+        self._by_node = by_node
+        self._searched: dict[str, str] = {}
+
+    def surveyed(self, checkpoint_id: str) -> Survey:
+        """The newest save that `checkpoint_id` (or "latest") means.
+
+        A save with a copy of every shard goes before a newer one without; if none is whole, an explicit id still gives
+        its newest save, as a load may need only what is left.
+
+        Raises:
+            CheckpointNotFound, CheckpointNotCommitted: no such save. ShardLost: "latest", and no save is whole.
+        """
+        holdings = self._holdings(None if checkpoint_id == LATEST else checkpoint_id)
+        saves = saves_found(holdings)
+        lost: list[tuple[SaveFound, str]] = []
+        for save in saves:
+            raw = self._manifest_raw(save)
+            if raw is None:
+                continue
+            sizes = {name: entry.size_bytes for name, entry in _parsed(raw).shards.items()}
+            if not save.lacking(sizes) and any(holding.has_metadata for holding in save.holdings):
+                return self._survey(save, raw)
+            lost.append((save, raw))
+        if not lost:
+            raise self._not_found(checkpoint_id)
+        save, raw = lost[0]
+        if checkpoint_id == LATEST:
+            raise lost_shards(_parsed(raw), save, self._places())
+        return self._survey(save, raw)
+
+    def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
+        holdings = list(self._store.catalog.holdings(self._own_node, checkpoint_id))
+        self._searched[self._own_node] = f"node {self._own_node} at {self._store.root} (own store)"
+        path = "/v1/holdings" + (f"?checkpoint_id={checkpoint_id}" if checkpoint_id else "")
+
+        def asked(node: str) -> list[Holding]:
+            with AgentClient(self._by_node[node]) as client:
+                answer = client.call("GET", path)
+            try:
+                return [Holding.from_json(fields) for fields in answer["holdings"]]
+            except (KeyError, TypeError, ValueError) as exc:
+                raise PeerProtocolError(f"{self._by_node[node].label} listed its holdings wrongly: {exc}.") from exc
+
+        outcome = FanOut[str, list[Holding]]().run(self._by_node, asked)
+        for node, found in outcome.results.items():
+            holdings += [holding for holding in found if holding.node_id == node]
+            self._searched[node] = self._by_node[node].label
+        for node, error in outcome.errors.items():
+            self._searched[node] = f"{self._by_node[node].label}: not reached ({error.message})"
+            del self._by_node[node]
+        return holdings
+
+    def _manifest_raw(self, save: SaveFound) -> str | None:
+        """The manifest of a save, from the first holder whose copy is believed."""
+        for holding in sorted(save.holdings, key=lambda found: found.node_id != self._own_node):
+            try:
+                if holding.node_id == self._own_node:
+                    raw = (self._store.final(holding.checkpoint_id) / MANIFEST_NAME).read_bytes()
+                else:
+                    with AgentClient(self._by_node[holding.node_id]) as client:
+                        raw = client.fetch("GET", file_path(holding.checkpoint_id, holding.save_id, MANIFEST_NAME))
+                if decoded_manifest(raw, f"node {holding.node_id}").save_id == save.save_id:
+                    return raw.decode()
+            except (ReplicatedCkptError, OSError) as exc:
+                log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)
+        return None
+
+    def _survey(self, save: SaveFound, manifest_raw: str) -> Survey:
+        own = () if self._own_address is None else (self._own_address,)
+        return Survey(manifest_raw, save.holdings, (*own, *self._by_node.values()), self._places())
+
+    def _places(self) -> tuple[str, ...]:
+        return tuple(self._searched.values())
+
+    def _not_found(self, checkpoint_id: str) -> CheckpointNotFound:
+        where = "; ".join(self._places())
+        if any(intent.checkpoint_id == checkpoint_id for intent in self._store.staged()):
+            return CheckpointNotCommitted(
+                f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}."
+            )
+        what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
+        return CheckpointNotFound(f"{what} was found. Searched: {where}.")
+
+
+def _parsed(raw: str) -> Manifest:
+    try:
+        return decoded_manifest(raw.encode(), "a holder")
+    except ManifestInvalid as exc:
+        raise AssertionError("a manifest that was validated before does not parse") from exc
+
+
+def lost_shards(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
+    """The error that names every shard of a save that no store holds whole."""
+    sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
+    owners = {name: manifest.owner_of(name) for name in save.lacking(sizes)}
+    return ShardLost(save.checkpoint_id, owners, searched)

@@ -1,0 +1,73 @@
+"""The only place that names private parts of torch. tests/dcp/test_torch_private.py holds each to the supported range.
+
+Each is here because no public name serves: DCP does not tell a storage writer or reader which process group a call is
+about, the c10d store has no public getter, and the entries of `.metadata` are of private classes.
+"""
+
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+
+__all__ = ["DcpCall", "StorageInfo", "calling", "default_store", "metadata_version", "narrowed"]
+
+_SAVER = "torch.distributed.checkpoint.state_dict_saver"
+_LOADER = "torch.distributed.checkpoint.state_dict_loader"
+_ENTRY_POINTS = {
+    (_SAVER, "save"),
+    (_SAVER, "_save_state_dict"),
+    (_LOADER, "load"),
+    (_LOADER, "_load_state_dict"),
+    (_LOADER, "_load_state_dict_from_keys"),
+}
+
+
+@dataclass(frozen=True)
+class DcpCall:
+    """What the user passed to the DCP call under way."""
+
+    process_group: Any
+    no_dist: bool
+
+
+def calling() -> DcpCall | None:
+    """The DCP call on this thread's stack, or None if there is none.
+
+    Seen on torch 2.7 to 2.15: the entry points have the parameters `process_group` and `no_dist`, and none of them is
+    passed on to the storage writer or reader, which must know them to meet the other ranks, or not to wait for any.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _ENTRY_POINTS:
+            values = frame.f_locals
+            return DcpCall(values.get("process_group"), bool(values.get("no_dist", False)))
+        frame = frame.f_back
+    return None
+
+
+def default_store() -> "dist.Store":
+    """The c10d store of the default process group.
+
+    Raises:
+        ValueError, RuntimeError: there is no default process group.
+    """
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+def metadata_version() -> str | None:
+    """The format version that stock FileSystemWriter writes into `.metadata`, where this torch has one."""
+    from torch.distributed.checkpoint import filesystem
+
+    return getattr(filesystem, "CURRENT_DCP_VERSION", None)
+
+
+def narrowed(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
+    """The part of a tensor that a read item names."""
+    for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size < tensor.size(dimension):
+            tensor = tensor.narrow(dimension, offset, size)
+    return tensor

@@ -1,0 +1,122 @@
+"""The world of one save or load: which ranks take part, and the c10d store as their blackboard.
+
+No collective of ours is added: DCP's own order the messages. On a save every rank writes its post before it hands in its
+local plan, and the coordinator decides before it hands out the global one, so what is read is there. On a load the ranks
+meet with a deadline. A nonce in every post, repeated in the decision, makes sure that nobody acts on an earlier call's.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from replicated_ckpt.dcp.torch_private import calling, default_store
+from replicated_ckpt.errors import MeetingFailed
+
+_POLL_S = 0.005
+_POLL_MAX_S = 0.1
+_PREFIX = "replicated_ckpt"
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of one DCP call. `blackboard` is None for a call on one process alone."""
+
+    rank: int
+    size: int
+    blackboard: "Blackboard | None"
+    group_name: str = "alone"
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+
+def world_of_call(process_group: Any, no_dist: bool | None) -> World:
+    """The world of the DCP call under way; arguments given to the writer or reader win over what the call says."""
+    call = calling()
+    if no_dist is None:
+        no_dist = call.no_dist if call is not None else False
+    if no_dist or not dist.is_available() or not dist.is_initialized():
+        return World(0, 1, None)
+    group: Any = process_group or (call.process_group if call is not None else None) or dist.group.WORLD
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    name = str(group.group_name)
+    store = dist.PrefixStore(f"{_PREFIX}/{name}", default_store())
+    return World(rank, size, Blackboard(store, rank, size), name)
+
+
+class Blackboard:
+    """Posts of every rank and decisions of the coordinator, overwritten by each call, so it does not grow.
+
+    `topic` keeps saves and loads apart. One call at a time on one process group, as DCP itself demands.
+    """
+
+    def __init__(self, store: "dist.Store", rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+
+    def post(self, topic: str, fields: Mapping[str, Any]) -> str:
+        """Writes this rank's post; it is visible to all when this returns. Returns its nonce."""
+        nonce = uuid.uuid4().hex
+        self._write(f"{topic}/{self._rank}", {**fields, "nonce": nonce})
+        return nonce
+
+    def posts(self, topic: str, deadline_s: float, stale: Sequence[str | None] = ()) -> list[dict[str, Any]]:
+        """Every rank's post, in rank order; one with the rank's `stale` nonce is an earlier call's and waited out.
+
+        Raises:
+            MeetingFailed: naming the ranks that did not post within `deadline_s`.
+        """
+        until = time.monotonic() + deadline_s
+        found: list[dict[str, Any] | None] = [None] * self._size
+        pause = _POLL_S
+        while True:
+            for rank in (rank for rank in range(self._size) if found[rank] is None):
+                post = self._read(f"{topic}/{rank}")
+                if post is not None and (not stale or post["nonce"] != stale[rank]):
+                    found[rank] = post
+            present = [post for post in found if post is not None]
+            if len(present) == self._size:
+                return present
+            if time.monotonic() > until:
+                missing = [rank for rank in range(self._size) if found[rank] is None]
+                raise MeetingFailed(f"After {deadline_s:.0f} s ranks {missing} had not joined this {topic}.")
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_MAX_S)
+
+    def decide(self, topic: str, posts: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> None:
+        """Writes the coordinator's decision about these posts; it is visible to all when this returns."""
+        self._write(f"{topic}/decision", {**fields, "nonces": [post["nonce"] for post in posts]})
+
+    def decision(self, topic: str, nonce: str, deadline_s: float) -> dict[str, Any]:
+        """The decision that answers this rank's post.
+
+        Raises:
+            MeetingFailed: the coordinator has not decided within `deadline_s`.
+        """
+        until = time.monotonic() + deadline_s
+        pause = _POLL_S
+        while True:
+            decision = self._read(f"{topic}/decision")
+            if decision is not None and decision["nonces"][self._rank] == nonce:
+                return decision
+            if time.monotonic() > until:
+                raise MeetingFailed(f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.")
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_MAX_S)
+
+    def _write(self, key: str, fields: Mapping[str, Any]) -> None:
+        self._store.set(key, json.dumps(fields))
+        self._store.check([key])  # a round trip on the same connection: the store has it before we go on
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        if not self._store.check([key]):
+            return None
+        fields: dict[str, Any] = json.loads(self._store.get(key))
+        return fields

@@ -1,0 +1,284 @@
+"""The StorageWriter that users pass to `dcp.save`: drives one save through its steps, on every rank."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from replicated_ckpt.config import WriterConfig
+from replicated_ckpt.core.layout import checkpoint_id_under
+from replicated_ckpt.dcp.cluster import AgentCluster, Cluster, LoneNode
+from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, decided, weaknesses
+from replicated_ckpt.dcp.finish import commit_save
+from replicated_ckpt.dcp.node import lone_post, node_post
+from replicated_ckpt.dcp.report import SaveReport
+from replicated_ckpt.dcp.shard_writer import ShardWriter, WrittenShard
+from replicated_ckpt.dcp.world import world_of_call
+from replicated_ckpt.errors import AckNotReached, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
+from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.local import Intent, LocalStore
+
+log = logging.getLogger(__name__)
+
+DECISION_TIMEOUT_S = 30.0
+_SESSION = uuid.uuid4().hex
+"""Names this process's saves: an unfinished one of the same session is over once the next begins."""
+
+
+class ReplicatedWriter(StorageWriter):
+    """Writes each rank's shard to the node's own disk and, in the same pass, to buddy nodes.
+
+    After `dcp.save` returns: the checkpoint is committed on every node of the process group, and any `copies - 1` of
+    them can vanish with their disks without a byte being lost (with `ack="peer"`). If it raises, nothing of the save
+    counts anywhere, and the previous checkpoint of that id still loads.
+
+    Args:
+        root: this node's store, a directory on its own disk. Ranks with the same store are one node.
+        copies: copies of every shard, the local one counted. With fewer nodes there are as many as nodes.
+        ack: what has happened when `dcp.save` returns. "local": the own shard is durable, the copies follow;
+            "peer-memory": the copies are in the peers' memory; "peer": they are durable there.
+        domain: failure domain of this node (rack, switch, zone); buddies are in different ones where possible.
+        on_degraded: when a copy cannot be made during a save: "warn" (ReplicatedCkptWarning) and go on with fewer, or
+            "raise" AckNotReached.
+        overwrite: allow a save to an id that exists; the old checkpoint stays loadable until the new one is committed.
+        process_group: ranks of the save; None takes the one passed to `dcp.save`.
+        object_store: reserved for the object tier; must be None.
+
+    One writer serves many saves, one at a time; it may be used from the thread of `dcp.async_save`.
+
+    Raises:
+        ConfigInvalid: an argument cannot work.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        copies: int = 2,
+        ack: str = "peer",
+        domain: str | None = None,
+        on_degraded: str = "warn",
+        overwrite: bool = False,
+        process_group: "dist.ProcessGroup | None" = None,
+        object_store: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = WriterConfig.checked(
+            root,
+            copies=copies,
+            ack=ack,
+            domain=domain,
+            on_degraded=on_degraded,
+            overwrite=overwrite,
+            object_store=object_store,
+        )
+        self.last_save: SaveReport | None = None
+        self._process_group = process_group
+        self._store = LocalStore(self.config.root)
+        self._shards = ShardWriter(self._store)
+        self._given_id: str | os.PathLike[str] | None = None
+        self._held: contextlib.ExitStack = contextlib.ExitStack()
+
+    # What DCP calls, in order ------------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new save begins. Never raises: what is wrong with the id is said where DCP tells all ranks."""
+        if checkpoint_id is not None:
+            self._given_id = checkpoint_id
+        self._held.close()
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Finds out which ranks take part.
+
+        Raises:
+            ConfigInvalid: `use_collectives=False`, which leaves nobody to decide and commit.
+        """
+        del args
+        self._started_at = time.monotonic()
+        if not kwargs.get("use_collectives", True):
+            raise ConfigInvalid("use_collectives=False is not supported: a commit needs a coordinator.")
+        self._world = world_of_call(self._process_group, None)
+        if is_coordinator != self._world.is_coordinator:
+            raise ConfigInvalid(
+                f"DCP coordinates from another rank than rank 0 of the group of {self._world.size} ranks.",
+                "Pass ReplicatedWriter(process_group=...) the group that is passed to dcp.save.",
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Presents this rank to the coordinator. The plan is not changed."""
+        if self._given_id is None:
+            raise ConfigInvalid("dcp.save was given no checkpoint_id.", 'Pass checkpoint_id="step-10", say.')
+        checkpoint_id = checkpoint_id_under(self.config.root, self._given_id)
+        if self._world.blackboard is None:
+            self._post = SavePost(checkpoint_id, lone_post(self._store, self.config.domain))
+        else:
+            self._post = SavePost(checkpoint_id, node_post(self._store, self.config.domain))
+            self._nonce = self._world.blackboard.post("save", self._post.to_json())
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Coordinator: checks that the ids agree, chooses the buddies, opens the save on every node.
+
+        Raises:
+            CheckpointIdMismatch, CheckpointExists, ConfigInvalid, StoreError: nothing is open afterwards.
+        """
+        board = self._world.blackboard
+        if board is None:
+            posts, raw_posts = [self._post], []
+        else:
+            raw_posts = board.posts("save", DECISION_TIMEOUT_S)
+            posts = [SavePost.from_json(post) for post in raw_posts]
+        decision = decided(posts, self.config.copies, uuid.uuid4().hex)
+        self._cluster = self._cluster_of(decision)
+        session = f"{_SESSION}/{self._world.group_name}"
+        intent = Intent(decision.save_id, decision.checkpoint_id, session, self.config.overwrite)
+        try:
+            sequence = self._cluster.begin(intent) + 1
+        except BaseException as exc:
+            self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
+            raise
+        self._decision = replace(decision, sequence=sequence)
+        if board is not None:
+            board.decide("save", raw_posts, self._decision.to_json())
+        self._degraded(weaknesses(self._decision, self.config.copies, posts))
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's shard here and at its buddies.
+
+        Afterwards it holds at the level of `ack`. On failure the save is given up on every node before this raises.
+        """
+        board = self._world.blackboard
+        if board is not None and not self._world.is_coordinator:
+            self._decision = SaveDecision.from_json(board.decision("save", self._nonce, DECISION_TIMEOUT_S))
+            self._cluster = self._cluster_of(self._decision)
+        try:
+            results, receipt = self._written(plan, planner)
+        except SaveAborted as exc:
+            # Somebody else failed and will be named by DCP; if nobody is, `finish` refuses this receipt.
+            log.warning("rank %d stops writing: %s", self._world.rank, exc)
+            results, receipt = [], Receipt(aborted=str(exc))
+        except BaseException as exc:
+            self._cluster.abort(self._decision.save_id, f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
+            raise
+        self._receipt = receipt
+        if board is not None:
+            # The agent may have died and been started again meanwhile: the commit must find the one that runs now.
+            address = node_post(self._store, self.config.domain).address
+            fields = {**receipt.to_json(), "save_id": self._decision.save_id, "address": address.to_json()}
+            board.post("receipt", fields)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator: accounts for every shard, makes the decision durable, and has every node publish the save.
+
+        Raises:
+            SaveAborted, AckNotReached, StoreError
+        """
+        board = self._world.blackboard
+        receipts = [self._receipt] if board is None else self._receipts()
+        try:
+            aborted = [f"rank {rank}: {receipt.aborted}" for rank, receipt in enumerate(receipts) if receipt.aborted]
+            if aborted:
+                raise SaveAborted(f"Save {self._decision.save_id} was given up: {'; '.join(aborted)}")
+            problems = commit_save(
+                self._store, self._cluster, self._decision, self.config.copies, receipts, metadata, results
+            )
+        finally:
+            self._held.close()
+        self._degraded(problems)
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Receipt]:
+        decision, rank = self._decision, self._world.rank
+        self._hold(decision.save_id)
+        shard: WrittenShard | None = None
+        if plan.items:
+            shard = self._shards.write(
+                plan,
+                planner,
+                decision,
+                rank,
+                stream_to_peers=self.config.ack != "local",
+                durable=self.config.ack != "peer-memory",
+            )
+        self._report(decision, shard)
+        if shard is None:
+            return [], Receipt()
+        if shard.missed and self.config.on_degraded == "raise":
+            have = {shard.receipt.name: len(shard.receipt.holders)}
+            raise AckNotReached(decision.placement.copies, have, "; ".join(shard.missed))
+        self._degraded(shard.missed)
+        return shard.results, Receipt((shard.receipt,))
+
+    def _hold(self, save_id: str) -> None:
+        """Marks the save as being worked on, for the agent, until the next one or the end of this process."""
+        try:
+            fd = os.open(self._store.intent_path(save_id), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as exc:
+            raise SaveAborted(f"Save {save_id} is not open any more in {self.config.root}.") from exc
+        self._held.callback(os.close, fd)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+
+    def _report(self, decision: SaveDecision, shard: WrittenShard | None) -> None:
+        size = shard.receipt.size_bytes if shard else 0
+        holders = len(shard.receipt.holders) if shard else decision.placement.copies
+        self.last_save = SaveReport(
+            decision.checkpoint_id,
+            decision.save_id,
+            (shard.receipt.name,) if shard else (),
+            size,
+            size * (holders - 1),
+            self.config.copies,
+            holders,
+            time.monotonic() - self._started_at,
+        )
+
+    def _receipts(self) -> list[Receipt]:
+        board = self._world.blackboard
+        posts = board.posts("receipt", DECISION_TIMEOUT_S) if board is not None else []
+        stale = [rank for rank, post in enumerate(posts) if post["save_id"] != self._decision.save_id]
+        if stale:
+            raise SaveAborted(f"Ranks {stale} have not written for save {self._decision.save_id}.")
+        own = self._decision.node_of(self._world.rank).node_id
+        self._cluster = AgentCluster([AgentAddress.from_json(post["address"]) for post in posts], own)
+        return [Receipt.from_json(post) for post in posts]
+
+    def _cluster_of(self, decision: SaveDecision) -> Cluster:
+        if self._world.blackboard is None:
+            return LoneNode(self._store)
+        own = decision.node_of(self._world.rank).node_id
+        return AgentCluster([node.address for node in decision.nodes], own)
+
+    def _degraded(self, problems: Sequence[str]) -> None:
+        for problem in problems:
+            warnings.warn(f"{self.checkpoint_id}: {problem}.", ReplicatedCkptWarning, stacklevel=2)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The id of the save under way, as it was given; the root before any."""
+        return self.config.root if self._given_id is None else os.fspath(self._given_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """False: a writer cannot be guessed from an id alone; DCP asks this only when no writer was passed."""
+        del checkpoint_id
+        return False

@@ -1,0 +1,207 @@
+"""Carries out a drill plan: loses what the plan says, resumes, and has the result judged."""
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from replicated_ckpt.drill.cluster import Cluster
+from replicated_ckpt.drill.errors import DrillError
+from replicated_ckpt.drill.evidence import Evidence, JobSpec
+from replicated_ckpt.drill.plan import (
+    WIDTH_BY_MODEL_SIZE,
+    DrillPlan,
+    Promise,
+    ResumePlan,
+    RunPlan,
+    checkpoint_id,
+)
+from replicated_ckpt.drill.verdict import ScenarioReport, failed, judge
+
+DATASET_LIMIT_S = 180.0
+DETECT_LIMIT_S = 60.0
+END_LIMIT_S = 60.0
+JOB_LIMIT_S = 120.0
+STEP_LIMIT_S = 5.0
+AGENT_DIR = ".agent"
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DrillResult:
+    """What came out: one report per scenario in the order of the plan's runs, and what was trained on."""
+
+    reports: tuple[ScenarioReport, ...]
+    data: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Dataset:
+    path: Path
+    source: str
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A run after its loss: what it reported before, how long the survivors needed to notice."""
+
+    before: Evidence
+    detect_s: float
+
+
+class Drill:
+    """One drill in one work directory. Leaves no process behind, whatever happens; the directory is the caller's."""
+
+    def __init__(self, plan: DrillPlan, workdir: Path, *, data: Path | None, progress: Progress) -> None:
+        self._plan = plan
+        self._workdir = workdir
+        self._data = data
+        self._progress = progress
+        self._cluster = Cluster(workdir)
+
+    def run(self) -> DrillResult:
+        """Carry out every run of the plan. What fails to be carried out becomes a report that did not hold."""
+        reports: list[ScenarioReport] = []
+        try:
+            dataset = self._prepare()
+            for run in self._plan.runs:
+                reports += self._reports(run, dataset)
+        finally:
+            self._cluster.end()
+        return DrillResult(tuple(reports), dataset.source)
+
+    def _prepare(self) -> _Dataset:
+        out = self._workdir / "data"
+        given = () if self._data is None else ("--data", str(self._data.resolve()))
+        command = (sys.executable, "-m", "replicated_ckpt.drill.dataset", "--out", str(out), *given)
+        self._cluster.run_alone("dataset", command, DATASET_LIMIT_S)
+        about = json.loads((out / "about.json").read_text())
+        self._progress(f"data: {about['source']}")
+        return _Dataset(out / "images.pt", about["source"], about["gpus"])
+
+    def _reports(self, run: RunPlan, dataset: _Dataset) -> Iterator[ScenarioReport]:
+        try:
+            loss = self._lose(run, dataset)
+        except DrillError as exc:
+            self._progress(f"{run.name}: failed\n{exc}")
+            self._cluster.end()
+            yield from (failed(run, resume, _headline(exc)) for resume in run.resumes)
+            return
+        for resume in run.resumes:
+            try:
+                report = self._resume(run, resume, loss, dataset)
+            except DrillError as exc:
+                self._progress(f"{resume.scenario}: failed\n{exc}")
+                self._cluster.end()
+                report = failed(run, resume, _headline(exc))
+            if not self._cluster.stop_agents():
+                self._progress(f"{resume.scenario}: an agent had to be killed, it did not heed SIGTERM")
+            self._progress(f"{resume.scenario}: {'held' if report.held else 'FAILED'}")
+            yield report
+
+    def _lose(self, run: RunPlan, dataset: _Dataset) -> _Loss:
+        """Train and save on all nodes, then lose some of them with their disks while training goes on."""
+        stores = [self._workdir / run.name / f"node-{node}" for node in range(run.nodes)]
+        self._progress(f"{run.name}: {run.nodes} nodes x {run.ranks_per_node} ranks train and save")
+        spec = self._spec(run.name, dataset, loads=(), save_steps=self._plan.schedule.save_steps, trains_on=True)
+        job = self._cluster.start(run.name, spec, stores, ranks_per_node=run.ranks_per_node)
+        before = job.wait_until_reported(self._limit_s)
+        dead = [stores[node] for node in run.dies]
+        self._progress(f"{run.name}: SIGKILL to {_names(dead)}, agents included; their stores are deleted")
+        killed = time.monotonic()
+        for store in dead:
+            self._cluster.kill_node(store)
+        job.wait_until_ended(DETECT_LIMIT_S, except_on=dead)
+        detect_s = time.monotonic() - killed
+        self._progress(f"{run.name}: {_names([stores[node] for node in run.survivors])} noticed after {detect_s:.1f} s")
+        for resume in run.resumes[1:]:
+            self._copy_survivors(run, resume)
+        return _Loss(before, detect_s)
+
+    def _resume(self, run: RunPlan, resume: ResumePlan, loss: _Loss, dataset: _Dataset) -> ScenarioReport:
+        self._progress(f"{resume.scenario}: {run.ranks} -> {resume.ranks} ranks resume on {_seated(resume)}")
+        loads: tuple[str, ...] = ("latest",)
+        if resume.promise is Promise.SHARD_LOST:
+            loads = (checkpoint_id(self._plan.schedule.last_save_step), "latest")
+        spec = self._spec(f"{run.name}-{resume.scenario}", dataset, loads=loads, save_steps=(), trains_on=False)
+        folder = self._folder(run, resume)
+        stores = [folder / f"node-{seat.node}" for seat in resume.seats]
+        job = self._cluster.start(resume.scenario, spec, stores, ranks_per_node=resume.ranks_per_node)
+        after = job.wait_until_reported(self._limit_s)
+        job.wait_until_ended(END_LIMIT_S)
+        return judge(self._plan, run, resume, before=loss.before, after=after, detect_s=loss.detect_s)
+
+    def _folder(self, run: RunPlan, resume: ResumePlan) -> Path:
+        """The first resume goes on in place, beside the survivors' living agents; the others on copies."""
+        is_first = resume is run.resumes[0]
+        return self._workdir / (run.name if is_first else f"{run.name}-{resume.scenario}")
+
+    def _copy_survivors(self, run: RunPlan, resume: ResumePlan) -> None:
+        for node in run.survivors:
+            source = self._workdir / run.name / f"node-{node}"
+            target = self._folder(run, resume) / source.name
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns(AGENT_DIR))  # an agent serves one store only
+
+    def _spec(
+        self, name: str, dataset: _Dataset, *, loads: tuple[str, ...], save_steps: tuple[int, ...], trains_on: bool
+    ) -> JobSpec:
+        options = self._plan.options
+        return JobSpec(
+            results=str(self._workdir / "results" / name),
+            data=str(dataset.path),
+            device="cuda" if dataset.gpus >= self._plan.ranks_max else "cpu",
+            width=WIDTH_BY_MODEL_SIZE[options.model_size],
+            seed=options.seed,
+            global_batch=self._plan.global_batch,
+            copies=options.copies,
+            loads=loads,
+            save_steps=save_steps,
+            end_step=self._plan.schedule.end_step,
+            trains_on=trains_on,
+            limit_s=self._limit_s + DETECT_LIMIT_S + END_LIMIT_S,
+        )
+
+    @property
+    def _limit_s(self) -> float:
+        return JOB_LIMIT_S + STEP_LIMIT_S * self._plan.schedule.end_step
+
+
+@contextmanager
+def drill_directory(given: Path | None, *, keep: bool) -> Iterator[Path]:
+    """A fresh work directory, `given` or a temporary one; removed at the end unless `keep`.
+
+    Raises: DrillError when `given` has something in it: nothing of somebody else's may be deleted.
+    """
+    if given is None:
+        workdir = Path(tempfile.mkdtemp(prefix="replicated-ckpt-drill-"))
+    else:
+        workdir = given.resolve()
+        workdir.mkdir(parents=True, exist_ok=True)
+        if any(workdir.iterdir()):
+            raise DrillError(
+                f"--workdir {given} is not empty.", "Name a new or an empty folder; it is removed afterwards."
+            )
+    try:
+        yield workdir
+    finally:
+        if not keep:
+            shutil.rmtree(workdir, ignore_errors=True)
+
+
+def _headline(exc: DrillError) -> str:
+    return exc.message.splitlines()[0]
+
+
+def _names(stores: list[Path]) -> str:
+    return " and ".join(store.name for store in stores)
+
+
+def _seated(resume: ResumePlan) -> str:
+    return ", ".join(f"node-{seat.node}{' (blank)' if seat.blank else ''}" for seat in resume.seats)

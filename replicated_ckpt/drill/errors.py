@@ -1,0 +1,25 @@
+"""What can go wrong with a drill itself; what it finds out about checkpoints is a verdict, not an error."""
+
+from replicated_ckpt.errors import ReplicatedCkptError
+
+
+class DrillError(ReplicatedCkptError):
+    """The drill could not do what it planned, so the scenarios that depend on it did not hold."""
+
+    default_hint = "Run it again with --keep and read the logs in the work directory."
+
+
+class JobFailed(DrillError):
+    """A job ended by itself before all of its ranks had reported."""
+
+
+class WaitTimedOut(DrillError):
+    """Something did not happen before its deadline; the stacks of all ranks were dumped first."""
+
+
+class DatasetUnusable(DrillError):
+    """The training data asked for cannot be read."""
+
+    default_hint = (
+        "Point --data at a folder with FashionMNIST/raw/ or with FashionMNIST's four idx files, gzipped or not."
+    )

@@ -1,0 +1,145 @@
+"""What a job is told and what its ranks report, as JSON files. No torch, so that both sides can read them."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What every rank of one job does: load, train and save up to `end_step`, report, and then stop or train on.
+
+    `loads` are tried in this order; training goes on when the last of them succeeded, or when there are none.
+    """
+
+    results: str
+    data: str
+    device: str
+    width: int
+    seed: int
+    global_batch: int
+    copies: int
+    loads: tuple[str, ...]
+    save_steps: tuple[int, ...]
+    end_step: int
+    trains_on: bool
+    limit_s: float
+
+    def write(self, path: Path) -> None:
+        """Make the spec readable for the ranks."""
+        write_json(path, dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The spec that `write` wrote."""
+        raw = json.loads(path.read_text())
+        return cls(**raw | {"loads": tuple(raw["loads"]), "save_steps": tuple(raw["save_steps"])})
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRecord:
+    """One save as one rank saw it."""
+
+    checkpoint_id: str
+    step: int
+    seconds: float
+    shards: tuple[str, ...]
+    copies_made: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """One exception of a failed load: of one rank if DCP gathered it, and the shards it names, if any."""
+
+    type_name: str
+    message: str
+    rank: int | None = None
+    shards: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRecord:
+    """One load as one rank saw it. `raised` is the exception's type name, None after a success."""
+
+    requested: str
+    seconds: float
+    checkpoint_id: str | None = None
+    step: int | None = None
+    bytes_local: int = 0
+    bytes_peer: int = 0
+    bytes_object: int = 0
+    bad_copies: tuple[str, ...] = ()
+    raised: str | None = None
+    failures: tuple[LoadFailure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """All that one rank has to tell, written once, when it reached its end step or gave up loading."""
+
+    rank: int
+    saves: tuple[SaveRecord, ...]
+    loads: tuple[LoadRecord, ...]
+    loss_by_step: Mapping[int, float]
+
+    def write(self, results: Path) -> None:
+        """Appear in the results, whole."""
+        write_json(results / f"rank-{self.rank}.json", dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a job left behind: a report per rank, in rank order, and digests (FQN to hex) by the moment they were taken.
+
+    Moments are `saved-<checkpoint id>`, `loaded-<checkpoint id>` and `end`.
+    """
+
+    reports: tuple[RankReport, ...]
+    digests: Mapping[str, Mapping[str, str]]
+
+    @classmethod
+    def read(cls, results: Path) -> Self:
+        """Everything in the results folder of a job whose ranks have all reported."""
+        reports = sorted((_report(json.loads(path.read_text())) for path in results.glob("rank-*.json")), key=_rank)
+        digests = {
+            path.stem.removeprefix("digests-"): json.loads(path.read_text()) for path in results.glob("digests-*.json")
+        }
+        return cls(tuple(reports), digests)
+
+
+def write_digests(results: Path, moment: str, digests: Mapping[str, str]) -> None:
+    """Record the digest of every tensor at this moment."""
+    write_json(results / f"digests-{moment}.json", dict(digests))
+
+
+def reported(results: Path) -> int:
+    """How many ranks have reported so far."""
+    return sum(1 for _ in results.glob("rank-*.json"))
+
+
+def write_json(path: Path, value: object) -> None:
+    """The file appears whole or not at all, for readers that poll."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(value))
+    partial.replace(path)
+
+
+def _rank(report: RankReport) -> int:
+    return report.rank
+
+
+def _report(raw: dict[str, Any]) -> RankReport:
+    return RankReport(
+        rank=raw["rank"],
+        saves=tuple(SaveRecord(**save | {"shards": tuple(save["shards"])}) for save in raw["saves"]),
+        loads=tuple(_load(load) for load in raw["loads"]),
+        loss_by_step={int(step): loss for step, loss in raw["loss_by_step"].items()},
+    )
+
+
+def _load(raw: dict[str, Any]) -> LoadRecord:
+    failures = tuple(LoadFailure(**failure | {"shards": tuple(failure["shards"])}) for failure in raw["failures"])
+    return LoadRecord(**raw | {"bad_copies": tuple(raw["bad_copies"]), "failures": failures})

@@ -1,0 +1,65 @@
+"""Processes found by a mark in their environment, which every descendant inherits, detached ones too. Linux only."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+MARK_VARIABLE = "REPLICATED_CKPT_DRILL_NODE"
+POLL_S = 0.02
+
+
+def marked(prefix: str) -> tuple[int, ...]:
+    """Ids of the living processes whose mark begins with `prefix`, this one excluded."""
+    needle = f"{MARK_VARIABLE}={prefix}".encode()
+    return tuple(pid for pid in _process_ids() if pid != os.getpid() and _has_mark(pid, needle))
+
+
+def kill(prefix: str, limit_s: float) -> bool:
+    """Send SIGKILL to all marked processes until none is left, children born meanwhile included.
+
+    Returns: whether none was left within `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    while pids := marked(prefix):
+        for pid in pids:
+            send(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def stop(prefix: str, limit_s: float) -> bool:
+    """Send SIGTERM once to all marked processes and wait.
+
+    Returns: whether all of them left within `limit_s`.
+    """
+    for pid in marked(prefix):
+        send(pid, signal.SIGTERM)
+    deadline = time.monotonic() + limit_s
+    while marked(prefix):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Signal one process; one that has left already is no error."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _process_ids() -> tuple[int, ...]:
+    return tuple(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+def _has_mark(pid: int, needle: bytes) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
+    except OSError:  # it left, or belongs to somebody else
+        return False
+    return any(entry.startswith(needle) for entry in environment.split(b"\0"))

@@ -1,0 +1,199 @@
+"""What a drill will do, decided before anything starts. Pure: no I/O, clock, processes or torch."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from replicated_ckpt.core.placement import PlacedNode, placed
+from replicated_ckpt.errors import ConfigInvalid
+
+GLOBAL_BATCH_MIN = 48
+STEPS_MIN = 3
+WIDTH_BY_MODEL_SIZE = {"small": 8, "medium": 32, "large": 96}
+
+
+class Scenario(StrEnum):
+    """What happens to the cluster between the last save and the resume."""
+
+    SHRINK = "shrink"
+    REPLACE = "replace"
+    COORDINATOR = "coordinator"
+    GROW = "grow"
+    BEYOND = "beyond"
+
+
+class Promise(StrEnum):
+    """What must be true after the resume."""
+
+    SAME_BITS = "same bits"
+    SAME_LOSS = "same loss"
+    SHARD_LOST = "shard lost"
+
+
+@dataclass(frozen=True, slots=True)
+class DrillOptions:
+    """What the operator asked for; checked by `plan_drill`."""
+
+    scenarios: tuple[Scenario, ...] = tuple(Scenario)
+    nodes: int = 2
+    ranks_per_node: int = 4
+    victim: int | None = None
+    copies: int = 2
+    steps: int = 12
+    model_size: str = "small"
+    seed: int = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When a run saves and when it ends. Invariant: saves ascend, and the last one lies before `end_step`."""
+
+    save_steps: tuple[int, ...]
+    end_step: int
+
+    @property
+    def last_save_step(self) -> int:
+        """The step that a resume must carry on from."""
+        return self.save_steps[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One node of a resumed job: the number of the store it starts with, and whether that store is empty."""
+
+    node: int
+    blank: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    """One scenario: who takes part after the loss, and what must hold then."""
+
+    scenario: Scenario
+    promise: Promise
+    seats: tuple[Seat, ...]
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        """World size after the loss."""
+        return len(self.seats) * self.ranks_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """One job that trains, saves and then loses the nodes `dies`; every resume starts from what survived it."""
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    dies: tuple[int, ...]
+    resumes: tuple[ResumePlan, ...]
+
+    @property
+    def ranks(self) -> int:
+        """World size before the loss."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """Nodes that keep their store, in rank order."""
+        return tuple(node for node in range(self.nodes) if node not in self.dies)
+
+    def is_rank_lost(self, rank: int) -> bool:
+        """Whether this rank's node dies."""
+        return rank // self.ranks_per_node in self.dies
+
+
+@dataclass(frozen=True, slots=True)
+class DrillPlan:
+    """All runs of one drill. `global_batch` divides evenly over every world in it, so that losses compare."""
+
+    options: DrillOptions
+    schedule: Schedule
+    global_batch: int
+    runs: tuple[RunPlan, ...]
+
+    @property
+    def ranks_max(self) -> int:
+        """The largest world that the plan starts."""
+        return max(_worlds(self.runs))
+
+
+def checkpoint_id(step: int) -> str:
+    """Name of the checkpoint saved after `step` steps."""
+    return f"step-{step}"
+
+
+def plan_drill(options: DrillOptions) -> DrillPlan:
+    """Group the scenarios by the loss that they share, so that each loss happens once.
+
+    Raises: ConfigInvalid, with nothing started, when the options contradict each other.
+    """
+    _check(options)
+    victim = options.nodes - 1 if options.victim is None else options.victim
+    losses: dict[tuple[int, int, tuple[int, ...]], list[ResumePlan]] = {}
+    for scenario in dict.fromkeys(options.scenarios):
+        nodes, ranks_per_node, dies = _loss(scenario, options, victim)
+        resume = _resume(scenario, nodes, ranks_per_node, dies)
+        losses.setdefault((nodes, ranks_per_node, dies), []).append(resume)
+    runs = tuple(
+        RunPlan(f"run-{number}", nodes, ranks_per_node, dies, tuple(resumes))
+        for number, ((nodes, ranks_per_node, dies), resumes) in enumerate(losses.items(), start=1)
+    )
+    return DrillPlan(options, _schedule(options.steps), _global_batch(_worlds(runs)), runs)
+
+
+def _loss(scenario: Scenario, options: DrillOptions, victim: int) -> tuple[int, int, tuple[int, ...]]:
+    if scenario is Scenario.COORDINATOR:
+        return options.nodes, options.ranks_per_node, (0,)
+    if scenario is Scenario.BEYOND:
+        # Two placement groups; the second dies whole, the first still has `.metadata`.
+        nodes = 2 * options.copies
+        groups = placed([PlacedNode(str(node)) for node in range(nodes)], options.copies).groups
+        return nodes, 1, tuple(sorted(int(node) for node in groups[-1]))
+    return options.nodes, options.ranks_per_node, (victim,)
+
+
+def _resume(scenario: Scenario, nodes: int, ranks_per_node: int, dies: tuple[int, ...]) -> ResumePlan:
+    survivors = tuple(Seat(node, blank=False) for node in range(nodes) if node not in dies)
+    same_world = tuple(Seat(node, blank=node in dies) for node in range(nodes))
+    match scenario:
+        case Scenario.SHRINK:
+            return ResumePlan(scenario, Promise.SAME_LOSS, survivors, ranks_per_node)
+        case Scenario.GROW:
+            seats = (*same_world, Seat(nodes, blank=True))
+            return ResumePlan(scenario, Promise.SAME_LOSS, seats, ranks_per_node)
+        case Scenario.BEYOND:
+            return ResumePlan(scenario, Promise.SHARD_LOST, survivors, ranks_per_node)
+        case Scenario.REPLACE | Scenario.COORDINATOR:
+            return ResumePlan(scenario, Promise.SAME_BITS, same_world, ranks_per_node)
+
+
+def _schedule(steps: int) -> Schedule:
+    return Schedule(save_steps=(steps // 3, 2 * steps // 3), end_step=steps)
+
+
+def _worlds(runs: Iterable[RunPlan]) -> list[int]:
+    return [ranks for run in runs for ranks in (run.ranks, *(resume.ranks for resume in run.resumes))]
+
+
+def _global_batch(worlds: Iterable[int]) -> int:
+    unit = math.lcm(*worlds)
+    return unit * math.ceil(GLOBAL_BATCH_MIN / unit)
+
+
+def _check(options: DrillOptions) -> None:
+    problems = {
+        "--scenario: name at least one": not options.scenarios,
+        "--nodes: at least 2, or there is nobody to hold a copy": options.nodes < 2,
+        "--ranks-per-node: at least 1": options.ranks_per_node < 1,
+        f"--copies: between 2 and the number of nodes ({options.nodes})": not 2 <= options.copies <= options.nodes,
+        f"--steps: at least {STEPS_MIN}, for two saves and an end": options.steps < STEPS_MIN,
+        f"--victim: a node between 0 and {options.nodes - 1}": not 0 <= (options.victim or 0) < options.nodes,
+        f"--model-size: one of {', '.join(WIDTH_BY_MODEL_SIZE)}": options.model_size not in WIDTH_BY_MODEL_SIZE,
+    }
+    for problem, is_real in problems.items():
+        if is_real:
+            raise ConfigInvalid(problem)

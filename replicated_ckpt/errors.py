@@ -1,0 +1,185 @@
+"""One exception tree. Every error says what happened, to what, and in `hint` what the operator does next."""
+
+from collections.abc import Mapping, Sequence
+
+
+class ReplicatedCkptWarning(UserWarning):
+    """Something is weaker than asked for, and nothing is lost: fewer copies than wanted, a bad copy that was replaced."""
+
+
+class ReplicatedCkptError(Exception):
+    """Root of all errors of this package.
+
+    `hint` is the operator's next step. The errors cross process boundaries (DCP gathers them by pickle), so every
+    subclass keeps what it was made from in `args`.
+    """
+
+    default_hint = "See docs/runbook.md."
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint or self.default_hint
+
+    def __str__(self) -> str:
+        return f"{self.message} Hint: {self.hint}"
+
+
+class ConfigInvalid(ReplicatedCkptError):
+    """An argument or a combination of arguments cannot work; nothing was written."""
+
+    default_hint = "Correct the named argument; nothing was written."
+
+
+class CheckpointIdMismatch(ReplicatedCkptError):
+    """Ranks passed different checkpoint ids to one save or load; nothing was written or read."""
+
+    default_hint = (
+        "Derive the id from the step, or draw it on rank 0 and broadcast it; a timestamp taken on each rank differs."
+    )
+
+    def __init__(self, id_by_rank: Mapping[int, str]) -> None:
+        listed = ", ".join(f"rank {rank}: {checkpoint_id!r}" for rank, checkpoint_id in sorted(id_by_rank.items()))
+        super().__init__(f"The ranks disagree about the checkpoint id ({listed}).")
+        self.args = (dict(id_by_rank),)
+        self.id_by_rank = dict(id_by_rank)
+
+
+class CheckpointExists(ReplicatedCkptError):
+    """A committed checkpoint of this id exists and `overwrite` is off; it was left untouched."""
+
+    default_hint = "Use another checkpoint id, or ReplicatedWriter(..., overwrite=True); the old one stays loadable."
+
+
+class ManifestInvalid(ReplicatedCkptError):
+    """A manifest does not parse, fails its checksum or contradicts itself; it is not believed."""
+
+    default_hint = "Another node's copy is used if there is one; `replicated-ckpt ls` shows what each node holds."
+
+
+class ManifestVersionUnknown(ManifestInvalid):
+    """A manifest was written by a newer format than this version reads."""
+
+    default_hint = "Upgrade replicated_ckpt to the version that wrote the checkpoint."
+
+
+class CheckpointNotFound(ReplicatedCkptError):
+    """No reachable store holds a committed checkpoint of this id (or any at all, for "latest")."""
+
+    default_hint = "Check the id with `replicated-ckpt ls --root ROOT`, and that the nodes that hold it take part."
+
+
+class CheckpointNotCommitted(CheckpointNotFound):
+    """Only an unfinished save of this id exists; by promise 2 it does not count as a checkpoint."""
+
+    default_hint = "Load the previous checkpoint; the unfinished one is removed by the next save."
+
+
+class AckNotReached(ReplicatedCkptError):
+    """Fewer copies were made than asked for, and `on_degraded="raise"`; the save failed, the previous one stands."""
+
+    default_hint = 'Bring the lost node back, or save with on_degraded="warn" to go on with fewer copies.'
+
+    def __init__(self, wanted: int, have: Mapping[str, int], why: str = "") -> None:
+        listed = ", ".join(f"{shard}: {count}" for shard, count in sorted(have.items()))
+        super().__init__(f"Wanted {wanted} copies of every shard, have {listed}. {why}".rstrip())
+        self.args = (wanted, dict(have), why)
+        self.wanted = wanted
+        self.have = dict(have)
+
+
+class ShardLost(ReplicatedCkptError):
+    """No intact copy of these shards was found anywhere; no tensor was given a wrong byte."""
+
+    default_hint = (
+        "Bring back one of the nodes named above (its store is enough), or load an older checkpoint "
+        '("latest" picks the newest one that is whole).'
+    )
+
+    def __init__(self, checkpoint_id: str, owner_by_shard: Mapping[str, str], searched: Sequence[str]) -> None:
+        shards = ", ".join(f"{shard} (owner {owner})" for shard, owner in sorted(owner_by_shard.items()))
+        where = "; ".join(searched) or "nowhere: no store could be reached"
+        super().__init__(
+            f"Checkpoint {checkpoint_id!r}: no intact copy of {len(owner_by_shard)} shard(s) is left: {shards}. "
+            f"Searched: {where}."
+        )
+        self.args = (checkpoint_id, dict(owner_by_shard), tuple(searched))
+        self.checkpoint_id = checkpoint_id
+        self.shards = tuple(sorted(owner_by_shard))
+        self.owner_by_shard = dict(owner_by_shard)
+        self.searched = tuple(searched)
+
+
+class SaveAborted(ReplicatedCkptError):
+    """This save was given up or overtaken by another attempt; the previous checkpoint of this id still loads."""
+
+    default_hint = "Look at the first failing rank's error; then save again."
+
+
+class MeetingFailed(ReplicatedCkptError):
+    """Ranks of one save or load did not find each other over the c10d store in time."""
+
+    default_hint = "All ranks of the group must call save or load; for a load on one rank alone pass no_dist=True."
+
+
+class MetadataUnsafe(ReplicatedCkptError):
+    """`.metadata` names something that DCP metadata does not consist of; it was not unpickled."""
+
+    default_hint = (
+        "If you trust the checkpoint and the class is your own planner's, register it: "
+        "replicated_ckpt.dcp.metadata.register_safe_class(cls)."
+    )
+
+
+class PeerProtocolError(ReplicatedCkptError):
+    """A peer's agent answered something that the protocol does not allow."""
+
+    default_hint = "Check that all nodes run the same version of replicated_ckpt."
+
+
+class AgentUnavailable(ReplicatedCkptError):
+    """This node's agent could not be started or does not answer."""
+
+    default_hint = "Read ROOT/.agent/log; `replicated-ckpt agent --root ROOT` starts one in the foreground."
+
+
+class StoreError(ReplicatedCkptError):
+    """An operation on one store failed; `store`, `op` and `key` say which."""
+
+    default_hint = "The other copies are still used; check the named store."
+
+    def __init__(self, store: str, op: str, key: str, detail: str = "", hint: str | None = None) -> None:
+        super().__init__(f"{type(self).__name__}: {op} {key!r} at {store}: {detail}".rstrip(": ") + ".", hint)
+        self.args = (store, op, key, detail, hint)
+        self.store = store
+        self.op = op
+        self.key = key
+        self.detail = detail
+
+
+class ObjectMissing(StoreError):
+    """The store was reached and does not hold the object."""
+
+
+class ObjectCorrupt(StoreError):
+    """The bytes differ from the checksum taken when they were saved; they reached no tensor."""
+
+    default_hint = "Another copy is used if there is one; check that node's disk and memory."
+
+
+class StoreDenied(StoreError):
+    """The store refused the credentials or the permission."""
+
+    default_hint = "Check the token or the file permissions of the named store."
+
+
+class StoreFull(StoreError):
+    """No space is left on the store; nothing was committed there, and the previous checkpoint is intact."""
+
+    default_hint = "Free space under the named root (old checkpoints are plain directories), then save again."
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer in time or the connection broke: neither missing nor intact. The only retried error."""
+
+    default_hint = "Check that the node is up and its agent runs; `replicated-ckpt ls --root ROOT` asks it."

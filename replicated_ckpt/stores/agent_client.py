@@ -1,0 +1,240 @@
+"""Speaks HTTP/1.1 to one agent. Every wait has a deadline; every failure is a typed error that names the peer.
+
+Deadlines: a socket time-out on each slice sent and on each piece received is the only thing that notices every fault
+(a stopped process, a cut link, a host that died while we wait for its answer); keep-alive and TCP_USER_TIMEOUT miss some.
+While an agent works on a long request (an fsync) it sends `100 Continue` at least once a second, so the deadline is one
+on progress, not on the work.
+"""
+
+import errno
+import http.client
+import json
+import socket
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ObjectCorrupt,
+    ObjectMissing,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    SaveAborted,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
+
+PROGRESS_TIMEOUT_S = 5.0
+ANSWER_BYTES_MAX = 256 << 20
+_SLICE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class AgentAddress:
+    """Where an agent listens and the token that opens it. The token never appears in `repr`, logs or errors."""
+
+    node_id: str
+    host: str
+    port: int
+    token: str
+
+    def __repr__(self) -> str:
+        return f"AgentAddress({self.label})"
+
+    @property
+    def label(self) -> str:
+        return f"node {self.node_id} at {self.host}:{self.port}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
+        return cls(str(fields["node_id"]), str(fields["host"]), int(fields["port"]), str(fields["token"]))
+
+
+class AgentClient:
+    """One connection to one agent, reopened when it broke. Not safe for concurrent use: one client a thread."""
+
+    def __init__(self, address: AgentAddress, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
+        self.address = address
+        self._connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def call(self, method: str, path: str, document: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Sends a JSON request and returns the JSON answer.
+
+        Raises:
+            StoreUnavailable: no answer in time. PeerProtocolError: no sensible one. And what the agent refused with.
+        """
+        body = None if document is None else json.dumps(document).encode()
+        return self.put(method, path, body)
+
+    def put(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
+        """As `call`, with a body of bytes."""
+        raw = self.fetch(method, path, body)
+        try:
+            answer = json.loads(raw)
+        except ValueError as exc:
+            raise PeerProtocolError(
+                f"{self.address.label} answered {method} {path} with no JSON: {raw[:80]!r}."
+            ) from exc
+        if not isinstance(answer, dict):
+            raise PeerProtocolError(f"{self.address.label} answered {method} {path} with {type(answer).__name__}.")
+        return answer
+
+    def fetch(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Body of the answer to a request, as bytes, at most ANSWER_BYTES_MAX of them."""
+        with self.translated(method, path):
+            self._connection.request(method, path, body, self._headers())
+            response = self._connection.getresponse()
+            raw = response.read(ANSWER_BYTES_MAX)
+            self.raise_for(response.status, raw, method, path)
+            return raw
+
+    def read_range(self, path: str, offset: int, target: memoryview) -> None:
+        """Fills `target` with the bytes of a file from `offset` on.
+
+        Raises:
+            ObjectCorrupt: the peer's file is shorter. StoreUnavailable, ObjectMissing, PeerProtocolError
+        """
+        with self.translated("GET", path):
+            headers = {**self._headers(), "Range": f"bytes={offset}-{offset + len(target) - 1}"}
+            self._connection.request("GET", path, headers=headers)
+            response = self._connection.getresponse()
+            if response.status not in (200, 206):
+                self.raise_for(response.status, response.read(ANSWER_BYTES_MAX), "GET", path)
+            if response.status != 206 or response.length != len(target):
+                self._connection.close()
+                raise PeerProtocolError(
+                    f"{self.address.label} answered a range of {len(target)} bytes of {path} with status "
+                    f"{response.status} and {response.length} bytes."
+                )
+            done = 0
+            while done < len(target):
+                count = response.readinto(target[done:])
+                if count == 0:
+                    raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection in the middle")
+                done += count
+            response.read()
+
+    def start_upload(self, path: str, headers: Mapping[str, str]) -> "Upload":
+        """A PUT whose body is sent piece by piece, its size not known beforehand."""
+        with self.translated("PUT", path):
+            self._connection.putrequest("PUT", path, skip_accept_encoding=True)
+            for name, value in {**self._headers(), **headers, "Transfer-Encoding": "chunked"}.items():
+                self._connection.putheader(name, value)
+            self._connection.endheaders()
+        return Upload(self, self._connection, path)
+
+    @contextmanager
+    def translated(self, method: str, path: str) -> Iterator[None]:
+        """Turns transport errors of the block into typed ones, and drops the connection, whose state is unknown then."""
+        try:
+            yield
+        except ReplicatedCkptError:
+            raise
+        except (OSError, http.client.HTTPException) as exc:
+            self._connection.close()
+            detail = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+            raise StoreUnavailable(self.address.label, method, path, detail) from exc
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.address.token}"}
+
+    def raise_for(self, status: int, raw: bytes, method: str, path: str) -> None:
+        if 200 <= status < 300:
+            return
+        raise _refusal(status, raw, self.address.label, method, path)
+
+    def raise_refusal(self, path: str) -> None:
+        """After a send broke: raises what the agent answered before it closed, if it did."""
+        try:
+            response = self._connection.getresponse()
+            self.raise_for(response.status, response.read(1 << 16), "PUT", path)
+        except (OSError, http.client.HTTPException):
+            return  # it closed without an answer: the caller reports the broken send itself
+
+
+class Upload:
+    """The body of one PUT under way."""
+
+    def __init__(self, client: AgentClient, connection: http.client.HTTPConnection, path: str) -> None:
+        self._client = client
+        self._connection = connection
+        self._path = path
+
+    def send(self, piece: memoryview) -> None:
+        with self._client.translated("PUT", self._path):
+            try:
+                self._connection.send(b"%x\r\n" % len(piece))
+                for start in range(0, len(piece), _SLICE_BYTES):
+                    self._connection.send(piece[start : start + _SLICE_BYTES])
+                self._connection.send(b"\r\n")
+            except OSError as exc:
+                if not isinstance(exc, TimeoutError):
+                    self._client.raise_refusal(self._path)
+                raise
+
+    def finish(self) -> dict[str, Any]:
+        """Ends the body and returns the agent's JSON answer."""
+        with self._client.translated("PUT", self._path):
+            try:
+                self._connection.send(b"0\r\n\r\n")
+            except ConnectionError:
+                self._client.raise_refusal(self._path)
+                raise
+            response = self._connection.getresponse()
+            raw = response.read(1 << 16)
+            self._client.raise_for(response.status, raw, "PUT", self._path)
+            answer: dict[str, Any] = json.loads(raw)
+            return answer
+
+
+def _refusal(status: int, raw: bytes, peer: str, method: str, path: str) -> ReplicatedCkptError:
+    try:
+        message = str(json.loads(raw)["error"])
+    except (ValueError, KeyError, TypeError):
+        message = raw[:200].decode(errors="replace")
+    by_status: dict[int, type[StoreError]] = {
+        401: StoreDenied,
+        403: StoreDenied,
+        404: ObjectMissing,
+        422: ObjectCorrupt,
+        503: StoreUnavailable,
+        507: StoreFull,
+    }
+    if status in by_status:
+        return by_status[status](peer, method, path, message)
+    if status == 409:
+        return CheckpointExists(f"{peer}: {message}")
+    if status == 410:
+        return SaveAborted(f"{peer}: {message}")
+    return PeerProtocolError(f"{peer} answered {method} {path} with status {status}: {message}")
+
+
+def file_path(checkpoint_id: str, save_id: str, name: str) -> str:
+    """URL path of one file of one committed save."""
+    return f"/v1/files/{save_id}/{name}?{urllib.parse.urlencode({'checkpoint_id': checkpoint_id})}"
+
+
+def is_reachable(address: AgentAddress, timeout_s: float = 1.0) -> bool:
+    """Whether something accepts connections there now."""
+    try:
+        socket.create_connection((address.host, address.port), timeout_s).close()
+    except OSError:
+        return False
+    return True

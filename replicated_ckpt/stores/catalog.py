@@ -1,0 +1,103 @@
+"""The catalog: which committed checkpoints lie under a root, as the disk shows them now."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
+from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.errors import ManifestInvalid, ObjectMissing
+from replicated_ckpt.stores.durable import translated
+
+_DEPTH_MAX = 8
+
+
+class Catalog:
+    """Looks up committed checkpoints. Parsed manifests are kept until their file changes. Safe to use concurrently."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._parsed: dict[Path, tuple[tuple[int, int, int], Manifest]] = {}
+
+    def manifest(self, checkpoint_id: str) -> Manifest:
+        """Manifest of a committed checkpoint.
+
+        Raises:
+            ObjectMissing, ManifestInvalid
+        """
+        path = self.root / checkpoint_id / MANIFEST_NAME
+        key = f"{checkpoint_id}/{MANIFEST_NAME}"
+        with translated(str(self.root), "read", key):
+            try:
+                stat = path.stat()
+                signature = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+                known = self._parsed.get(path)
+                if known is None or known[0] != signature:
+                    known = (signature, decoded_manifest(path.read_bytes(), str(path)))
+                    self._parsed[path] = known
+            except (FileNotFoundError, NotADirectoryError) as exc:
+                raise ObjectMissing(str(self.root), "read", key) from exc
+        return known[1]
+
+    def committed(self) -> Iterator[tuple[str, Manifest]]:
+        """Checkpoint id and manifest of every checkpoint whose manifest is believed; a bad one is left to `verify`."""
+        for checkpoint_id in self._checkpoint_ids(self.root, 0):
+            try:
+                yield checkpoint_id, self.manifest(checkpoint_id)
+            except (ObjectMissing, ManifestInvalid):
+                continue
+
+    def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
+        """What the store holds of one checkpoint, or of all. A renamed checkpoint goes by its new name."""
+        found = self.committed()
+        if checkpoint_id is not None:
+            found = ((name, manifest) for name, manifest in self._one(checkpoint_id))
+        return tuple(
+            Holding(
+                node_id,
+                name,
+                manifest.save_id,
+                manifest.sequence,
+                (self.root / name / METADATA_NAME).is_file(),
+                self.shard_sizes(name),
+            )
+            for name, manifest in found
+        )
+
+    def _one(self, checkpoint_id: str) -> Iterator[tuple[str, Manifest]]:
+        try:
+            yield checkpoint_id, self.manifest(checkpoint_id)
+        except (ObjectMissing, ManifestInvalid):
+            return
+
+    def sequence_max(self) -> int:
+        """Largest sequence of any committed checkpoint here; 0 if there is none."""
+        return max((manifest.sequence for _, manifest in self.committed()), default=0)
+
+    def shard_sizes(self, checkpoint_id: str) -> Mapping[str, int]:
+        """Bytes of each shard file of a checkpoint; empty if the checkpoint is just being replaced or removed."""
+        try:
+            return {
+                entry.name: entry.stat().st_size
+                for entry in os.scandir(self.root / checkpoint_id)
+                if ShardName.parse(entry.name) is not None and entry.is_file(follow_symlinks=False)
+            }
+        except FileNotFoundError:
+            return {}
+
+    def _checkpoint_ids(self, directory: Path, depth: int) -> Iterator[str]:
+        if depth > _DEPTH_MAX:
+            return
+        try:
+            entries = sorted(os.scandir(directory), key=lambda found: found.name)
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
+                continue
+            path = Path(entry.path)
+            if (path / MANIFEST_NAME).exists():
+                yield str(path.relative_to(self.root))
+            else:
+                yield from self._checkpoint_ids(path, depth + 1)

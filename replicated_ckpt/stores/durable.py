@@ -1,0 +1,134 @@
+"""Durable file operations: what is done here survives a power loss once the call returns."""
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError, StoreFull
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.contextmanager
+def translated(store: str, op: str, key: str) -> Iterator[None]:
+    """Turns an OSError of the block into the typed error that names store, operation and key."""
+    try:
+        yield
+    except ReplicatedCkptError:
+        raise
+    except OSError as exc:
+        raise store_error_of(exc, store, op, key) from exc
+
+
+def store_error_of(exc: OSError, store: str, op: str, key: str) -> StoreError:
+    detail = f"{type(exc).__name__}: {exc.strerror or exc}"
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreFull(store, op, key, detail)
+    if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StoreDenied(store, op, key, detail)
+    return StoreError(store, op, key, detail)
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def flush_file(path: Path) -> None:
+    """Makes a file's bytes durable; nothing to do if it was removed meanwhile."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directories(path: Path, above: Path) -> None:
+    """Creates `path` below the existing `above`, durably: each new name is fsynced in its parent."""
+    if path == above or path.is_dir():
+        return
+    make_directories(path.parent, above)
+    path.mkdir(exist_ok=True)
+    fsync_directory(path.parent)
+
+
+def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Replaces `path` by `data` at once: afterwards, and after a crash at any point, it holds the old or the new bytes."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        os.fchmod(fd, mode)
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def read_exactly(fd: int, target: memoryview, offset: int) -> int:
+    """Fills `target` from `offset` on; returns the bytes read, fewer only at the end of the file."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def publish_directory(staged: Path, final: Path, discarded: Path) -> None:
+    """Gives the directory `staged` the name `final` in one step; what had that name before ends in `discarded`.
+
+    At every instant, and after a crash, `final` names the whole old or the whole new directory. Where the file system
+    cannot exchange names there is an instant at which `final` names nothing; recovery then completes the publication.
+    """
+    fsync_directory(staged)
+    if not final.exists():
+        staged.rename(final)
+    elif _exchange(staged, final):
+        fsync_directory(final.parent)
+        staged.rename(discarded)
+    else:
+        final.rename(discarded)
+        staged.rename(final)
+    fsync_directory(final.parent)
+    fsync_directory(staged.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swaps two names atomically; False where kernel or file system cannot. Source: Linux renameat2(2)."""
+    renameat2 = getattr(_libc, "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(first), None, str(second))
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)

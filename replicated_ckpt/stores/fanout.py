@@ -1,0 +1,60 @@
+"""Fan-out: the same call to many peers at once, bounded in number, every outcome kept."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Generic, TypeVar
+
+from replicated_ckpt.errors import ReplicatedCkptError
+
+PARALLEL_MAX = 32
+Key = TypeVar("Key")
+Result = TypeVar("Result")
+
+
+class FanOut(Generic[Key, Result]):
+    """Outcomes by key: `results` where the call returned, `errors` where it raised one of our errors."""
+
+    def __init__(self) -> None:
+        self.results: dict[Key, Result] = {}
+        self.errors: dict[Key, ReplicatedCkptError] = {}
+        self._bug: BaseException | None = None
+
+    def run(self, keys: Iterable[Key], call: Callable[[Key], Result]) -> "FanOut[Key, Result]":
+        """Calls `call(key)` for every key, on at most PARALLEL_MAX threads; returns when all have ended.
+
+        Plain threads, as a thread pool refuses new work once the interpreter has begun to exit, where a save may still
+        be under way.
+        """
+        waiting: queue.SimpleQueue[Key] = queue.SimpleQueue()
+        for key in keys:
+            waiting.put(key)
+        count = min(PARALLEL_MAX, waiting.qsize())
+        threads = [threading.Thread(target=self._work, args=(waiting, call), daemon=True) for _ in range(count - 1)]
+        for thread in threads:
+            thread.start()
+        self._work(waiting, call)
+        for thread in threads:
+            thread.join()
+        if self._bug is not None:
+            raise self._bug
+        return self
+
+    def _work(self, waiting: "queue.SimpleQueue[Key]", call: Callable[[Key], Result]) -> None:
+        while True:
+            try:
+                key = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                self.results[key] = call(key)
+            except ReplicatedCkptError as exc:
+                self.errors[key] = exc
+            except BaseException as exc:  # noqa: BLE001 - handed to the caller of `run`
+                self._bug = exc
+
+    def raise_first(self) -> Mapping[Key, Result]:
+        """The results, or the first error."""
+        for error in self.errors.values():
+            raise error
+        return self.results

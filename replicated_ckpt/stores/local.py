@@ -1,0 +1,269 @@
+"""The local store: one directory on one node's disk, its identity, staged saves and committed checkpoints."""
+
+import json
+import os
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.layout import (
+    AGENT_DIR,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    NODE_NAME,
+    STAGING_DIR,
+    TRASH_DIR,
+    is_checkpoint_file,
+    is_checkpoint_id,
+    is_save_id,
+)
+from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ConfigInvalid,
+    ManifestInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    SaveAborted,
+)
+from replicated_ckpt.stores.catalog import Catalog
+from replicated_ckpt.stores.durable import (
+    fsync_directory,
+    make_directories,
+    publish_directory,
+    remove_tree,
+    translated,
+    write_file,
+)
+
+PART_SUFFIX = ".part"
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What a save that is not committed yet is about; lies beside its staging directory."""
+
+    save_id: str
+    checkpoint_id: str
+    session: str
+    overwrite: bool
+
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+class LocalStore:
+    """One node's store under `root`.
+
+    Methods may be called from several threads and processes at once; the methods that end a save (`commit`, `abort`)
+    are idempotent. Every OSError is translated to a StoreError.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - a symbolic link stays what the user called it
+        self.catalog = Catalog(self.root)
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self.root)!r})"
+
+    def node_id(self) -> str:
+        """This store's identity, made once; racing callers get the same one.
+
+        Raises:
+            ConfigInvalid: node.json is there and holds no identity.
+            StoreError: the root cannot be created or written.
+        """
+        path = self.root / NODE_NAME
+        with translated(str(self.root), "identify", NODE_NAME):
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                fresh = path.with_name(f".{NODE_NAME}.{uuid.uuid4().hex}")
+                write_file(fresh, json.dumps({"node_id": uuid.uuid4().hex[:12]}).encode())
+                try:
+                    os.link(fresh, path)
+                except FileExistsError:
+                    pass  # another rank of this node was first; its identity is the node's
+                finally:
+                    fresh.unlink()
+                fsync_directory(self.root)
+            raw = path.read_bytes()
+        try:
+            return str(json.loads(raw)["node_id"])
+        except (ValueError, KeyError, TypeError) as exc:
+            raise ConfigInvalid(
+                f"{path} holds no node identity: {raw[:80]!r}.", "Remove the file if the store is a fresh one."
+            ) from exc
+
+    def known_node_id(self) -> str:
+        """This store's identity as `node_id` gives it, or "none" where none was made; never writes."""
+        return self.node_id() if (self.root / NODE_NAME).exists() else "none"
+
+    def agent_directory(self) -> Path:
+        """The agent's directory, private to this user; created if need be."""
+        path = self.root_agent_directory()
+        with translated(str(self.root), "create", AGENT_DIR):
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return path
+
+    def root_agent_directory(self) -> Path:
+        """Where the agent's directory is or would be."""
+        return self.root / AGENT_DIR
+
+    def staging(self, save_id: str) -> Path:
+        if not is_save_id(save_id):
+            raise ConfigInvalid(f"{save_id!r} is no save id.")
+        return self.root / STAGING_DIR / save_id
+
+    def final(self, checkpoint_id: str) -> Path:
+        if not is_checkpoint_id(checkpoint_id):
+            raise ConfigInvalid(f"{checkpoint_id!r} is no checkpoint id.")
+        return self.root / checkpoint_id
+
+    def staged_file(self, save_id: str, name: str) -> Path:
+        """Path of a file of a staged save. Nothing outside the staging directory can be named."""
+        if not is_checkpoint_file(name):
+            raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")
+        return self.staging(save_id) / name
+
+    def begin(self, intent: Intent) -> None:
+        """Opens a save: its staging directory exists afterwards, and nothing of it counts until `commit`.
+
+        Raises:
+            CheckpointExists: the checkpoint is committed here and the save may not overwrite it.
+            StoreError
+        """
+        self._check_free(intent.checkpoint_id, overwrite=intent.overwrite)
+        staging = self.staging(intent.save_id)
+        with translated(str(self.root), "begin", intent.checkpoint_id):
+            make_directories(staging.parent, self.root)
+            write_file(self.intent_path(intent.save_id), intent.encoded())
+            staging.mkdir(exist_ok=True)
+            fsync_directory(staging.parent)
+
+    def _check_free(self, checkpoint_id: str, *, overwrite: bool) -> None:
+        """Refuses to replace a checkpoint unless asked to, and anything else ever."""
+        final = self.final(checkpoint_id)
+        for parent in list(final.relative_to(self.root).parents)[:-1]:
+            if (self.root / parent / METADATA_NAME).exists():
+                raise CheckpointExists(f"{checkpoint_id!r} would lie inside the checkpoint {str(parent)!r}.")
+        if not final.exists():
+            return
+        if not (final / METADATA_NAME).exists():
+            raise CheckpointExists(f"{final} exists and is no checkpoint; it is not replaced.", "Use another id.")
+        if not overwrite:
+            raise CheckpointExists(f"Checkpoint {checkpoint_id!r} exists already in {self.root}.")
+
+    def put_small(self, save_id: str, name: str, data: bytes) -> None:
+        """Writes a small file into a staged save, durably."""
+        path = self.staged_file(save_id, name)
+        with translated(str(self.root), "write", name):
+            if not path.parent.is_dir():
+                raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
+            write_file(path, data)
+
+    def commit(self, save_id: str) -> tuple[str, ...]:
+        """Publishes a staged save under its checkpoint id, in one step and durably; returns the shards held here.
+
+        Everything staged must be fsynced before. Committing again what is committed changes nothing.
+
+        Raises:
+            SaveAborted: the save is neither staged nor committed here.
+            ManifestInvalid, ObjectCorrupt: what was staged as the decision is not believed; nothing changed.
+        """
+        staging = self.staging(save_id)
+        with translated(str(self.root), "commit", save_id):
+            if not staging.is_dir():
+                return self._already_committed(save_id)
+            manifest = self._decision(staging)
+            if manifest.save_id != save_id:
+                raise ManifestInvalid(f"The manifest in {staging} is of save {manifest.save_id}.")
+            final = self.final(manifest.checkpoint_id)
+            self._check_free(manifest.checkpoint_id, overwrite=self._intent(save_id).overwrite)
+            for leftover in staging.glob(f"*{PART_SUFFIX}"):
+                leftover.unlink()
+            make_directories(final.parent, self.root)
+            trash = self.root / TRASH_DIR
+            make_directories(trash, self.root)
+            publish_directory(staging, final, trash / save_id)
+            remove_tree(trash / save_id)
+            self.intent_path(save_id).unlink(missing_ok=True)
+        return tuple(sorted(self.catalog.shard_sizes(manifest.checkpoint_id)))
+
+    def _already_committed(self, save_id: str) -> tuple[str, ...]:
+        for checkpoint_id, manifest in self.catalog.committed():
+            if manifest.save_id == save_id:
+                return tuple(sorted(self.catalog.shard_sizes(checkpoint_id)))
+        raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
+
+    def _decision(self, staging: Path) -> Manifest:
+        """The manifest staged there, believed only together with the metadata that it names."""
+        manifest = decoded_manifest((staging / MANIFEST_NAME).read_bytes(), str(staging / MANIFEST_NAME))
+        metadata = (staging / METADATA_NAME).read_bytes()
+        if crc32c(metadata) != manifest.metadata_crc32c:
+            raise ObjectCorrupt(
+                str(staging),
+                "commit",
+                METADATA_NAME,
+                f"expected CRC32C {manifest.metadata_crc32c:08x}, found {crc32c(metadata):08x}",
+            )
+        return manifest
+
+    def is_decided(self, save_id: str) -> bool:
+        """Whether a staged save holds the coordinator's decision, so that it must be committed, not removed."""
+        try:
+            self._decision(self.staging(save_id))
+        except (OSError, ManifestInvalid, ObjectCorrupt):
+            return False
+        return True
+
+    def abort(self, save_id: str) -> None:
+        """Removes a staged save. What is committed stays. Aborting what is not there changes nothing."""
+        staging = self.staging(save_id)
+        with translated(str(self.root), "abort", save_id):
+            trash = self.root / TRASH_DIR / save_id
+            if staging.is_dir():
+                make_directories(trash.parent, self.root)
+                remove_tree(trash)
+                staging.rename(trash)
+                remove_tree(trash)
+            self.intent_path(save_id).unlink(missing_ok=True)
+
+    def empty_trash(self) -> None:
+        """Removes what a crash kept from being removed."""
+        with translated(str(self.root), "remove", TRASH_DIR):
+            remove_tree(self.root / TRASH_DIR)
+
+    def staged(self) -> tuple[Intent, ...]:
+        """The saves that are not committed. An unreadable intent counts as one without a name."""
+        directory = self.root / STAGING_DIR
+        names = {path.name.partition(".")[0] for path in directory.iterdir()} if directory.is_dir() else set()
+        return tuple(self._intent(save_id) for save_id in sorted(names) if is_save_id(save_id))
+
+    def _intent(self, save_id: str) -> Intent:
+        try:
+            fields = json.loads(self.intent_path(save_id).read_bytes())
+            return Intent(save_id, str(fields["checkpoint_id"]), str(fields["session"]), bool(fields["overwrite"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return Intent(save_id, "", "", overwrite=False)
+
+    def intent_path(self, save_id: str) -> Path:
+        """The file that describes a staged save; each rank that works on it holds a shared flock on this file."""
+        return self.root / STAGING_DIR / f"{save_id}.json"
+
+    def open_file(self, checkpoint_id: str, save_id: str, name: str) -> int:
+        """File descriptor for reading one file of one save; the caller closes it.
+
+        Raises:
+            ObjectMissing: it is not here, or the checkpoint here is of another save.
+        """
+        if not is_checkpoint_file(name):
+            raise ObjectMissing(str(self.root), "open", name, "no file of a checkpoint")
+        if self.catalog.manifest(checkpoint_id).save_id != save_id:
+            raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", f"not of save {save_id}")
+        path = self.final(checkpoint_id) / name
+        with translated(str(self.root), "open", f"{checkpoint_id}/{name}"):
+            try:
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError as exc:
+                raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}") from exc

@@ -1,0 +1,58 @@
+"""A peer's store, through its agent: a sink for copies, and a source of verified ranges."""
+
+from replicated_ckpt.core.checksum import BlockTable
+from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError
+from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, Upload, file_path
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
+
+
+class PeerSink:
+    """Sends one shard into a peer's staging area, and checks that the peer received what was hashed here.
+
+    `durable`: `finish` returns when the peer has fsynced it; otherwise when the peer has it in memory.
+    """
+
+    def __init__(self, address: AgentAddress, save_id: str, name: str, *, durable: bool) -> None:
+        self.address = address
+        self._client = AgentClient(address)
+        self._path = f"/v1/saves/{save_id}/{name}"
+        self._headers = {"X-Rckpt-Ack": "durable" if durable else "memory"}
+        self._upload: Upload | None = None
+
+    @property
+    def label(self) -> str:
+        return self.address.label
+
+    def write(self, piece: memoryview) -> None:
+        if self._upload is None:
+            self._upload = self._client.start_upload(self._path, self._headers)
+        self._upload.send(piece)
+
+    def finish(self, table: BlockTable) -> None:
+        if self._upload is None:
+            raise PeerProtocolError(f"Nothing was sent to {self.label}.")
+        answer = self._upload.finish()
+        expected = {"size_bytes": table.file_bytes, "crc32c": table.file_crc()}
+        found = {key: answer.get(key) for key in expected}
+        if found != expected:
+            raise ObjectCorrupt(self.label, "PUT", self._path, f"expected {expected}, the peer received {found}")
+        self._client.close()
+
+    def discard(self) -> None:
+        """Breaks the connection: the agent drops a body that did not end."""
+        self._client.close()
+
+
+class PeerShard(VerifiedShard):
+    """Reads one shard from a peer by verified ranges. Not safe for concurrent use. The client is taken over."""
+
+    def __init__(self, client: AgentClient, checkpoint_id: str, save_id: str, name: str, expected: Expected) -> None:
+        self._client = client
+        self._path = file_path(checkpoint_id, save_id, name)
+        super().__init__(client.address.label, f"{checkpoint_id}/{name}", expected)
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        self._client.read_range(self._path, offset, target)
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,94 @@
+"""A shard as a local file: written through a sink, read by verified ranges."""
+
+import errno
+import os
+from pathlib import Path
+
+from replicated_ckpt.core.checksum import BlockTable
+from replicated_ckpt.errors import ObjectCorrupt, SaveAborted
+from replicated_ckpt.stores.durable import fsync_directory, read_exactly, translated, write_all
+from replicated_ckpt.stores.local import PART_SUFFIX
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
+
+
+class FileSink:
+    """Writes one shard file into a staging directory. The file has its name only once it is complete and durable."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._part = path.with_name(path.name + PART_SUFFIX)
+        with translated(str(path.parent), "create", path.name):
+            try:
+                self._fd = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            except FileNotFoundError as exc:
+                raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
+
+    @property
+    def label(self) -> str:
+        return "own store"
+
+    def write(self, piece: memoryview) -> None:
+        with translated(str(self._path.parent), "write", self._path.name):
+            write_all(self._fd, piece)
+
+    def finish(self, table: BlockTable) -> None:  # noqa: ARG002 - the file carries the table as its footer already
+        self.finish_durably()
+
+    def finish_durably(self) -> None:
+        """Fsyncs the file, then gives it its name, durably."""
+        self.sync()
+        self.publish()
+
+    def sync(self) -> None:
+        with translated(str(self._path.parent), "fsync", self._path.name):
+            os.fsync(self._fd)
+
+    def read_back(self, size_bytes: int) -> memoryview:
+        """The last bytes that were written."""
+        target = memoryview(bytearray(size_bytes))
+        read_exactly(self._fd, target, os.fstat(self._fd).st_size - size_bytes)
+        return target
+
+    def publish(self) -> None:
+        with translated(str(self._path.parent), "rename", self._path.name):
+            os.close(self._fd)
+            self._fd = -1
+            try:
+                self._part.rename(self._path)
+                fsync_directory(self._path.parent)
+            except FileNotFoundError as exc:
+                raise SaveAborted(f"The save that {self._path} belongs to was aborted.") from exc
+
+    def discard(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._part.unlink(missing_ok=True)
+
+
+class ShardFile(VerifiedShard):
+    """Reads a shard file by verified ranges. The file descriptor is taken over. Safe for concurrent reads."""
+
+    def __init__(self, fd: int, store: str, name: str, expected: Expected) -> None:
+        self._fd = fd
+        try:
+            _check_size(os.fstat(fd).st_size, expected, store, name)
+            super().__init__(store, name, expected)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        with translated(self._store, "read", self._name):
+            if read_exactly(self._fd, target, offset) != len(target):
+                raise OSError(errno.EIO, "the file ended early")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _check_size(found: int, expected: Expected, store: str, name: str) -> None:
+    if found != expected.size_bytes:
+        raise ObjectCorrupt(store, "read", name, f"expected {expected.size_bytes} bytes, found {found}")

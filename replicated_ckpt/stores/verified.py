@@ -1,0 +1,92 @@
+"""Verified reads: the bytes of a shard, believed only block by block, wherever they come from."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, BlockTable, crc32c, decoded_footer, footer_bytes_of
+from replicated_ckpt.errors import ObjectCorrupt
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Size and CRC32C of the whole shard file, as the manifest has them."""
+
+    size_bytes: int
+    crc32c: int
+
+
+class VerifiedShard(ABC):
+    """One shard at one source.
+
+    Opening it reads the footer and checks it against the manifest, so that a swapped, stale or truncated file is
+    noticed without reading it. Holds 4 bytes of memory for each block of the data.
+
+    Raises:
+        ObjectCorrupt: the footer is not the one that was saved. And what the source raises.
+    """
+
+    def __init__(self, store: str, name: str, expected: Expected) -> None:
+        self._store = store
+        self._name = name
+        self.table = self._checked_table(expected)
+
+    @abstractmethod
+    def _fill(self, target: memoryview, offset: int) -> None:
+        """Fills `target` with the file's bytes from `offset` on, or raises a StoreError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what the source holds open."""
+
+    def _fetched(self, start: int, end: int) -> memoryview:
+        target = memoryview(bytearray(end - start))
+        if target:
+            self._fill(target, start)
+        return target
+
+    def _checked_table(self, expected: Expected) -> BlockTable:
+        size = expected.size_bytes
+        tail = self._fetched(max(0, size - FOOTER_TAIL_BYTES), size)
+        table = decoded_footer(self._fetched(size - (footer_bytes_of(tail, size) or 0), size), size)
+        if table is None:
+            raise self._corrupt("its footer of block checksums is damaged")
+        found = table.file_crc()
+        if found != expected.crc32c:
+            raise self._corrupt(f"expected CRC32C {expected.crc32c:08x}, its blocks' checksums combine to {found:08x}")
+        return table
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """Bytes [offset, offset + length) of the data, verified. A bad block is read a second time before it counts.
+
+        Raises:
+            ObjectCorrupt: a block differs from its checksum twice in a row, or the range lies outside the data.
+        """
+        table = self.table
+        if length < 0 or offset < 0 or offset + length > table.data_bytes:
+            raise self._corrupt(f"bytes {offset} to {offset + length} lie outside its {table.data_bytes} bytes of data")
+        first, last = table.covering(offset, length)
+        start, end = first * table.block_bytes, min(last * table.block_bytes, table.data_bytes)
+        problem = None
+        for _ in range(2):
+            span = self._fetched(start, end)
+            problem = _first_bad_block(span, table, first)
+            if problem is None:
+                return span[offset - start : offset - start + length]
+        raise self._corrupt(str(problem))
+
+    def _corrupt(self, detail: str) -> ObjectCorrupt:
+        return ObjectCorrupt(self._store, "read", self._name, detail)
+
+
+def _first_bad_block(span: memoryview, table: BlockTable, first: int) -> str | None:
+    """Describes the first block of `span` (which starts at block `first`) that fails its checksum."""
+    position, index = 0, first
+    while position < len(span):
+        size = table.block_size(index)
+        found = crc32c(span[position : position + size])
+        if found != table.crcs[index]:
+            begin = index * table.block_bytes
+            return f"bytes {begin} to {begin + size}: expected CRC32C {table.crcs[index]:08x}, found {found:08x}"
+        position += size
+        index += 1
+    return None
