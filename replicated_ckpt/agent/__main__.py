@@ -1,8 +1,24 @@
-"""`python -m replicated_ckpt.agent`: the agent as a process."""
+"""`python -m replicated_ckpt.agent`: the agent as a process of its own, which is how ranks start it."""
 
+import argparse
 import sys
 
-from replicated_ckpt.cli.main import main
+from replicated_ckpt.agent.command import HELP, add_arguments, run
+from replicated_ckpt.errors import ReplicatedCkptError
+
+UNAVAILABLE = 5
+"""Exit code, the same as that of `replicated-ckpt agent`."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m replicated_ckpt.agent", description=HELP)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args())
+    except ReplicatedCkptError as exc:
+        sys.stderr.write(f"agent: {exc}\n")
+        return UNAVAILABLE
+
 
 if __name__ == "__main__":
-    sys.exit(main(["agent", *sys.argv[1:]]))
+    sys.exit(main())

@@ -1,9 +1,9 @@
 """Names on disk: where things lie under a root, and which names from outside are believed."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import PurePath
+from posixpath import normpath, relpath
 
 from replicated_ckpt.errors import ConfigInvalid
 
@@ -57,16 +57,16 @@ def is_checkpoint_id(text: str) -> bool:
     )
 
 
-def checkpoint_id_under(root: str, given: str | os.PathLike[str]) -> str:
+def checkpoint_id_under(root: str, given: str) -> str:
     """Name under `root` that `given` means: a relative name, or an absolute path inside the root.
 
     Raises:
         ConfigInvalid: it is empty, leaves the root, or has parts that are no plain names.
     """
-    text = os.fspath(given)
+    text = given
     if PurePath(text).is_absolute():
-        relative = os.path.relpath(os.path.normpath(text), os.path.normpath(root))
-        if PurePath(relative).parts[:1] in ((os.pardir,), ()):
+        relative = relpath(normpath(text), normpath(root))
+        if PurePath(relative).parts[:1] in (("..",), ()):
             raise ConfigInvalid(f"checkpoint_id {text!r} is not inside the root {root!r}.")
         text = relative
     text = text.rstrip("/")

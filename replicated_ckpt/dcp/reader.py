@@ -74,6 +74,7 @@ class ReplicatedReader(StorageReader):
 
     def _forget(self) -> None:
         self._survey: Survey | None = None
+        self._is_met = False
         self._failure: ReplicatedCkptError | None = None
         self._info_by_index: Mapping[MetadataIndex, StorageInfo] = {}
         self._started_at = time.monotonic()
@@ -94,6 +95,7 @@ class ReplicatedReader(StorageReader):
             self._meet()
 
     def _meet(self) -> None:
+        self._is_met = True
         self._world = world_of_call(self._process_group, self._no_dist)
         try:
             self._survey = met(self._store, self._world, self._given_id)
@@ -111,9 +113,11 @@ class ReplicatedReader(StorageReader):
         Raises:
             ReplicatedCkptError
         """
-        del args, kwargs
-        if self._survey is None and self._failure is None:
+        del args
+        if "rank" not in kwargs and not self._is_met:  # no reset came first: DCP calls it only with a checkpoint_id
+            self._forget()
             self._meet()
+        self._is_met = False
         if self._failure is not None:
             raise self._failure
         try:

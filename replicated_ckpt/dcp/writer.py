@@ -88,16 +88,18 @@ class ReplicatedWriter(StorageWriter):
         self._process_group = process_group
         self._store = LocalStore(self.config.root)
         self._shards = ShardWriter(self._store)
+        self._next_id: str | os.PathLike[str] | None = None
         self._given_id: str | os.PathLike[str] | None = None
         self._held: contextlib.ExitStack = contextlib.ExitStack()
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins. Never raises: what is wrong with the id is said where DCP tells all ranks."""
-        if checkpoint_id is not None:
-            self._given_id = checkpoint_id
-        self._held.close()
+        """Names the next save. Never raises: what is wrong with the id is said where DCP tells all ranks.
+
+        DCP calls this only where `dcp.save` was passed a checkpoint_id.
+        """
+        self._next_id = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
@@ -110,6 +112,8 @@ class ReplicatedWriter(StorageWriter):
         """
         del args
         self._started_at = time.monotonic()
+        self._given_id, self._next_id = self._next_id, None
+        self._held.close()
         if not kwargs.get("use_collectives", True):
             raise ConfigInvalid("use_collectives=False is not supported: a commit needs a coordinator.")
         self._world = world_of_call(self._process_group, None)
@@ -123,7 +127,7 @@ class ReplicatedWriter(StorageWriter):
         """Presents this rank to the coordinator. The plan is not changed."""
         if self._given_id is None:
             raise ConfigInvalid("dcp.save was given no checkpoint_id.", 'Pass checkpoint_id="step-10", say.')
-        checkpoint_id = checkpoint_id_under(self.config.root, self._given_id)
+        checkpoint_id = checkpoint_id_under(self.config.root, os.fspath(self._given_id))
         if self._world.blackboard is None:
             self._post = SavePost(checkpoint_id, lone_post(self._store, self.config.domain))
         else:
@@ -274,8 +278,8 @@ class ReplicatedWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The id of the save under way, as it was given; the root before any."""
-        return self.config.root if self._given_id is None else os.fspath(self._given_id)
+        """The id of the next save or the one under way, as it was given; the root before any."""
+        return os.fspath(self._next_id or self._given_id or self.config.root)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

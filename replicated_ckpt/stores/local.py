@@ -259,9 +259,9 @@ class LocalStore:
         """
         if not is_checkpoint_file(name):
             raise ObjectMissing(str(self.root), "open", name, "no file of a checkpoint")
+        path = self.final(checkpoint_id) / name
         if self.catalog.manifest(checkpoint_id).save_id != save_id:
             raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", f"not of save {save_id}")
-        path = self.final(checkpoint_id) / name
         with translated(str(self.root), "open", f"{checkpoint_id}/{name}"):
             try:
                 return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,0 +1,59 @@
+# `make test` and `make drill` need Python 3.11+, git, make and a package index; they make their own virtual environment.
+#   make test [TORCH=2.13.0] [ARGS="-k placement"]     the whole suite, pytest's closing line last
+#   make drill [ARGS="--scenario replace"]             several nodes on this machine, broken on purpose
+#   make check                                         linters, types and the fast tests
+PYTHON ?= python3
+TORCH  ?=
+ARGS   ?=
+
+# Another torch gets an environment of its own, without torchvision: its wheels want exactly the torch they were built for.
+VENV    := .venv$(if $(TORCH),-$(TORCH))
+EXTRAS  := $(if $(TORCH),,drill,)s3,test,dev
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/installed
+FAST    := not multiprocess and not fault and not slow
+# Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them.
+WHOLE   := not (fault and slow)
+
+.PHONY: test drill check fast lint types install clean
+.DEFAULT_GOAL := test
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -m "$(WHOLE)" $(ARGS)
+
+drill: $(STAMP)
+	@$(BIN)/replicated-ckpt drill $(ARGS)
+
+check: lint types fast
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+fast: $(STAMP)
+	@$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "replicated-ckpt needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "Installing into $(VENV); torch is large, the first time takes minutes."
+	@$(PYTHON) -m venv $(VENV)
+ifdef TORCH
+	@{ sed '/^# --- torch/,$$d' constraints.txt; echo 'torch==$(TORCH)'; } > $(VENV)/constraints.txt
+	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt 'torch==$(TORCH)'
+else
+	@cp constraints.txt $(VENV)/constraints.txt
+endif
+	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Tests, by kind: unit, contract, property, multiprocess, fault, style."""

@@ -1,0 +1,72 @@
+"""Starts real agents for tests, and ends them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from replicated_ckpt.agent.endpoint import Endpoint, read_endpoint
+from replicated_ckpt.stores.agent_client import AgentClient
+
+T = TypeVar("T")
+HOME = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class RunningAgent:
+    """An agent process of this test."""
+
+    root: Path
+    process: "subprocess.Popen[bytes]"
+    endpoint: Endpoint
+
+    def client(self, timeout_s: float = 5.0) -> AgentClient:
+        return AgentClient(self.endpoint.address(), timeout_s)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+
+@contextmanager
+def running_agent(root: Path, *arguments: str) -> Iterator[RunningAgent]:
+    command = [sys.executable, "-m", "replicated_ckpt.agent", "--root", str(root), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(HOME)}
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "agent.out").open("ab") as log:
+        process = subprocess.Popen(command, env=environment, cwd="/", stdout=log, stderr=log)
+    try:
+        endpoint = wait_for(lambda: _endpoint(root, process), 20, f"agent of {root}")
+        yield RunningAgent(root, process, endpoint)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        process.wait(10)
+
+
+def _endpoint(root: Path, process: "subprocess.Popen[bytes]") -> Endpoint | None:
+    assert process.poll() is None, (root / "agent.out").read_text()
+    endpoint = read_endpoint(root / ".agent")
+    return endpoint if endpoint is not None and endpoint.pid == process.pid else None
+
+
+def wait_for(look: Callable[[], T | None], timeout_s: float, what: str) -> T:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = look()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"{what}: not within {timeout_s} s")
+
+
+def peers_of(*agents: RunningAgent) -> list[dict[str, object]]:
+    document: list[dict[str, object]] = json.loads(json.dumps([agent.endpoint.address().to_json() for agent in agents]))
+    return document

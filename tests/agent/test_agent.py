@@ -1,0 +1,345 @@
+"""The agent as a process: its door, its life, and what it does when a peer or its own disk fails."""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import threading
+import time
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.endpoint import client_lock, read_endpoint
+from replicated_ckpt.agent.launch import ensured_agent
+from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ConfigInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    SaveAborted,
+    StoreDenied,
+    StoreUnavailable,
+)
+from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.peer import PeerShard, PeerSink
+from replicated_ckpt.stores.verified import Expected
+from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
+from tests.stores.test_local import METADATA, SHARD, save_id, staged
+
+DATA = os.urandom(3 << 20)
+
+
+def begin(
+    agent: RunningAgent, number: int, *, session: str = "s", checkpoint_id: str = "step-1", overwrite: bool = False
+) -> str:
+    name = save_id(number)
+    document = {"checkpoint_id": checkpoint_id, "session": session, "overwrite": overwrite, "peers": peers_of(agent)}
+    with agent.client() as client:
+        client.call("POST", f"/v1/saves/{name}", document)
+    return name
+
+
+def sent(agent: RunningAgent, name: str, data: bytes, shard: str = SHARD) -> None:
+    sink = PeerSink(agent.endpoint.address(), name, shard, durable=True)
+    table = table_of([data])
+    sink.write(memoryview(data))
+    sink.write(memoryview(table.encoded()))
+    sink.finish(table)
+
+
+def committed(agent: RunningAgent, number: int, data: bytes) -> Expected:
+    """A checkpoint of one shard, staged on disk and committed through the agent."""
+    store = LocalStore(agent.root)
+    name = staged(store, number, data)
+    with agent.client() as client:
+        assert client.call("POST", f"/v1/saves/{name}/commit") == {"held": [SHARD]}
+    entry = store.catalog.manifest("step-1").shards[SHARD]
+    return Expected(entry.size_bytes, entry.crc32c)
+
+
+# The door ------------------------------------------------------------------------------------------------------------
+
+
+def test_curl_can_talk_to_it_and_only_with_the_token(tmp_path: Path) -> None:
+    """The agent speaks HTTP/1.1; a request without the token, or with another, is refused on every path."""
+    with running_agent(tmp_path / "a") as agent:
+        base = f"http://127.0.0.1:{agent.endpoint.port}"
+        shown = subprocess.run(
+            ["curl", "-sS", "-m", "5", "-H", f"Authorization: Bearer {agent.endpoint.token}", f"{base}/v1/status"],
+            capture_output=True,
+            check=True,
+        )
+        assert json.loads(shown.stdout)["node_id"] == agent.endpoint.node_id
+        for token in ("", "x" * 32, agent.endpoint.token + "x"):
+            address = AgentAddress("n", "127.0.0.1", agent.endpoint.port, token)
+            for method, path in [("GET", "/v1/status"), ("GET", "/v1/peers"), ("POST", "/v1/shutdown"), ("GET", "/")]:
+                with AgentClient(address) as client, pytest.raises(StoreDenied):
+                    client.call(method, path)
+
+
+def test_the_token_is_in_a_private_file_and_nowhere_else(tmp_path: Path) -> None:
+    """Only this user may read it; it is in no log, and not in the process list."""
+    with running_agent(tmp_path / "a", "--verbose") as agent:
+        with agent.client() as client:
+            client.call("GET", "/v1/status")
+        endpoint = tmp_path / "a" / ".agent" / "endpoint.json"
+        assert stat.S_IMODE(endpoint.stat().st_mode) == 0o600
+        assert agent.endpoint.token not in (tmp_path / "a" / "agent.out").read_text()
+        assert agent.endpoint.token not in repr(agent.endpoint) + repr(agent.endpoint.address())
+        command = Path(f"/proc/{agent.process.pid}/cmdline").read_bytes()
+        assert agent.endpoint.token.encode() not in command
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../../../etc/passwd", "..%2f..%2fnode.json", "node.json", "%2e%2e", "__0_0.distcp%00", ".agent/endpoint.json"],
+)
+def test_no_path_leads_out_of_a_checkpoint(tmp_path: Path, name: str) -> None:
+    """Neither as a file, nor as a checkpoint id, nor when writing."""
+    with running_agent(tmp_path / "a") as agent:
+        committed(agent, 1, b"data")
+        opened = begin(agent, 2, checkpoint_id="step-2")
+        for path in (
+            f"/v1/files/{save_id(1)}/{name}?checkpoint_id=step-1",
+            f"/v1/files/{save_id(1)}/{SHARD}?checkpoint_id={name}",
+            f"/v1/files/{save_id(1)}/{SHARD}?checkpoint_id={urllib.parse.quote('../a/step-1')}",
+        ):
+            with agent.client() as client, pytest.raises(ObjectMissing):
+                client.fetch("GET", path)
+        with agent.client() as client, pytest.raises((ObjectMissing, ConfigInvalid, PeerProtocolError)):
+            client.put("PUT", f"/v1/saves/{opened}/{name}", b"x")
+        for checkpoint_id in ("../x", "/etc", "latest", "", 7):
+            document: dict[str, object] = {
+                "checkpoint_id": checkpoint_id,
+                "session": "s",
+                "overwrite": True,
+                "peers": [],
+            }
+            with agent.client() as client, pytest.raises(ReplicatedCkptError):
+                client.call("POST", f"/v1/saves/{save_id(3)}", document)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /v1/status HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"PUT /v1/saves/TOKEN HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/peers HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        b"POST /v1/peers HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/peers HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n",
+        b"POST /v1/peers HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"POST /v1/peers HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\nContent-Length: 3\r\n\r\n[1]",
+        b'POST /v1/peers HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\nContent-Length: 13\r\n\r\n{"peers":[7]}',
+        b"POST /v1/peers HTTP/1.1\r\nAuthorization: Bearer TOKEN\r\nContent-Length: 8\r\n\r\n" + b"[" * 8,
+    ],
+)
+def test_malformed_requests_hurt_nobody(tmp_path: Path, raw: bytes) -> None:
+    """Whatever arrives, the connection is answered or closed within the deadline and the agent goes on."""
+    with running_agent(tmp_path / "a") as agent:
+        with socket.create_connection(("127.0.0.1", agent.endpoint.port), 10) as connection:
+            connection.sendall(raw.replace(b"TOKEN", agent.endpoint.token.encode()))
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):
+                pass
+        with agent.client() as client:
+            assert client.call("GET", "/v1/status")["pid"] == agent.process.pid
+
+
+# Shards --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_goes_in_and_comes_out(tmp_path: Path) -> None:
+    """What was sent is what ranges of it return, verified, once it was committed."""
+    with running_agent(tmp_path / "a") as agent:
+        expected = committed(agent, 1, DATA)
+        shard = PeerShard(agent.client(), "step-1", save_id(1), SHARD, expected)
+        assert bytes(shard.read(0, len(DATA))) == DATA
+        assert bytes(shard.read(1_000_001, 777_777)) == DATA[1_000_001:1_777_778]
+        shard.close()
+        with agent.client() as client:
+            assert crc32c(client.fetch("GET", file_path("step-1", save_id(1), ".metadata"))) == crc32c(METADATA)
+
+
+def test_a_copy_that_arrives_damaged_is_refused(tmp_path: Path) -> None:
+    """Bytes that do not fit their footer never get a name on the receiving node."""
+    with running_agent(tmp_path / "a") as agent:
+        name = begin(agent, 1)
+        table = table_of([DATA])
+        damaged = bytearray(DATA)
+        damaged[70_000] ^= 1
+        sink = PeerSink(agent.endpoint.address(), name, SHARD, durable=True)
+        sink.write(memoryview(damaged))
+        sink.write(memoryview(table.encoded()))
+        with pytest.raises(ObjectCorrupt, match="expected CRC32C"):
+            sink.finish(table)
+        assert list(LocalStore(agent.root).staging(name).iterdir()) == []
+
+
+def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    """A sender that dies in the middle leaves no file that could be taken for a shard."""
+    with running_agent(tmp_path / "a") as agent:
+        name = begin(agent, 1)
+        sink = PeerSink(agent.endpoint.address(), name, SHARD, durable=True)
+        sink.write(memoryview(DATA))
+        sink.discard()
+        staging = LocalStore(agent.root).staging(name)
+        wait_for(lambda: not list(staging.iterdir()), 10, "the broken copy to be removed")
+
+
+def test_bytes_of_another_attempt_are_fenced(tmp_path: Path) -> None:
+    """Once a newer save of the same checkpoint has begun, bytes and commit of the older one are refused."""
+    with running_agent(tmp_path / "a") as agent:
+        old = begin(agent, 1, session="one")
+        new = begin(agent, 2, session="two")
+        with pytest.raises(SaveAborted, match="overtook"):
+            sent(agent, old, DATA)
+        with agent.client() as client, pytest.raises(SaveAborted):
+            client.call("POST", f"/v1/saves/{old}/commit")
+        sent(agent, new, DATA)
+        with pytest.raises(SaveAborted):
+            sent(agent, save_id(9), DATA)
+
+
+def test_an_existing_checkpoint_is_refused_before_a_byte_is_sent(tmp_path: Path) -> None:
+    """The refusal comes when the save begins."""
+    with running_agent(tmp_path / "a") as agent:
+        committed(agent, 1, DATA)
+        with pytest.raises(CheckpointExists):
+            begin(agent, 2)
+
+
+def test_a_save_in_progress_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    """While a rank holds its lock, another job's save or load on this root leaves its staging alone."""
+    with running_agent(tmp_path / "a") as agent:
+        store = LocalStore(agent.root)
+        alive, dead = begin(agent, 1, session="one"), begin(agent, 2, session="two", checkpoint_id="step-2")
+        with store.intent_path(alive).open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_SH)
+            time.sleep(5.5)  # beyond the grace that a save has before its ranks hold their locks
+            with agent.client() as client:
+                client.call("POST", "/v1/peers", {"peers": []})
+            assert store.staging(alive).is_dir()
+            assert not store.staging(dead).exists()
+
+
+@pytest.mark.fault
+def test_a_node_that_missed_the_commit_makes_up_for_it(tmp_path: Path) -> None:
+    """A save that a peer has committed is completed from staging, with the peer's manifest and metadata."""
+    with running_agent(tmp_path / "a") as first, running_agent(tmp_path / "b") as second:
+        name = begin(second, 1, session="job")
+        sent(second, name, DATA)
+        committed(first, 1, DATA)
+        begin_document = {
+            "checkpoint_id": "step-2",
+            "session": "job",
+            "overwrite": False,
+            "peers": peers_of(first, second),
+        }
+        with second.client() as client:
+            client.call("POST", f"/v1/saves/{save_id(2)}", begin_document)
+            (found,) = client.call("GET", "/v1/holdings?checkpoint_id=step-1")["holdings"]
+        assert found["save_id"] == name
+        assert list(found["sizes"]) == [SHARD]
+
+
+def written(sink: PeerSink, piece: memoryview, times: int) -> None:
+    for _ in range(times):
+        sink.write(piece)
+
+
+# Life ----------------------------------------------------------------------------------------------------------------
+
+
+def test_only_one_agent_serves_a_root(tmp_path: Path) -> None:
+    """A second one leaves at once and says why, with its own exit code."""
+    with running_agent(tmp_path / "a") as agent:
+        command = [*agent.process.args]  # type: ignore[misc]
+        second = subprocess.run(command, capture_output=True, timeout=20, check=False, cwd=Path.cwd())
+        assert second.returncode == 5
+        assert b"Another agent serves" in second.stderr
+        assert agent.process.poll() is None
+
+
+def test_it_stops_cleanly_on_sigterm(tmp_path: Path) -> None:
+    """SIGTERM ends it with exit code 0, and the endpoint file goes with it."""
+    with running_agent(tmp_path / "a") as agent:
+        agent.signal(signal.SIGTERM)
+        assert agent.process.wait(5) == 0
+        assert read_endpoint(agent.root / ".agent") is None
+
+
+def test_it_leaves_when_nobody_needs_it(tmp_path: Path) -> None:
+    """Without a client it leaves after the idle time; with one it stays."""
+    with running_agent(tmp_path / "a", "--idle-exit-s", "0.5") as agent:
+        assert agent.process.wait(10) == 0
+    with running_agent(tmp_path / "b", "--idle-exit-s", "0.5") as agent:
+        lock = client_lock(agent.root / ".agent")
+        assert lock is not None
+        time.sleep(2)
+        assert agent.process.poll() is None
+        lock.release()
+        assert agent.process.wait(10) == 0
+
+
+def test_racing_ranks_start_one_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All who ask at once get the same agent; after a SIGKILL the next who asks starts another."""
+    monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "2")
+    store = LocalStore(tmp_path / "a")
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(ensured_agent(store, "127.0.0.1").pid)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 6
+    assert len(set(found)) == 1
+    os.kill(found[0], signal.SIGKILL)
+    again = ensured_agent(store, "127.0.0.1")
+    assert again.pid != found[0]
+    os.kill(again.pid, signal.SIGTERM)
+
+
+@pytest.mark.fault
+def test_a_stopped_peer_is_noticed_within_seconds(tmp_path: Path) -> None:
+    """SIGSTOP in the middle of a transfer is a StoreUnavailable after the progress deadline, not a hang."""
+    with running_agent(tmp_path / "a") as agent:
+        name = begin(agent, 1)
+        sink = PeerSink(agent.endpoint.address(), name, SHARD, durable=True)
+        piece = memoryview(bytearray(4 << 20))
+        sink.write(piece)
+        agent.signal(signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            written(sink, piece, 64)
+        assert time.monotonic() - started < 9
+        with agent.client() as client, pytest.raises(StoreUnavailable):
+            client.call("GET", "/v1/status")
+
+
+@pytest.mark.fault
+def test_a_killed_peer_is_noticed_at_once(tmp_path: Path) -> None:
+    """SIGKILL in the middle of a transfer is a StoreUnavailable as soon as the kernel resets the connection."""
+    with running_agent(tmp_path / "a") as agent:
+        name = begin(agent, 1)
+        sink = PeerSink(agent.endpoint.address(), name, SHARD, durable=True)
+        piece = memoryview(bytearray(4 << 20))
+        sink.write(piece)
+        agent.signal(signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            written(sink, piece, 64)
+        assert time.monotonic() - started < 4

@@ -1,0 +1,78 @@
+"""Checksums: blocks and footer say exactly whether the bytes are those that were saved."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicated_ckpt.core.checksum import (
+    FOOTER_TAIL_BYTES,
+    BlockHasher,
+    combined,
+    crc32c,
+    decoded_footer,
+    footer_bytes_of,
+    table_of,
+)
+
+
+def test_crc32c_is_castagnoli() -> None:
+    """The check value of RFC 3720 for the nine digits."""
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+@given(st.binary(), st.binary())
+def test_combining_equals_hashing_the_whole(first: bytes, second: bytes) -> None:
+    """The CRC of two pieces together follows from the CRC of each."""
+    assert combined(crc32c(first), crc32c(second), len(second)) == crc32c(first + second)
+
+
+@given(st.lists(st.binary(max_size=50), max_size=20), st.integers(1, 64))
+def test_pieces_of_any_size_give_the_same_table(pieces: list[bytes], block_bytes: int) -> None:
+    """How the data was cut when it was hashed leaves no trace."""
+    data = b"".join(pieces)
+    table = table_of(pieces, block_bytes)
+    assert table == table_of([data], block_bytes)
+    assert table.data_crc() == crc32c(data)
+    assert table.file_crc() == crc32c(data + table.encoded())
+    assert table.file_bytes == len(data) + len(table.encoded())
+
+
+@given(st.binary(max_size=300), st.integers(1, 64))
+def test_a_footer_comes_back_from_its_bytes(data: bytes, block_bytes: int) -> None:
+    """Encoding and decoding are inverse, and the tail alone tells the footer's size."""
+    table = table_of([data], block_bytes)
+    footer = table.encoded()
+    assert footer_bytes_of(footer[-FOOTER_TAIL_BYTES:], table.file_bytes) == len(footer)
+    assert decoded_footer(footer, table.file_bytes) == table
+
+
+@pytest.mark.parametrize("position", range(44))
+def test_any_flipped_bit_in_a_footer_is_noticed(position: int) -> None:
+    """No single flipped bit leaves a footer that is believed."""
+    table = table_of([b"x" * 70], 16)
+    footer = bytearray(table.encoded())
+    assert len(footer) == 44
+    footer[position] ^= 1
+    assert decoded_footer(bytes(footer), table.file_bytes) is None
+
+
+@given(st.binary(max_size=100), st.integers(0, 1 << 40))
+def test_random_bytes_are_no_footer(raw: bytes, file_bytes: int) -> None:
+    """Garbage of any size is refused without an error of another kind."""
+    assert decoded_footer(raw, file_bytes) is None
+
+
+def test_covering_blocks_hold_the_range() -> None:
+    """The blocks of a range start at or before it and end at or after it."""
+    table = table_of([b"x" * 100], 16)
+    assert table.covering(0, 1) == (0, 1)
+    assert table.covering(16, 16) == (1, 2)
+    assert table.covering(15, 2) == (0, 2)
+    assert table.covering(90, 10) == (5, 7)
+
+
+def test_an_empty_shard_has_a_footer() -> None:
+    """No data is data too."""
+    table = BlockHasher().table()
+    assert table.data_bytes == 0
+    assert decoded_footer(table.encoded(), FOOTER_TAIL_BYTES) == table

@@ -1,0 +1,67 @@
+"""Inventory and sources: what is there, what is newest, and who serves it."""
+
+import pytest
+
+from replicated_ckpt.core.inventory import Holding, saves_found
+from replicated_ckpt.core.sources import ByteRange, merged, source_orders
+
+
+def holding(node: str, checkpoint_id: str, sequence: int, *, save: str = "0", **sizes: int) -> Holding:
+    return Holding(
+        node, checkpoint_id, save * 32, sequence, True, {f"__{rank[1:]}_0.distcp": size for rank, size in sizes.items()}
+    )
+
+
+def test_newest_goes_by_sequence_and_groups_by_save() -> None:
+    """Two saves of one id are two things, and no clock is asked which is newer."""
+    saves = saves_found(
+        [
+            holding("a", "x", 1, save="1", r0=5),
+            holding("b", "x", 1, save="1", r1=5),
+            holding("a", "y", 7, save="2", r0=5),
+        ]
+    )
+    assert [(save.checkpoint_id, save.sequence, len(save.holdings)) for save in saves] == [("y", 7, 1), ("x", 1, 2)]
+
+
+def test_a_copy_of_another_size_is_no_copy() -> None:
+    """A truncated file does not count as a holder."""
+    (save,) = saves_found([holding("a", "x", 1, r0=5), holding("b", "x", 1, r0=4)])
+    assert save.holders_of("__0_0.distcp", 5) == ("a",)
+    assert save.lacking({"__0_0.distcp": 5, "__1_0.distcp": 5}) == ("__1_0.distcp",)
+
+
+@pytest.mark.parametrize(
+    "change", [{"save_id": "x"}, {"checkpoint_id": "../x"}, {"sizes": {"../x": 1}}, {"sizes": {"__0_0.distcp": -1}}]
+)
+def test_a_holding_from_a_peer_is_validated(change: dict[str, object]) -> None:
+    """What a peer says is not believed before it was checked."""
+    good = holding("a", "x", 1, r0=5)
+    assert Holding.from_json(good.to_json()) == good
+    with pytest.raises(ValueError, match="valid holding"):
+        Holding.from_json({**good.to_json(), **change})
+
+
+def test_the_own_store_comes_first_and_peers_share_the_rest() -> None:
+    """Nothing that is here crosses the network; what is not is spread over the peers by bytes."""
+    sizes = {"__0_0.distcp": 10, "__1_0.distcp": 10, "__2_0.distcp": 10}
+    holders = {"__0_0.distcp": ["b", "me"], "__1_0.distcp": ["b", "c"], "__2_0.distcp": ["b", "c"]}
+    orders = {order.shard: order.nodes for order in source_orders(sizes, holders, "me", "rank 0")}
+    assert orders["__0_0.distcp"] == ("me", "b")
+    assert {orders["__1_0.distcp"][0], orders["__2_0.distcp"][0]} == {"b", "c"}
+
+
+def test_a_shard_without_holders_has_no_source() -> None:
+    """Lost is an empty order, not an error here."""
+    assert source_orders({"__0_0.distcp": 1}, {}, "me", "k")[0].nodes == ()
+
+
+def test_neighbouring_ranges_are_joined_up_to_a_limit() -> None:
+    """Ranges within the gap become one read, none beyond the limit, and every range keeps its place."""
+    ranges = [ByteRange(100, 10), ByteRange(0, 10), ByteRange(12, 10), ByteRange(22, 1000)]
+    joined = merged(ranges, gap_bytes=5, length_max=64)
+    assert joined == (
+        (ByteRange(0, 22), (1, 2)),
+        (ByteRange(22, 1000), (3,)),
+        (ByteRange(100, 10), (0,)),
+    )

@@ -1,0 +1,53 @@
+"""Names: what users and peers may name, and what they may not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicated_ckpt.core.layout import ShardName, checkpoint_id_under, is_checkpoint_file, is_checkpoint_id
+from replicated_ckpt.errors import ConfigInvalid
+
+
+@pytest.mark.parametrize("text", ["step-10", "run/step-10", "2026-11-21_19:33", "a.b", "x=1,y=2"])
+def test_plain_names_are_ids(text: str) -> None:
+    """An id is one or more plain parts."""
+    assert is_checkpoint_id(text)
+    assert checkpoint_id_under("/nvme/ckpt", text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", ".", "..", "../x", "a/../b", "a//b", "/", ".hidden", "a/.b", "latest", "node.json", "x\0", "a\n"]
+)
+def test_names_that_hide_or_climb_are_refused(text: str) -> None:
+    """No id is hidden, leads upwards, or is a word of ours."""
+    assert not is_checkpoint_id(text)
+    with pytest.raises(ConfigInvalid):
+        checkpoint_id_under("/nvme/ckpt", text)
+
+
+def test_an_absolute_path_inside_the_root_means_the_name_under_it() -> None:
+    """Programs that pass whole paths work, as long as the path is in the root."""
+    assert checkpoint_id_under("/nvme/ckpt", "/nvme/ckpt/run/step-1") == "run/step-1"
+    assert checkpoint_id_under("/nvme/ckpt/", "/nvme/ckpt/step-1/") == "step-1"
+    for outside in ("/nvme", "/nvme/ckpt", "/nvme/ckpt2/step-1", "/nvme/ckpt/../x"):
+        with pytest.raises(ConfigInvalid):
+            checkpoint_id_under("/nvme/ckpt", outside)
+
+
+@given(st.text(max_size=30))
+def test_every_id_stays_under_the_root(text: str) -> None:
+    """Whatever is accepted names something below the root, and no hidden part of it."""
+    try:
+        checkpoint_id = checkpoint_id_under("/root/store", text)
+    except ConfigInvalid:
+        return
+    assert all(part and not part.startswith(".") for part in checkpoint_id.split("/"))
+
+
+def test_shard_names_are_those_of_dcp() -> None:
+    """A shard's name carries rank and index and nothing else."""
+    assert str(ShardName(3, 0)) == "__3_0.distcp"
+    assert ShardName.parse("__12_3.distcp") == ShardName(12, 3)
+    for text in ("__01_0.distcp", "__1_0.distcp.part", "_1_0.distcp", "__1_0.distcp/..", "__-1_0.distcp"):
+        assert ShardName.parse(text) is None
+        assert not is_checkpoint_file(text)

@@ -1,0 +1,92 @@
+"""The manifest: comes back as it was written, and nothing else is believed."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, decoded_manifest
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
+
+
+def manifest(**changes: object) -> Manifest:
+    fields: dict[str, object] = {
+        "save_id": "0123456789abcdef" * 2,
+        "checkpoint_id": "run/step-10",
+        "sequence": 3,
+        "created_unix_s": 1.5,
+        "world_size": 2,
+        "copies": 2,
+        "metadata_bytes": 10,
+        "metadata_crc32c": 77,
+        "nodes": (NodeEntry("a", "host-a", "rack1", (0,)), NodeEntry("b", "host-b", None, (1,))),
+        "shards": {"__0_0.distcp": ShardEntry(5, 9, 0, "a", ("a", "b"))},
+    }
+    return Manifest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def resealed(raw: bytes, change: dict[str, object]) -> bytes:
+    """A manifest with other fields and a checksum that fits them."""
+    fields = json.loads(raw)["manifest"]
+    body = json.dumps({**fields, **change})
+    return f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n'.encode()
+
+
+def test_it_comes_back_as_it_was_written() -> None:
+    """Decoding is the inverse of encoding, and the bytes are JSON for other tools."""
+    raw = manifest().encoded()
+    assert decoded_manifest(raw, "here") == manifest()
+    assert json.loads(raw)["manifest"]["checkpoint_id"] == "run/step-10"
+
+
+def test_any_flipped_bit_is_noticed() -> None:
+    """A manifest that was damaged anywhere is not believed, and nothing but a ManifestInvalid comes out."""
+    raw = manifest().encoded()
+    for position in range(len(raw) - 1):
+        damaged = bytearray(raw)
+        damaged[position] ^= 1
+        try:
+            assert decoded_manifest(bytes(damaged), "here") == manifest()  # white space in the head may change
+        except ManifestInvalid:
+            continue
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"save_id": "../../etc"},
+        {"checkpoint_id": "../outside"},
+        {"checkpoint_id": "latest"},
+        {"sequence": -1},
+        {"sequence": True},
+        {"world_size": "2"},
+        {"shards": {"../x": {}}},
+        {"shards": {"__0_0.distcp": {}}},
+        {
+            "shards": {
+                "__0_0.distcp": {"size_bytes": 1, "crc32c": 1 << 32, "owner_rank": 0, "owner_node": "a", "holders": []}
+            }
+        },
+        {"shards": {"__0_0.distcp": {"size_bytes": 1, "crc32c": 1, "owner_rank": 0, "owner_node": "z", "holders": []}}},
+        {"nodes": None},
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
+    """A fitting checksum alone does not make a manifest valid."""
+    with pytest.raises(ManifestInvalid, match="here"):
+        decoded_manifest(resealed(manifest().encoded(), change), "here")
+
+
+def test_a_newer_format_says_so() -> None:
+    """A version that this one does not know is not guessed at."""
+    with pytest.raises(ManifestVersionUnknown, match="version 2"):
+        decoded_manifest(resealed(manifest().encoded(), {"version": 2}), "here")
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_no_manifest(raw: bytes) -> None:
+    """Garbage is a ManifestInvalid."""
+    with pytest.raises(ManifestInvalid):
+        decoded_manifest(raw, "here")

@@ -1,0 +1,107 @@
+"""`.metadata` is a pickle from a disk: it is read without running anything that it asks for."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import Metadata
+
+from replicated_ckpt.dcp.metadata import decoded_metadata, encoded_metadata, register_safe_class
+from replicated_ckpt.errors import MetadataUnsafe
+
+STATES: list[dict[str, Any]] = [
+    {"a": torch.ones(3, dtype=torch.bfloat16)},
+    {"nested": {"list": [torch.ones(1), 2, "x"], "none": None}, "float": 1.5, "bytes": b"x"},
+    {"complex": torch.ones(2, dtype=torch.complex64), "bool": torch.ones(2, dtype=torch.bool), "int": torch.ones(0)},
+]
+
+
+class Planted:
+    """What a hostile pickle does when it is believed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (self.path,))
+
+
+class OwnPlannerData:
+    """What a user's planner may keep in planner_data."""
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.filterwarnings("ignore")
+def test_metadata_of_stock_torch_is_read(tmp_path: Path, state: dict[str, Any]) -> None:
+    """Everything that the default planner writes is known, and comes back equal."""
+    metadata = dcp.save(state, checkpoint_id=str(tmp_path), no_dist=True)
+    stock = pickle.loads((tmp_path / ".metadata").read_bytes())
+    ours = decoded_metadata((tmp_path / ".metadata").read_bytes(), "here")
+    assert ours.state_dict_metadata == stock.state_dict_metadata == metadata.state_dict_metadata
+    assert ours.storage_data == stock.storage_data
+    assert decoded_metadata(encoded_metadata(ours), "here").storage_data == stock.storage_data
+
+
+@pytest.mark.parametrize("place", ["top", "planner_data", "storage_data"])
+def test_code_in_a_pickle_does_not_run(tmp_path: Path, place: str) -> None:
+    """A planted call raises MetadataUnsafe and has not happened, wherever it hides."""
+    target = tmp_path / "planted"
+    hostile: Any = Planted(str(target))
+    if place == "planner_data":
+        hostile = Metadata({}, planner_data=hostile, storage_data={})
+    elif place == "storage_data":
+        hostile = Metadata({}, storage_data={"x": hostile})
+    with pytest.raises(MetadataUnsafe, match=r"posix\.mkdir"):
+        decoded_metadata(pickle.dumps(hostile), "node n")
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("builtins", "eval"),
+        ("os", "system"),
+        ("torch", "load"),
+        ("torch", "hub.load"),
+        ("torch.storage", "_load_from_bytes"),
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch.serialization", "load"),
+        ("functools", "partial"),
+    ],
+)
+def test_names_beyond_dcp_metadata_are_refused(module: str, name: str) -> None:
+    """Only the listed names are found, not what can be reached through them."""
+    raw = (
+        b"\x80\x04\x8c"
+        + bytes([len(module)])
+        + module.encode()
+        + b"\x8c"
+        + bytes([len(name)])
+        + name.encode()
+        + b"\x93."
+    )
+    with pytest.raises(MetadataUnsafe):
+        decoded_metadata(raw, "node n")
+
+
+def test_a_registered_class_is_read() -> None:
+    """A user's own planner data is refused with a way out, and read once its class is registered."""
+    raw = pickle.dumps(Metadata({}, planner_data=OwnPlannerData(), storage_data={}))
+    with pytest.raises(MetadataUnsafe, match="register_safe_class"):
+        decoded_metadata(raw, "node n")
+    register_safe_class(OwnPlannerData)
+    assert isinstance(decoded_metadata(raw, "node n").planner_data, OwnPlannerData)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_are_unsafe(raw: bytes) -> None:
+    """Garbage raises MetadataUnsafe and nothing else."""
+    with pytest.raises(MetadataUnsafe):
+        decoded_metadata(b"\x80\x04" + raw, "node n")

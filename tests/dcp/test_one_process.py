@@ -1,0 +1,247 @@
+"""One process without a process group: a local directory is enough, and no agent is started."""
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    CheckpointNotCommitted,
+    CheckpointNotFound,
+    ConfigInvalid,
+    ReplicatedCkptError,
+    ReplicatedCkptWarning,
+    ShardLost,
+)
+from replicated_ckpt.stores.local import Intent, LocalStore
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {
+        "model": {
+            "weight": torch.randn(300, 200),
+            "strided": torch.randn(60, 60)[:, ::3],
+            "turned": torch.randn(9, 7).t(),
+        },
+        "small": [torch.tensor(1.5), torch.arange(5, dtype=torch.int16), torch.zeros(0)],
+        "half": torch.randn(11, dtype=torch.float32).to(torch.bfloat16),
+        "complex": torch.randn(4, dtype=torch.complex64),
+        "objects": {"text": "hello", "number": seed, "blob": bytes(range(256)) * 20},
+    }
+
+
+def zeroed(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: zeroed(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [zeroed(value) for value in tree]
+    return torch.zeros_like(tree) if isinstance(tree, torch.Tensor) else None
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    if isinstance(wanted, dict):
+        for key in wanted:
+            assert_same(found[key], wanted[key])
+    elif isinstance(wanted, list):
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    elif isinstance(wanted, torch.Tensor):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+    else:
+        assert found == wanted
+
+
+def loaded(root: Path, checkpoint_id: str, like: dict[str, Any]) -> dict[str, Any]:
+    target: dict[str, Any] = zeroed(like)
+    dcp.load(target, checkpoint_id=checkpoint_id, storage_reader=ReplicatedReader(root))
+    return target
+
+
+def the_cause(raised: BaseException) -> ReplicatedCkptError:
+    assert isinstance(raised, CheckpointException)
+    (error,) = (failure[0] for failure in raised.failures.values())
+    assert isinstance(error, ReplicatedCkptError)
+    return error
+
+
+def test_every_kind_of_value_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    """Tensors of any dtype, stride and size and any object; and stock torch reads the same directory."""
+    dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path))
+    assert_same(loaded(tmp_path, "step-1", state()), state())
+    stock = zeroed(state())
+    dcp.load(stock, storage_reader=dcp.FileSystemReader(tmp_path / "step-1"))
+    assert_same(stock, state())
+    assert not (tmp_path / ".agent" / "endpoint.json").exists()
+
+
+def test_one_copy_is_said_to_be_one(tmp_path: Path) -> None:
+    """Where two copies are wanted and one node is there, the writer says so."""
+    writer = ReplicatedWriter(tmp_path)
+    with pytest.warns(ReplicatedCkptWarning, match="2 copies are wanted"):
+        dcp.save(state(), checkpoint_id="step-1", storage_writer=writer)
+    assert writer.last_save is not None
+    assert (writer.last_save.copies_wanted, writer.last_save.copies_made) == (2, 1)
+    assert_same(loaded(tmp_path, "step-1", state()), state())
+
+
+def test_latest_is_the_last_one_saved_whatever_its_name_and_time(tmp_path: Path) -> None:
+    """Order is that of the saves: neither names nor the clock count."""
+    writer = ReplicatedWriter(tmp_path, copies=1)
+    for seed, name in enumerate(["z", "run/b", "a"]):
+        dcp.save(state(seed), checkpoint_id=name, storage_writer=writer)
+    os.utime(tmp_path / "z" / ".manifest.json", (4e9, 4e9))
+    assert_same(loaded(tmp_path, "latest", state()), state(2))
+    assert_same(loaded(tmp_path, "run/b", state()), state(1))
+
+
+def test_latest_skips_what_is_not_whole(tmp_path: Path) -> None:
+    """A newer checkpoint that lost a shard is passed over; asked for by name, it says what is lost."""
+    writer = ReplicatedWriter(tmp_path, copies=1)
+    for seed in range(2):
+        dcp.save(state(seed), checkpoint_id=f"step-{seed}", storage_writer=writer)
+    (tmp_path / "step-1" / "__0_0.distcp").unlink()
+    assert_same(loaded(tmp_path, "latest", state()), state(0))
+    with pytest.raises(CheckpointException) as raised:
+        loaded(tmp_path, "step-1", state())
+    error = the_cause(raised.value)
+    assert isinstance(error, ShardLost)
+    assert error.shards == ("__0_0.distcp",)
+    assert str(tmp_path) in str(error)
+    assert "rank 0 on node" in str(error)
+    (tmp_path / "step-0" / "__0_0.distcp").unlink()
+    with pytest.raises(ShardLost, match=r"step-1"):
+        loaded(tmp_path, "latest", state())
+
+
+def test_a_flipped_bit_never_reaches_a_tensor(tmp_path: Path) -> None:
+    """Damage in a shard is found before the tensors are touched, and named."""
+    dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    path = tmp_path / "step-1" / "__0_0.distcp"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    target = zeroed(state())
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(target, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
+    assert isinstance(the_cause(raised.value), ShardLost)
+    assert "expected CRC32C" in str(the_cause(raised.value))
+    assert_same(target["model"], zeroed(state())["model"])
+
+
+@pytest.mark.parametrize("name", [".metadata", ".manifest.json"])
+def test_damaged_metadata_or_manifest_is_not_believed(tmp_path: Path, name: str) -> None:
+    """The load fails with a reason instead of guessing."""
+    dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    path = tmp_path / "step-1" / name
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises((CheckpointNotFound, CheckpointException), match=r"CRC32C|No checkpoint"):
+        loaded(tmp_path, "step-1", state())
+
+
+def test_an_existing_id_is_refused_and_stays(tmp_path: Path) -> None:
+    """Without overwrite the second save fails and the first still loads; with it the second replaces the first."""
+    dcp.save(state(0), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save(state(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    assert isinstance(the_cause(raised.value), CheckpointExists)
+    assert_same(loaded(tmp_path, "step-1", state()), state(0))
+    dcp.save(state(1), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1, overwrite=True))
+    assert_same(loaded(tmp_path, "step-1", state()), state(1))
+
+
+def test_a_failed_save_leaves_nothing_and_the_old_one_loads(tmp_path: Path) -> None:
+    """A planner that raises in the middle of writing ends the save, and its staging is gone."""
+
+    class Failing(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> "torch.Tensor | io.BytesIO":
+            if "strided" in write_item.index.fqn:
+                raise OSError("the planner failed")
+            return super().resolve_data(write_item)
+
+    writer = ReplicatedWriter(tmp_path, copies=1, overwrite=True)
+    dcp.save(state(0), checkpoint_id="step-1", storage_writer=writer)
+    with pytest.raises(CheckpointException, match="the planner failed"):
+        dcp.save(state(1), checkpoint_id="step-1", storage_writer=writer, planner=Failing())
+    assert list((tmp_path / ".staging").iterdir()) == []
+    assert_same(loaded(tmp_path, "step-1", state()), state(0))
+    dcp.save(state(2), checkpoint_id="step-1", storage_writer=writer)
+    assert_same(loaded(tmp_path, "step-1", state()), state(2))
+
+
+def test_the_next_save_removes_what_a_dead_one_left(tmp_path: Path) -> None:
+    """Staging of a process that is gone does not stay, and never counts."""
+    dcp.save(state(0), checkpoint_id="step-0", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    LocalStore(tmp_path).begin(Intent("a" * 32, "step-1", "dead", overwrite=False))
+    with pytest.raises(CheckpointNotCommitted):
+        loaded(tmp_path, "step-1", state())
+    dcp.save(state(2), checkpoint_id="step-2", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    assert list((tmp_path / ".staging").iterdir()) == []
+    assert_same(loaded(tmp_path, "latest", state()), state(2))
+
+
+def test_partial_loads_read_only_what_they_need(tmp_path: Path) -> None:
+    """A load of one tensor reads that tensor's bytes and no more items."""
+    dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    reader = ReplicatedReader(tmp_path)
+    target = {"model": {"weight": torch.zeros(300, 200)}}
+    dcp.load(target, checkpoint_id="step-1", storage_reader=reader)
+    assert torch.equal(target["model"]["weight"], state()["model"]["weight"])
+    assert reader.last_load is not None
+    assert reader.last_load.items == 1
+    assert 240_000 <= reader.last_load.bytes_local < 245_000
+    assert reader.last_load.bytes_peer == 0
+
+
+def test_a_load_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> None:
+    """Nothing found is CheckpointNotFound with the places; and looking creates nothing."""
+    root = tmp_path / "never"
+    for asked in ("step-1", "latest"):
+        with pytest.raises(CheckpointNotFound, match=str(root)):
+            loaded(root, asked, state())
+    assert not root.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"copies": 0},
+        {"copies": 99},
+        {"ack": "never"},
+        {"ack": "object"},
+        {"on_degraded": "ignore"},
+        {"domain": ""},
+        {"object_store": "s3://bucket/x"},
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_at_once(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """The constructor names the argument, and nothing was written."""
+    with pytest.raises(ConfigInvalid, match=next(iter(arguments))):
+        ReplicatedWriter(tmp_path / "root", **arguments)
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("given_id", [None, "../x", "/elsewhere/step-1", ".hidden"])
+def test_ids_that_cannot_work_are_refused(tmp_path: Path, given_id: str | None) -> None:
+    """A missing id, or one outside the root, is a ConfigInvalid of save and load."""
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save(state(), checkpoint_id=given_id, storage_writer=ReplicatedWriter(tmp_path))
+    assert isinstance(the_cause(raised.value), ConfigInvalid)
+    # without an id DCP does not reset the reader, and repeats the error's text inside its own
+    with pytest.raises((ConfigInvalid, CheckpointException), match="checkpoint_id"):
+        dcp.load(state(), checkpoint_id=given_id, storage_reader=ReplicatedReader(tmp_path))

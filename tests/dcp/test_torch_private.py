@@ -1,0 +1,103 @@
+"""What we name of torch's private parts is there, and behaves as we rely on, in every supported version of torch."""
+
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from replicated_ckpt.dcp import torch_private
+from replicated_ckpt.dcp.torch_private import DcpCall, StorageInfo, calling, narrowed
+
+
+class Witness(dcp.FileSystemWriter):
+    """Stock writer that notes what `calling` sees from inside the hooks."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.seen: list[DcpCall | None] = []
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self.seen.append(calling())
+        return super().prepare_local_plan(plan)
+
+
+class WitnessReader(dcp.FileSystemReader):
+    """Stock reader that does the same."""
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        self.seen = [calling()]
+        super().reset(checkpoint_id)  # type: ignore[arg-type]
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        self.seen.append(calling())
+        return super().read_metadata(*args, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hook_sees_the_dcp_call_it_is_part_of(tmp_path: object) -> None:
+    """`calling` finds what the user passed, from every hook that uses it; outside a call it finds nothing."""
+    assert calling() is None
+    writer, reader = Witness(str(tmp_path)), WitnessReader(str(tmp_path))
+    dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    assert writer.seen == [DcpCall(None, True)]
+    dcp.load({"a": torch.ones(2)}, checkpoint_id=str(tmp_path), storage_reader=reader, no_dist=True)
+    assert reader.seen == [DcpCall(None, True)] * 2
+    reader.seen = []
+    state_dict_loader._load_state_dict({"a": torch.ones(2)}, reader, no_dist=True)
+    assert reader.seen == [DcpCall(None, True)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        state_dict_saver.save,
+        state_dict_saver._save_state_dict,
+        state_dict_loader.load,
+        state_dict_loader._load_state_dict,
+    ],
+)
+def test_the_entry_points_have_the_parameters_that_are_read(function: object) -> None:
+    """The names that `calling` reads from the frames are those of the parameters."""
+    parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
+    assert {"process_group", "no_dist"} <= set(parameters)
+
+
+def test_the_default_store_is_asked_for_where_it_is() -> None:
+    """Without a process group there is none, and torch says so itself."""
+    with pytest.raises((ValueError, RuntimeError)):
+        torch_private.default_store()
+
+
+def test_storage_info_is_pickled_as_stock_torch_reads_it() -> None:
+    """Name, fields and module of the entries of `.metadata` are those of the stock writer."""
+    info = StorageInfo("__0_0.distcp", 1, 2)
+    assert pickle.loads(pickle.dumps(info)) == info
+    assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 1, 2)
+    assert b"torch.distributed.checkpoint.filesystem" in pickle.dumps(info)
+    assert b"_StorageInfo" in pickle.dumps(info)
+
+
+def test_narrowing_takes_the_named_part() -> None:
+    """Offsets and sizes by dimension, for any number of dimensions, none included."""
+    tensor = torch.arange(24).reshape(4, 6)
+    assert torch.equal(narrowed(tensor, (1, 2), (2, 3)), tensor[1:3, 2:5])
+    assert narrowed(torch.tensor(5), (), ()).item() == 5
+
+
+def test_crc_can_be_switched_off_and_the_result_still_loads() -> None:
+    """torch.save without the zip's CRC32 hands out the tensor's own memory, and torch.load takes the result."""
+    was = torch.serialization.get_crc32_options()
+    buffer = io.BytesIO()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.arange(1000), buffer)
+    finally:
+        torch.serialization.set_crc32_options(was)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=True), torch.arange(1000))

@@ -1,0 +1,101 @@
+"""Simulated nodes: what is started can be found, waited for within a limit, and ended without a rest."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.drill import marked
+from replicated_ckpt.drill.cluster import Cluster, Job
+from replicated_ckpt.drill.drill import drill_directory
+from replicated_ckpt.drill.errors import DrillError, JobFailed, WaitTimedOut
+from replicated_ckpt.drill.evidence import (
+    Evidence,
+    JobSpec,
+    LoadFailure,
+    LoadRecord,
+    RankReport,
+    SaveRecord,
+    write_digests,
+)
+
+SLEEPER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
+DETACHED_SLEEPER = SLEEPER + "start_new_session=True); time.sleep(60)"
+
+
+def test_a_command_that_ends_is_waited_for(tmp_path: Path) -> None:
+    """Its output is in the log."""
+    Cluster(tmp_path).run_alone("hello", (sys.executable, "-c", "print('hello')"), 30)
+    assert (tmp_path / "logs" / "hello.log").read_text() == "hello\n"
+
+
+def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
+    """The error carries what the command printed."""
+    with pytest.raises(JobFailed, match="no luck"):
+        Cluster(tmp_path).run_alone("bad", (sys.executable, "-c", "raise SystemExit('no luck')"), 30)
+
+
+def test_a_hang_ends_in_an_error_and_nothing_is_left(tmp_path: Path) -> None:
+    """Every wait has a deadline, and `end` finds descendants that left the session, too."""
+    cluster = Cluster(tmp_path)
+    try:
+        with pytest.raises(WaitTimedOut, match="hang"):
+            cluster.run_alone("hang", (sys.executable, "-c", DETACHED_SLEEPER), 2)
+        found = marked.marked(cluster._mark)
+        assert found
+    finally:
+        cluster.end()
+    assert marked.marked(cluster._mark) == ()
+
+
+def test_a_job_that_dies_early_is_an_error_at_once(tmp_path: Path) -> None:
+    """Nobody waits for reports of ranks that are gone."""
+    cluster = Cluster(tmp_path)
+    node = cluster._start_node("n", tmp_path / "node-0", (sys.executable, "-c", "raise SystemExit('ouch')"))
+    job = Job("n", (node,), 1, tmp_path)
+    with pytest.raises(JobFailed, match="ouch"):
+        job.wait_until_reported(30)
+    cluster.end()
+
+
+def test_evidence_survives_the_way_through_files(tmp_path: Path) -> None:
+    """What ranks write is what the drill reads, in rank order."""
+    failure = LoadFailure("ShardLost", "gone", 1, ("__1_0.distcp",))
+    reports = tuple(
+        RankReport(
+            rank,
+            (SaveRecord("step-1", 1, 0.5, ("__0_0.distcp",), 2),),
+            (LoadRecord("latest", 0.25, raised="CheckpointException", failures=(failure,)),),
+            {1: 0.1 + rank},
+        )
+        for rank in range(11)
+    )
+    for report in reversed(reports):
+        report.write(tmp_path)
+    write_digests(tmp_path, "saved-step-1", {"w": "aa"})
+    assert Evidence.read(tmp_path) == Evidence(reports, {"saved-step-1": {"w": "aa"}})
+
+
+def test_a_job_spec_survives_the_way_through_a_file(tmp_path: Path) -> None:
+    """The ranks do what the drill decided."""
+    spec = JobSpec("r", "d", "cpu", 8, 7, 48, 2, ("step-8", "latest"), (4, 8), 12, trains_on=False, limit_s=9.5)
+    spec.write(tmp_path / "job.json")
+    assert JobSpec.read(tmp_path / "job.json") == spec
+
+
+def test_the_work_directory_goes_unless_kept(tmp_path: Path) -> None:
+    """Also after an error; with keep it stays."""
+    with drill_directory(tmp_path / "kept", keep=True) as kept:
+        (kept / "x").touch()
+    assert (tmp_path / "kept" / "x").exists()
+    with pytest.raises(ZeroDivisionError), drill_directory(None, keep=False) as gone:
+        raise ZeroDivisionError
+    assert not gone.exists()
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    """The drill removes its work directory, so it takes nobody else's."""
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(DrillError, match="not empty"), drill_directory(tmp_path, keep=False):
+        pass
+    assert (tmp_path / "thesis.tex").exists()

@@ -1,0 +1,64 @@
+"""The smallest whole drill: two nodes of one rank, one dies for real, a blank one takes its place."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.drill import marked
+
+COMMAND = (sys.executable, "-c", "import sys; from replicated_ckpt.cli.main import main; sys.exit(main())", "drill")
+START_LIMIT_S = 60
+
+
+def processes_in(workdir: Path) -> list[int]:
+    """Processes that a drill started for this work directory."""
+    needle = str(workdir).encode()
+    found = []
+    for pid in marked.marked(""):
+        with contextlib.suppress(OSError):
+            if needle in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(180)
+def test_a_node_dies_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """The replaced node's rank gets its bytes from the survivor, every tensor is as saved, no process is left."""
+    workdir = tmp_path / "work"
+    command = [*COMMAND, "--scenario", "replace", "--ranks-per-node", "1", "--json"]
+    command += ["--steps", "3", "--workdir", str(workdir), "--keep"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert ended.returncode == ExitCode.OK, ended.stderr + ended.stdout
+    result = json.loads(ended.stdout)
+    assert result["held"] is True
+    (line,) = result["scenarios"]
+    assert (line["ranks_before"], line["ranks_after"], line["shards_lost"], line["shards"]) == (2, 2, 1, 2)
+    assert line["tensors_verified"] > 20
+    assert line["bytes_peer"] > 0
+    assert (workdir / "run-1" / "node-0" / "step-2" / ".metadata").exists()
+    assert processes_in(workdir) == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_drill_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C ends every process and removes the work directory."""
+    workdir = tmp_path / "work"
+    drill = subprocess.Popen([*COMMAND, "--workdir", str(workdir)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + START_LIMIT_S
+    while not processes_in(workdir) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_in(workdir)
+    drill.send_signal(number)
+    _, errors = drill.communicate(timeout=START_LIMIT_S)
+    assert drill.returncode == ExitCode.INTERRUPTED, errors.decode()
+    assert processes_in(workdir) == []
+    assert not workdir.exists()

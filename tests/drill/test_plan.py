@@ -1,0 +1,104 @@
+"""Drill plans: what is lost, who resumes, and what is refused before anything starts."""
+
+import pytest
+
+from replicated_ckpt.drill.plan import (
+    GLOBAL_BATCH_MIN,
+    DrillOptions,
+    Promise,
+    ResumePlan,
+    RunPlan,
+    Scenario,
+    Seat,
+    plan_drill,
+)
+from replicated_ckpt.errors import ConfigInvalid
+
+
+def planned(scenario: Scenario, options: DrillOptions | None = None) -> tuple[RunPlan, ResumePlan]:
+    plan = plan_drill(options or DrillOptions(scenarios=(scenario,)))
+    (run,) = plan.runs
+    (resume,) = run.resumes
+    return run, resume
+
+
+@pytest.mark.parametrize(
+    ("scenario", "dies", "seats", "ranks", "promise"),
+    [
+        (Scenario.SHRINK, (1,), (Seat(0, False),), 4, Promise.SAME_LOSS),
+        (Scenario.REPLACE, (1,), (Seat(0, False), Seat(1, True)), 8, Promise.SAME_BITS),
+        (Scenario.COORDINATOR, (0,), (Seat(0, True), Seat(1, False)), 8, Promise.SAME_BITS),
+        (Scenario.GROW, (1,), (Seat(0, False), Seat(1, True), Seat(2, True)), 12, Promise.SAME_LOSS),
+        (Scenario.BEYOND, (2, 3), (Seat(0, False), Seat(1, False)), 2, Promise.SHARD_LOST),
+    ],
+)
+def test_each_scenario_loses_and_resumes_as_documented(
+    scenario: Scenario, dies: tuple[int, ...], seats: tuple[Seat, ...], ranks: int, promise: Promise
+) -> None:
+    """By default there are 2 nodes x 4 ranks, and the last node dies; beyond takes a whole pair out of two."""
+    run, resume = planned(scenario)
+    assert (run.dies, resume.seats, resume.ranks, resume.promise) == (dies, seats, ranks, promise)
+
+
+def test_scenarios_of_one_loss_share_its_run() -> None:
+    """All five scenarios need three losses, not five."""
+    runs = plan_drill(DrillOptions()).runs
+    assert [[resume.scenario for resume in run.resumes] for run in runs] == [
+        [Scenario.SHRINK, Scenario.REPLACE, Scenario.GROW],
+        [Scenario.COORDINATOR],
+        [Scenario.BEYOND],
+    ]
+
+
+def test_the_victim_can_be_chosen() -> None:
+    """--victim says who dies, and the survivor of rank order 1 becomes the first seat."""
+    run, resume = planned(Scenario.SHRINK, DrillOptions(scenarios=(Scenario.SHRINK,), victim=0))
+    assert run.dies == (0,)
+    assert run.survivors == (1,)
+    assert resume.seats == (Seat(1, blank=False),)
+
+
+def test_beyond_loses_all_copies_of_something() -> None:
+    """With more copies, more nodes of one placement group die."""
+    run, _ = planned(Scenario.BEYOND, DrillOptions(scenarios=(Scenario.BEYOND,), nodes=3, copies=3))
+    assert run.nodes == 6
+    assert run.dies == (3, 4, 5)
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 5])
+@pytest.mark.parametrize("ranks_per_node", [1, 3, 4])
+def test_the_global_batch_divides_over_every_world(nodes: int, ranks_per_node: int) -> None:
+    """Losses on different worlds are averages over the same images."""
+    plan = plan_drill(DrillOptions(nodes=nodes, ranks_per_node=ranks_per_node))
+    worlds = {ranks for run in plan.runs for ranks in (run.ranks, *(resume.ranks for resume in run.resumes))}
+    assert len(worlds) > 2
+    assert all(plan.global_batch % ranks == 0 for ranks in worlds)
+    assert plan.global_batch >= GLOBAL_BATCH_MIN
+
+
+@pytest.mark.parametrize("steps", [3, 4, 12, 100])
+def test_a_run_saves_twice_and_goes_on(steps: int) -> None:
+    """There is an older checkpoint than the latest, and something to lose after it."""
+    schedule = plan_drill(DrillOptions(steps=steps)).schedule
+    first, last = schedule.save_steps
+    assert 0 < first < last < schedule.end_step == steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        DrillOptions(scenarios=()),
+        DrillOptions(nodes=1),
+        DrillOptions(ranks_per_node=0),
+        DrillOptions(copies=1),
+        DrillOptions(copies=3),
+        DrillOptions(steps=2),
+        DrillOptions(victim=2),
+        DrillOptions(victim=-1),
+        DrillOptions(model_size="enormous"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: DrillOptions) -> None:
+    """Nothing starts on options that contradict each other."""
+    with pytest.raises(ConfigInvalid, match="--"):
+        plan_drill(options)

@@ -1,0 +1,81 @@
+"""What the drill shows in the end, for people and for machines."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from replicated_ckpt.drill.plan import DrillOptions, plan_drill
+from replicated_ckpt.drill.table import HEADER, as_json, render, size
+from replicated_ckpt.drill.verdict import LOSS_TOLERANCE, ScenarioReport, failed
+
+HELD = ScenarioReport(
+    scenario="replace",
+    promise="same bits",
+    ranks_before=8,
+    ranks_after=8,
+    shards_lost=4,
+    shards=8,
+    bytes_local=600_000,
+    bytes_peer=1_250_000,
+    save_s=0.25,
+    detect_s=1.5,
+    restore_s=0.75,
+    tensors_verified=32,
+)
+
+
+def test_the_table_has_a_line_per_scenario() -> None:
+    """Header, rule and rows line up; the promise and the notes are explained below."""
+    header, rule, row, *rest = render([HELD], ["Trained on clouds."]).splitlines()
+    assert header.split() == " ".join(HEADER).split()
+    assert set(rule) == {"-", " "}
+    assert " ".join(row.split()) == "replace 8 → 8 4 of 8 600.0 KB 1.2 MB 0 B 0.25 1.50 0.75 32 held: same bits"
+    assert "never interrupted" in "\n".join(rest)
+    assert rest[-1] == "Trained on clouds."
+
+
+def test_the_tolerance_is_stated() -> None:
+    """A reader of the table learns what "same loss" means."""
+    assert f"{LOSS_TOLERANCE:g}" in render([replace(HELD, promise="same loss")], [])
+
+
+def test_what_failed_is_said() -> None:
+    """A verdict that did not hold comes with its reasons, in the table and as JSON."""
+    bad = replace(HELD, problems=("rank 3 loaded nothing",))
+    assert "FAILED: same bits" in render([HELD, bad], [])
+    assert "replace: rank 3 loaded nothing" in render([HELD, bad], [])
+    value = as_json(plan_drill(DrillOptions()), [HELD, bad], data="clouds", seconds=1.0)
+    assert value["held"] is False
+    assert [line["held"] for line in value["scenarios"]] == [True, False]
+    assert value["scenarios"][1]["problems"] == ("rank 3 loaded nothing",)
+
+
+def test_a_scenario_that_could_not_be_carried_out_is_shown() -> None:
+    """Unknown seconds are a dash, and it did not hold."""
+    run = plan_drill(DrillOptions()).runs[0]
+    report = failed(run, run.resumes[0], "job run-1 ended too early")
+    assert not report.held
+    assert " - " in render([report], [])
+
+
+def test_json_is_the_table() -> None:
+    """Machines get every column, and whether all held."""
+    value = json.loads(json.dumps(as_json(plan_drill(DrillOptions()), [HELD], data="clouds", seconds=61.23456)))
+    assert value["held"] is True
+    assert value["seconds"] == 61.235
+    assert value["scenarios"][0]["bytes_peer"] == 1_250_000
+
+
+def test_a_drill_without_scenarios_did_not_hold() -> None:
+    """Nothing done is nothing shown to hold."""
+    assert as_json(plan_drill(DrillOptions()), [], data=None, seconds=0.0)["held"] is False
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 KB"), (1_250_000, "1.2 MB"), (3_210_000_000, "3.21 GB")],
+)
+def test_sizes_fit_into_a_column(size_bytes: int, text: str) -> None:
+    """Decimal units, as disks and networks are sold."""
+    assert size(size_bytes) == text

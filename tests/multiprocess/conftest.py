@@ -1,0 +1,31 @@
+"""Clusters that end with their test, and the mark that everything in this folder carries."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiprocess.cluster import Cluster
+
+HERE = Path(__file__).parent
+ClusterOf = Callable[..., Cluster]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.multiprocess)
+            item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture
+def cluster_of(tmp_path: Path) -> Iterator[ClusterOf]:
+    """`cluster_of(3)` is a cluster of three nodes with empty stores; every process in it ends with the test."""
+    with ExitStack() as stack:
+
+        def build(node_count: int, *, base: Path = tmp_path, **options: Any) -> Cluster:
+            return stack.enter_context(Cluster(base / "cluster", node_count, **options))
+
+        yield build

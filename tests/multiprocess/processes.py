@@ -1,0 +1,58 @@
+"""Processes of this machine, as /proc shows them: found by what they were started with, ended by id."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is more than an exit status that nobody collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    except OSError:
+        return False
+
+
+def signal_if_running(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
+
+def wait_until_gone(pids: list[int], timeout_s: float) -> list[int]:
+    """Those that still run after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    left = [pid for pid in pids if is_running(pid)]
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = [pid for pid in left if is_running(pid)]
+    return left
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def processes_of(marker: str) -> list[int]:
+    """Ids of all running processes, except this one, that carry `marker` in their command line or environment."""
+    needle = marker.encode()
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [
+        pid
+        for pid in pids
+        if pid != os.getpid()
+        and (needle in _read(Path(f"/proc/{pid}/cmdline")) or needle in _read(Path(f"/proc/{pid}/environ")))
+        and is_running(pid)
+    ]
+
+
+def end(pids: list[int]) -> None:
+    """SIGKILL to each of them; returns when they are gone."""
+    for pid in pids:
+        signal_if_running(pid, signal.SIGKILL)
+    if left := wait_until_gone(pids, timeout_s=10):
+        raise AssertionError(f"processes {left} survive SIGKILL")

@@ -1,0 +1,73 @@
+"""Steps: `dcp.async_save` with the thread executor."""
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import WriteItem
+
+from tests.multiprocess.cluster import Digests
+from tests.multiprocess.context import Context
+from tests.multiprocess.states import State
+from tests.multiprocess.steps_failing import FailingPlanner
+from tests.multiprocess.steps_state import build_all, digests_of, failure
+
+
+class SlowPlanner(DefaultSavePlanner):
+    """Takes two seconds for the data of a save."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if not self.__dict__.setdefault("_slept", False):
+            self._slept = True
+            time.sleep(2.0)
+        return super().resolve_data(write_item)
+
+
+def start(context: Context, states: dict[str, State], checkpoint_id: str, planner: DefaultSavePlanner) -> Future[Any]:
+    future = dcp.async_save(dict(states), checkpoint_id=checkpoint_id, storage_writer=context.writer(), planner=planner)
+    assert isinstance(future, Future)
+    return future
+
+
+def save(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> list[Digests]:
+    """Saves in the background, one after the other, and spoils the values as soon as it may."""
+    saved = []
+    for seed, checkpoint_id in enumerate(checkpoint_ids):
+        states = build_all(context, kinds, seed)
+        saved.append(digests_of(states))
+        future = start(context, states, checkpoint_id, DefaultSavePlanner())
+        spoil({kind: state.state_dict() for kind, state in states.items()})
+        future.result(timeout=60)
+    return saved
+
+
+def spoil(state: Any) -> None:
+    """Zeroes every tensor in place, without a collective."""
+    if isinstance(state, torch.Tensor):
+        state.detach().zero_()
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            spoil(value)
+
+
+def save_breaks(context: Context, kinds: list[str], checkpoint_id: str, phase: str, ranks: list[int]) -> dict[str, Any]:
+    """A save in the background in which `ranks` raise; returns what the future says on this rank."""
+    states = build_all(context, kinds, 0)
+    planner = FailingPlanner(phase, fails_here=context.rank in ranks)
+    future = start(context, states, checkpoint_id, planner)
+    error = future.exception(timeout=60)
+    assert isinstance(error, CheckpointException), error
+    return failure(error)
+
+
+def leave_in_flight(context: Context, kinds: list[str], checkpoint_id: str) -> dict[str, Any]:
+    """Starts a slow save in the background; the interpreter ends right after this step."""
+    states = build_all(context, kinds, 0)
+    before = digests_of(states)
+    context.leaves_work_behind = True
+    future = start(context, states, checkpoint_id, SlowPlanner())
+    return {"digests": before, "in_flight": not future.done()}

@@ -1,0 +1,120 @@
+"""Steps: saves that are unlike a plain one: cached plans, subgroups, odd names, many in a row."""
+
+import gc
+import json
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+
+from replicated_ckpt import ReplicatedWriter
+from tests.multiprocess.cluster import Digests
+from tests.multiprocess.context import Context
+from tests.multiprocess.steps_state import OTHER_SEED, build_all, digests_of, save_fails
+
+
+def save_with_cached_plans(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> list[Digests]:
+    """One planner class that caches its plans, one writer, several saves of changing values."""
+    saved = []
+    for seed, checkpoint_id in enumerate(checkpoint_ids):
+        states = build_all(context, kinds, seed)
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=context.writer(), planner=planner)
+        saved.append(digests_of(states))
+    return saved
+
+
+def save_under_own_id(context: Context, kinds: list[str]) -> dict[str, Any]:
+    """Every rank passes another id, as if made from its own clock."""
+    return save_fails(context, kinds, f"step-10-{context.rank}")
+
+
+def save_under_path(context: Context, kinds: list[str], checkpoint_id: str) -> Digests:
+    """The id as the absolute path of the checkpoint under this node's root, as a `Path`."""
+    states = build_all(context, kinds, 0)
+    dcp.save(dict(states), checkpoint_id=context.root / checkpoint_id, storage_writer=context.writer())
+    return digests_of(states)
+
+
+def save_in_subgroup(
+    context: Context, kinds: list[str], checkpoint_id: str, ranks: Sequence[int]
+) -> dict[str, Any] | None:
+    """Saves and loads within a group of some ranks; the others do nothing meanwhile."""
+    group = dist.new_group(list(ranks))
+    result = None
+    if context.rank in ranks:
+        states = build_all(context, kinds, 0)
+        writer = ReplicatedWriter(context.root, process_group=group)
+        dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer, process_group=group)
+        loaded = build_all(context, kinds, OTHER_SEED)
+        reader = context.reader(process_group=group)
+        dcp.load(dict(loaded), checkpoint_id=checkpoint_id, storage_reader=reader, process_group=group)
+        result = {"saved": digests_of(states), "loaded": digests_of(loaded)}
+    dist.barrier()
+    return result
+
+
+def save_without_group(context: Context, kinds: list[str], checkpoint_id: str) -> Digests:
+    """`no_dist=True` on one process."""
+    states = build_all(context, kinds, 0)
+    dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=context.writer(), no_dist=True)
+    return digests_of(states)
+
+
+def load_alone(context: Context, kinds: list[str], checkpoint_id: str, ranks: Sequence[int]) -> Digests | None:
+    """`no_dist=True` on some ranks of a world, while the others do something else."""
+    if context.rank not in ranks:
+        return None
+    states = build_all(context, kinds, OTHER_SEED)
+    dcp.load(dict(states), checkpoint_id=checkpoint_id, storage_reader=context.reader(no_dist=True), no_dist=True)
+    return digests_of(states)
+
+
+def load_with_stock_torch(context: Context, kinds: list[str], checkpoint_id: str) -> Digests:
+    """This node's directory, through torch's own reader."""
+    states = build_all(context, kinds, OTHER_SEED)
+    reader = FileSystemReader(context.root / checkpoint_id)
+    dcp.load(dict(states), storage_reader=reader, no_dist=not dist.is_initialized())
+    return digests_of(states)
+
+
+def save_many(context: Context, count: int, measure_after: list[int]) -> list[dict[str, dict[str, int]]]:
+    """`count` saves in a row through one writer; the footprint of this rank and its agent after some of them."""
+    footprints = []
+    for index in range(count):
+        state = {"weights": torch.full((50_000,), float(index)), "own": {f"rank{context.rank}": torch.tensor([index])}}
+        dcp.save(state, checkpoint_id=f"step-{index}", storage_writer=context.writer())
+        if index + 1 in measure_after:
+            gc.collect()
+            agent = json.loads((context.root / ".agent" / "endpoint.json").read_text())["pid"]
+            footprints.append({"rank": footprint(os.getpid()), "agent": footprint(agent)})
+    return footprints
+
+
+def load_values(context: Context, checkpoint_ids: list[str]) -> list[float]:
+    """What `save_many` saved: the one value that fills each checkpoint's tensor."""
+    found = []
+    for checkpoint_id in checkpoint_ids:
+        state = {"weights": torch.zeros(50_000)}
+        dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=context.reader())
+        assert state["weights"].min() == state["weights"].max()
+        found.append(float(state["weights"][0]))
+    return found
+
+
+def footprint(pid: int) -> dict[str, int]:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {
+        "threads": int(status["Threads"]),
+        "python_threads": threading.active_count() if pid == os.getpid() else 0,
+        "fds": len(list(Path(f"/proc/{pid}/fd").iterdir())),
+        "rss_kib": int(status["VmRSS"].split()[0]),
+        "children": len(children),
+    }

@@ -1,0 +1,42 @@
+"""`dcp.async_save` with the thread executor keeps the promises of `dcp.save`."""
+
+import pytest
+
+from tests.multiprocess.cluster import call
+from tests.multiprocess.conftest import ClusterOf
+
+KINDS = ["plain", "fsdp2"]
+
+
+def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
+    """When the future is done the checkpoint is what the values were at the call; and the next save follows."""
+    ids = ["step-1", "step-2", "step-3"]
+    loads = [call("state.load", kinds=KINDS, checkpoint_id=name) for name in ids]
+    results = cluster_of(2).launch([call("async.save", kinds=KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1])
+    for index, saved in enumerate(results.agreed(0)):
+        assert results.digests(index + 1) == [saved, saved]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("phase", ["plan", "write"])
+def test_an_error_reaches_the_future(cluster_of: ClusterOf, phase: str) -> None:
+    """A rank that raises in the background fails every rank's future, and the previous checkpoint loads."""
+    calls = [
+        call("state.save", kinds=KINDS, checkpoint_id="step-1"),
+        call("async.save_breaks", kinds=KINDS, checkpoint_id="step-2", phase=phase, ranks=[1]),
+        call("loss.staging_left"),
+        call("state.load", kinds=KINDS, checkpoint_id="latest"),
+    ]
+    results = cluster_of(2).launch(calls, nodes=[0, 1])
+    assert [failure["ranks"] for failure in results.of(1)] == [[1], [1]]
+    assert results.of(2) == [[], []]
+    assert results.digests(3) == results.of(0)
+
+
+def test_a_save_in_flight_at_exit_is_waited_for(cluster_of: ClusterOf) -> None:
+    """The interpreter ends while a save is under way: the save is completed, not lost."""
+    cluster = cluster_of(2)
+    leaving = cluster.launch([call("async.leave_in_flight", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    assert [left["in_flight"] for left in leaving.of(0)] == [True, True]
+    loaded = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    assert loaded.digests(0) == leaving.digests(0)

@@ -1,0 +1,75 @@
+"""Many saves in a row, and the life of the agents around them."""
+
+import time
+
+import pytest
+
+from tests.multiprocess.cluster import call
+from tests.multiprocess.conftest import ClusterOf
+from tests.multiprocess.processes import processes_of, wait_until_gone
+
+SAVES = 50
+RSS_GROWTH_KIB_MAX = 16 * 1024
+
+
+@pytest.mark.slow
+def test_fifty_saves_leave_no_trace_but_their_files(cluster_of: ClusterOf) -> None:
+    """Neither rank nor agent gains a thread, descriptor, child or memory from the 10th save to the 50th; all load."""
+    cluster = cluster_of(2)
+    ids = [f"step-{index}" for index in range(0, SAVES, 7)]
+    calls = [
+        call("saving.save_many", count=SAVES, measure_after=[10, SAVES]),
+        call("saving.load_values", checkpoint_ids=ids),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1], timeout_s=200)
+    assert results.agreed(1) == [float(index) for index in range(0, SAVES, 7)]
+    for early, late in results.of(0):
+        for who in ("rank", "agent"):
+            growth = {name: late[who][name] - early[who][name] for name in late[who]}
+            assert growth.pop("rss_kib") < RSS_GROWTH_KIB_MAX, (who, early, late)
+            assert all(value <= 0 for value in growth.values()), (who, growth, early, late)
+    agents = sorted(pid for node in cluster.nodes if (pid := node.agent_pid()))
+    assert sorted(processes_of(cluster.marker)) == agents, "nothing but one agent for each node is left"
+    assert len(agents) == 2
+
+
+def test_an_agent_serves_one_world_after_another(cluster_of: ClusterOf) -> None:
+    """The ranks end, their node's agent stays, and the next world uses it; each node has its own."""
+    cluster = cluster_of(2)
+    first = cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1], ranks=2)
+    agents = [node.agent_pid() for node in cluster.nodes]
+    assert None not in agents
+    assert agents[0] != agents[1]
+    second = cluster.launch([call("state.load", kinds=["plain"], checkpoint_id="step-1")], nodes=[1, 0])
+    assert [node.agent_pid() for node in cluster.nodes] == agents
+    assert second.digests(0) == first.of(0)[:2]
+
+
+def test_an_idle_agent_leaves_by_itself(cluster_of: ClusterOf) -> None:
+    """Without a client and without work an agent ends; the next save starts another, and what was saved is there."""
+    cluster = cluster_of(2, environment={"REPLICATED_CKPT_AGENT_IDLE_S": "2"})
+    saved = cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
+    agents = [pid for node in cluster.nodes if (pid := node.agent_pid())]
+    started = time.monotonic()
+    assert wait_until_gone(agents, timeout_s=20) == [], "idle for 20 s and still there"
+    assert time.monotonic() - started < 20
+    calls = [
+        call("state.save", kinds=["plain"], checkpoint_id="step-2", seed=2),
+        call("state.load", kinds=["plain"], checkpoint_id="step-1"),
+    ]
+    assert cluster.launch(calls, nodes=[0, 1]).digests(1) == saved.of(0)
+
+
+@pytest.mark.fault
+def test_an_agent_that_was_killed_is_replaced(cluster_of: ClusterOf) -> None:
+    """A save after the agents of all nodes were killed starts new ones; the old endpoint files mislead nobody."""
+    cluster = cluster_of(2)
+    cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
+    for node in cluster.nodes:
+        node.kill_agent()
+    calls = [
+        call("state.save", kinds=["plain"], checkpoint_id="step-2", seed=2),
+        call("state.load", kinds=["plain"], checkpoint_id="latest"),
+    ]
+    results = cluster.launch(calls, nodes=[1, 0])
+    assert results.digests(1) == results.of(0)

@@ -1,0 +1,93 @@
+"""A checkpoint moves between worlds of any size and any way of sharding."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.cluster import call
+from tests.multiprocess.conftest import ClusterOf
+
+KINDS = ["plain", "large", "meshes", "ddp", "fsdp1", "fsdp2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("save_nodes", "load_nodes"), [(1, 2), (2, 1), (2, 3), (3, 2), (4, 3)])
+def test_every_kind_of_state_moves_to_another_world(cluster_of: ClusterOf, save_nodes: int, load_nodes: int) -> None:
+    """What N nodes saved, M nodes load bit for bit: fewer (the others are gone) or more (the others are blank)."""
+    cluster = cluster_of(max(save_nodes, load_nodes))
+    saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=range(save_nodes))
+    for gone in cluster.nodes[load_nodes:]:
+        gone.lose()
+    loaded = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="step-1")], nodes=range(load_nodes))
+    assert loaded.digests(0) == [saved.agreed(0)] * load_nodes
+    assert loaded.all_warnings == []
+
+
+@pytest.mark.slow
+def test_two_nodes_of_four_ranks_lose_one_and_go_on_in_any_world(cluster_of: ClusterOf) -> None:
+    """FSDP2 with AdamW under torchrun, 2 x 4 ranks: node 1 is lost, and 4, 3, 1 and 8 ranks load the same bits."""
+    kinds = ["fsdp2", "plain", "large"]
+    load = call("state.load", kinds=kinds, checkpoint_id="latest")
+    alone = call("state.load", kinds=["fsdp2:unwrapped", "plain", "large"], checkpoint_id="step-10")
+    cluster = cluster_of(2)
+    saved = cluster.launch(
+        [call("state.save", kinds=kinds, checkpoint_id="step-10")], nodes=[0, 1], ranks=4, launcher="torchrun"
+    ).agreed(0)
+    cluster.nodes[1].lose()
+    assert cluster.launch([load], nodes=[0], ranks=4, launcher="torchrun").digests(0) == [saved] * 4
+    assert cluster.launch([load], nodes=[0], ranks=3).digests(0) == [saved] * 3
+    assert cluster.launch([alone], nodes=[0], launcher="single").digests(0) == [saved]
+    assert cluster.launch([load], nodes=[0, 1], ranks=4).digests(0) == [saved] * 8
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_unequal_ranks_per_node(cluster_of: ClusterOf, copies: int) -> None:
+    """Nodes of 2 + 1 ranks save, nodes of 1 + 2 ranks load, whatever the number of copies; each rank's own data too."""
+    cluster = cluster_of(2)
+    kinds = ["plain", "fsdp2", "own"]
+    saved = cluster.launch(
+        [call("state.save", kinds=kinds, checkpoint_id="step-1", copies=copies)], nodes=[0, 1], ranks=[2, 1]
+    )
+    shared = {name: value for name, value in saved.of(0)[0].items() if not name.startswith("own/")}
+    calls = [
+        call("state.load", kinds=kinds[:2], checkpoint_id="step-1"),
+        call(
+            "state.load_integers", sizes={f"rank{rank}": 1000 for rank in range(3)}, checkpoint_id="step-1", kind="own"
+        ),
+    ]
+    loaded = cluster.launch(calls, nodes=[0, 1], ranks=[1, 2])
+    assert loaded.digests(0) == [shared] * 3
+    assert loaded.agreed(1) == {f"rank{rank}": rank + 1 for rank in range(3)}
+
+
+def test_swapped_ranks_read_their_own_stores(cluster_of: ClusterOf) -> None:
+    """With two nodes every node holds everything: with ranks swapped nothing crosses the network and all is equal."""
+    cluster = cluster_of(2)
+    kinds = ["plain", "fsdp2"]
+    saved = cluster.launch([call("state.save", kinds=kinds, checkpoint_id="step-1")], nodes=[0, 1])
+    loaded = cluster.launch([call("state.load", kinds=kinds, checkpoint_id="step-1")], nodes=[1, 0])
+    assert loaded.digests(0) == saved.of(0)
+    assert [result["report"]["bytes_peer"] for result in loaded.of(0)] == [0, 0]
+    assert all(result["report"]["bytes_local"] > 0 for result in loaded.of(0))
+
+
+def test_permuted_nodes_without_copies_fetch_from_each_other(cluster_of: ClusterOf) -> None:
+    """With one copy the bytes are where they were saved, whichever rank a node has now."""
+    cluster = cluster_of(3)
+    kinds = ["large", "meshes"]
+    saved = cluster.launch([call("state.save", kinds=kinds, checkpoint_id="step-1", copies=1)], nodes=[0, 1, 2])
+    loaded = cluster.launch([call("state.load", kinds=kinds, checkpoint_id="step-1")], nodes=[2, 0, 1])
+    assert loaded.digests(0) == saved.of(0)
+    assert sum(result["report"]["bytes_peer"] for result in loaded.of(0)) > 0
+
+
+def test_stores_in_memory(cluster_of: ClusterOf) -> None:
+    """A root on tmpfs is a root like any other: a node that lost it gets everything from its buddy."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="replicated-ckpt-test-") as folder:
+        cluster = cluster_of(2, base=Path(folder))
+        saved = cluster.launch([call("state.save", kinds=["large"], checkpoint_id="step-1")], nodes=[0, 1])
+        cluster.nodes[0].lose()
+        loaded = cluster.launch([call("state.load", kinds=["large"], checkpoint_id="step-1")], nodes=[0, 1])
+        cluster.close()
+    assert loaded.digests(0) == saved.of(0)

@@ -1,0 +1,114 @@
+"""What a save promises: every option, every planner, every odd use that DCP allows."""
+
+import os
+import shutil
+
+import pytest
+
+from tests.multiprocess.cluster import Call, call
+from tests.multiprocess.conftest import ClusterOf
+
+KINDS = ["plain", "meshes"]
+
+
+def save(checkpoint_id: str, seed: int = 0, **writer: object) -> Call:
+    return call("state.save", kinds=KINDS, checkpoint_id=checkpoint_id, seed=seed, **writer)
+
+
+def load(checkpoint_id: str) -> Call:
+    return call("state.load", kinds=KINDS, checkpoint_id=checkpoint_id)
+
+
+def test_cached_plans_do_not_carry_one_save_into_the_next(cluster_of: ClusterOf) -> None:
+    """With plan caching three saves of changing values are three checkpoints, each with its own values."""
+    ids = ["step-1", "step-2", "step-3"]
+    calls = [call("saving.save_with_cached_plans", kinds=KINDS, checkpoint_ids=ids), *map(load, ids), load("latest")]
+    results = cluster_of(2).launch(calls, nodes=[0, 1])
+    saved = results.agreed(0)
+    assert len({str(digests) for digests in saved}) == 3
+    assert [results.digests(step)[0] for step in (1, 2, 3, 4)] == [*saved, saved[2]]
+    assert all(results.digests(step)[0] == results.digests(step)[1] for step in (1, 2, 3, 4))
+
+
+def test_every_shard_is_on_two_nodes_and_every_node_has_the_metadata(cluster_of: ClusterOf) -> None:
+    """Three nodes, two copies: each shard lies in two stores, metadata and manifest in all, and nothing in staging."""
+    cluster = cluster_of(3)
+    results = cluster.launch([save("step-1"), call("state.save_report"), load("step-1")], nodes=[0, 1, 2])
+    held = [cluster.nodes[node].files("step-1") for node in range(3)]
+    assert all({".metadata", ".manifest.json"} <= files for files in held)
+    for rank, report in enumerate(results.of(1)):
+        assert report["shards"] == [f"__{rank}_0.distcp"]
+        assert (report["copies_wanted"], report["copies_made"]) == (2, 2)
+        assert report["bytes_replicated"] == report["bytes_written"] > 0
+        assert sum(f"__{rank}_0.distcp" in files for files in held) == 2
+    assert [node.staging() for node in cluster.nodes] == [[], [], []]
+    assert results.digests(2) == results.of(0)
+    assert results.all_warnings == []
+
+
+def test_an_existing_checkpoint_is_replaced_only_on_request(cluster_of: ClusterOf) -> None:
+    """A second save to an id is refused on every rank and changes nothing; overwrite=True replaces the first."""
+    again = call("state.save_fails", kinds=KINDS, checkpoint_id="step-1", seed=1)
+    calls = [save("step-1", seed=0), again, load("step-1"), save("step-1", seed=2, overwrite=True), load("step-1")]
+    cluster = cluster_of(2)
+    results = cluster.launch(calls, nodes=[0, 1])
+    assert [failure["types"] for failure in results.of(1)] == [["CheckpointExists"]] * 2
+    assert results.digests(2) == results.of(0)
+    assert results.digests(4) == results.of(3) != results.of(0)
+    assert [node.staging() for node in cluster.nodes] == [[], []]
+    assert cluster.launch([load("step-1")], nodes=[1]).digests(0) == results.of(3)[:1]
+
+
+def test_ids_that_differ_by_rank_are_refused(cluster_of: ClusterOf) -> None:
+    """Ranks that derive the id from their own clocks learn who said what, on every rank, and nothing is written."""
+    cluster = cluster_of(2)
+    calls = [save("step-1"), call("saving.save_under_own_id", kinds=KINDS), call("loss.staging_left"), load("latest")]
+    results = cluster.launch(calls, nodes=[0, 1])
+    for failure in results.of(1):
+        assert failure["types"] == ["CheckpointIdMismatch"]
+        assert failure["id_by_rank"] == {"0": "step-10-0", "1": "step-10-1"}
+        assert failure["seconds"] < 20
+    assert results.of(2) == [[], []]
+    assert results.digests(3) == results.of(0)
+    assert not any((node.disk / f"step-10-{rank}").exists() for node in cluster.nodes for rank in (0, 1))
+
+
+def test_an_absolute_path_inside_the_root_is_a_name(cluster_of: ClusterOf) -> None:
+    """`root / "step-1"` means "step-1", though every node's root is another path; one outside the root is an error."""
+    outside = call("state.save_fails", kinds=KINDS, checkpoint_id="/elsewhere/step-2")
+    calls = [call("saving.save_under_path", kinds=KINDS, checkpoint_id="step-1"), load("step-1"), outside]
+    results = cluster_of(2).launch(calls, nodes=[0, 1])
+    assert results.digests(1) == results.of(0)
+    assert [failure["types"] for failure in results.of(2)] == [["ConfigInvalid"]] * 2
+
+
+def test_a_subgroup_saves_and_loads_by_itself(cluster_of: ClusterOf) -> None:
+    """`process_group=` of ranks 1 and 2, without the world's rank 0, is a world of its own."""
+    subgroup = call("saving.save_in_subgroup", kinds=["plain"], checkpoint_id="step-1", ranks=[1, 2])
+    cluster = cluster_of(3)
+    idle, *members = cluster.launch([subgroup], nodes=[0, 1, 2]).of(0)
+    assert idle is None
+    assert [member["loaded"] for member in members] == [member["saved"] for member in members]
+    assert not (cluster.nodes[0].disk / "step-1").exists()
+    alone = cluster.launch([call("state.load", kinds=["plain"], checkpoint_id="step-1")], nodes=[2])
+    assert alone.digests(0) == [members[0]["saved"]]
+
+
+def test_one_node_keeps_one_copy_and_says_so(cluster_of: ClusterOf) -> None:
+    """With one node there is nowhere to put a copy: the save succeeds, and warns that it protects against nothing."""
+    results = cluster_of(1).launch([save("step-1"), load("step-1")], nodes=[0], ranks=2)
+    assert results.digests(1) == results.of(0)
+    assert any("cop" in text for text in results.all_warnings)
+
+
+def test_nodes_with_the_same_path_and_different_disks(cluster_of: ClusterOf) -> None:
+    """The same absolute root on every node, another disk behind each: a path is no identity."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("private mounts need root and unshare")
+    cluster = cluster_of(2, private_mounts=True)
+    saved = cluster.launch([save("step-1"), load("step-1")], nodes=[0, 1])
+    assert saved.digests(1) == saved.of(0)
+    assert all({"__0_0.distcp", "__1_0.distcp", ".metadata"} <= node.files("step-1") for node in cluster.nodes)
+    cluster.nodes[0].lose()
+    loaded = cluster.launch([load("step-1")], nodes=[0, 1])
+    assert loaded.digests(0) == saved.of(0)

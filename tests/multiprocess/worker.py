@@ -1,0 +1,61 @@
+"""One rank of a launched world: runs the calls of a spec file and writes down what each returned."""
+
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from replicated_ckpt.errors import ReplicatedCkptWarning
+from tests.multiprocess.context import Context
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+
+def run(call: str, arguments: dict[str, Any], context: Context) -> tuple[Any, list[str]]:
+    module, _, function = call.rpartition(".")
+    step = getattr(importlib.import_module(f"tests.multiprocess.steps_{module}"), function)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        value = step(context, **arguments)
+    ours = [str(entry.message) for entry in caught if issubclass(entry.category, ReplicatedCkptWarning)]
+    return value, ours
+
+
+def main(spec_path: Path) -> int:
+    spec = json.loads(spec_path.read_text())
+    rank, folder = int(os.environ.get("RANK", "0")), spec_path.parent
+    (folder / f"rank{rank}.pid").write_text(str(os.getpid()))
+    stacks = (folder / f"rank{rank}.stacks").open("w")
+    faulthandler.enable(file=stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    node = int(os.environ["REPLICATED_CKPT_TEST_NODE"])
+    context = Context(rank, int(os.environ.get("WORLD_SIZE", "1")), node, [Path(root) for root in spec["roots"]])
+    report: dict[str, Any] = {"values": [], "warnings": [], "failure": None}
+    try:
+        for call, arguments in spec["calls"]:
+            value, ours = run(call, arguments, context)
+            report["values"].append(value)
+            report["warnings"].append(ours)
+    except BaseException:  # CheckpointException is none of Exception's children
+        report["failure"] = f"step {len(report['values'])} ({call}):\n{traceback.format_exc()}"
+        raise
+    finally:
+        (folder / f"rank{rank}.json").write_text(json.dumps(report, indent=1))
+    if dist.is_initialized() and not context.leaves_work_behind:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,249 @@
+"""The local store: a save counts entirely or not at all, and never replaces what it should not."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ConfigInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    SaveAborted,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+)
+from replicated_ckpt.stores import durable
+from replicated_ckpt.stores.durable import store_error_of
+from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.shard_file import FileSink, ShardFile
+from replicated_ckpt.stores.verified import Expected
+
+SHARD = "__0_0.distcp"
+METADATA = b"metadata"
+
+
+def save_id(digit: int) -> str:
+    return f"{digit:x}" * 32
+
+
+def staged(
+    store: LocalStore, number: int, data: bytes, *, checkpoint_id: str = "step-1", overwrite: bool = False
+) -> str:
+    """A save of one shard, staged with its decision and not committed."""
+    name = save_id(number)
+    store.begin(Intent(name, checkpoint_id, "session", overwrite))
+    table = table_of([data])
+    sink = FileSink(store.staged_file(name, SHARD))
+    sink.write(memoryview(data + table.encoded()))
+    sink.finish(table)
+    node = store.node_id()
+    manifest = Manifest(
+        save_id=name,
+        checkpoint_id=checkpoint_id,
+        sequence=number,
+        created_unix_s=0.0,
+        world_size=1,
+        copies=1,
+        metadata_bytes=len(METADATA),
+        metadata_crc32c=crc32c(METADATA),
+        nodes=(NodeEntry(node, "host", None, (0,)),),
+        shards={SHARD: ShardEntry(table.file_bytes, table.file_crc(), 0, node, (node,))},
+    )
+    store.put_small(name, ".metadata", METADATA)
+    store.put_small(name, ".manifest.json", manifest.encoded())
+    return name
+
+
+def content(store: LocalStore, checkpoint_id: str = "step-1") -> bytes:
+    manifest = store.catalog.manifest(checkpoint_id)
+    entry = manifest.shards[SHARD]
+    fd = store.open_file(checkpoint_id, manifest.save_id, SHARD)
+    shard = ShardFile(fd, "here", SHARD, Expected(entry.size_bytes, entry.crc32c))
+    try:
+        return bytes(shard.read(0, shard.table.data_bytes))
+    finally:
+        shard.close()
+
+
+def test_identity_is_made_once(tmp_path: Path) -> None:
+    """Every process of a node sees the same identity, also under another name of the root."""
+    first = LocalStore(tmp_path / "node").node_id()
+    (tmp_path / "alias").symlink_to(tmp_path / "node")
+    assert LocalStore(tmp_path / "alias").node_id() == first
+    assert LocalStore(tmp_path / "other").node_id() != first
+    (tmp_path / "node" / "node.json").write_text("{}")
+    with pytest.raises(ConfigInvalid, match="no node identity"):
+        LocalStore(tmp_path / "node").node_id()
+
+
+def test_nothing_counts_before_the_commit(tmp_path: Path) -> None:
+    """A staged save is not a checkpoint; committed, it is, and its staging is gone."""
+    store = LocalStore(tmp_path)
+    name = staged(store, 1, b"one")
+    assert store.catalog.holdings("n") == ()
+    assert store.commit(name) == (SHARD,)
+    assert content(store) == b"one"
+    assert store.staged() == ()
+    assert store.commit(name) == (SHARD,), "committing twice changes nothing"
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_overwrite_replaces_the_whole_checkpoint(
+    tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old checkpoint stays until the new one has its name, where names can be exchanged and where not."""
+    if not can_exchange:
+        monkeypatch.setattr(durable, "_exchange", lambda *_: False)
+    store = LocalStore(tmp_path)
+    store.commit(staged(store, 1, b"old"))
+    name = staged(store, 2, b"new", overwrite=True)
+    assert content(store) == b"old"
+    store.commit(name)
+    assert content(store) == b"new"
+    assert list((tmp_path / ".trash").iterdir()) == []
+    assert list((tmp_path / ".staging").iterdir()) == []
+
+
+def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    """Neither when the save begins, nor when another save was faster."""
+    store = LocalStore(tmp_path)
+    slow = staged(store, 1, b"slow")
+    store.commit(staged(store, 2, b"fast"))
+    with pytest.raises(CheckpointExists):
+        staged(store, 3, b"late")
+    with pytest.raises(CheckpointExists):
+        store.commit(slow)
+    assert content(store) == b"fast"
+
+
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    """A user's directory, the parent of checkpoints and the inside of one are refused, overwrite or not."""
+    store = LocalStore(tmp_path)
+    (tmp_path / "logs").mkdir()
+    store.commit(staged(store, 1, b"data", checkpoint_id="run/step-1"))
+    for taken in ("logs", "run", "run/step-1/more"):
+        with pytest.raises(CheckpointExists):
+            store.begin(Intent(save_id(2), taken, "s", overwrite=True))
+    assert content(store, "run/step-1") == b"data"
+
+
+def test_a_damaged_decision_is_not_committed(tmp_path: Path) -> None:
+    """Metadata that does not match its manifest is refused, and the save stays staged."""
+    store = LocalStore(tmp_path)
+    name = staged(store, 1, b"data")
+    (store.staging(name) / ".metadata").write_bytes(b"metadatX")
+    with pytest.raises(ObjectCorrupt):
+        store.commit(name)
+    assert not store.is_decided(name)
+    assert store.catalog.holdings("n") == ()
+
+
+def test_an_aborted_save_leaves_nothing(tmp_path: Path) -> None:
+    """Abort removes what is staged, may be repeated, and later writes of that save are refused."""
+    store = LocalStore(tmp_path)
+    name = staged(store, 1, b"data")
+    store.abort(name)
+    store.abort(name)
+    assert store.staged() == ()
+    with pytest.raises(SaveAborted):
+        store.commit(name)
+    with pytest.raises(SaveAborted):
+        store.put_small(name, ".metadata", b"x")
+    with pytest.raises(SaveAborted):
+        FileSink(store.staged_file(name, SHARD))
+
+
+def test_a_file_counts_only_when_it_is_complete(tmp_path: Path) -> None:
+    """A shard that was broken off has no name, and does not get into a checkpoint."""
+    store = LocalStore(tmp_path)
+    name = staged(store, 1, b"data")
+    sink = FileSink(store.staged_file(name, "__1_0.distcp"))
+    sink.write(memoryview(b"half"))
+    assert not store.staged_file(name, "__1_0.distcp").exists()
+    assert store.commit(name) == (SHARD,)
+    assert sorted(path.name for path in (tmp_path / "step-1").iterdir()) == [".manifest.json", ".metadata", SHARD]
+    sink.discard()
+
+
+@pytest.mark.parametrize("name", ["../x", "node.json", "/etc/passwd", "__0_0.distcp/../../x", ""])
+def test_only_files_of_a_checkpoint_can_be_named(tmp_path: Path, name: str) -> None:
+    """No name from outside reaches another file."""
+    store = LocalStore(tmp_path)
+    saved = staged(store, 1, b"data")
+    with pytest.raises(ConfigInvalid):
+        store.staged_file(saved, name)
+    store.commit(saved)
+    with pytest.raises(ObjectMissing):
+        store.open_file("step-1", saved, name)
+    with pytest.raises(ConfigInvalid):
+        store.open_file("../x", saved, SHARD)
+
+
+def test_files_of_another_save_are_not_served(tmp_path: Path) -> None:
+    """Asking for a save that was overwritten meanwhile finds nothing, never the other save's bytes."""
+    store = LocalStore(tmp_path)
+    store.commit(staged(store, 1, b"old"))
+    store.commit(staged(store, 2, b"new", overwrite=True))
+    with pytest.raises(ObjectMissing, match="not of save"):
+        store.open_file("step-1", save_id(1), SHARD)
+
+
+@pytest.mark.parametrize("damage", ["flip", "flip footer", "truncate", "empty", "swap"])
+def test_no_damaged_byte_is_returned(tmp_path: Path, damage: str) -> None:
+    """Every kind of damage to a shard file is an ObjectCorrupt that names file and checksums."""
+    store = LocalStore(tmp_path)
+    store.commit(staged(store, 1, bytes(range(256)) * 4096))
+    path = tmp_path / "step-1" / SHARD
+    raw = bytearray(path.read_bytes())
+    if damage == "flip":
+        raw[300_000] ^= 4
+    elif damage == "flip footer":
+        raw[-30] ^= 4
+    elif damage == "truncate":
+        del raw[-1]
+    elif damage == "empty":
+        raw.clear()
+    else:
+        data = bytes(len(raw) - len(table_of([bytes(256) * 4096]).encoded()))
+        raw = bytearray(data + table_of([data]).encoded())
+    path.write_bytes(raw)
+    with pytest.raises(ObjectCorrupt, match=r"__0_0.distcp.*(expected|footer)"):
+        content(store)
+
+
+def test_undamaged_blocks_of_a_damaged_file_are_still_read(tmp_path: Path) -> None:
+    """Damage costs the blocks that it hit, not the file."""
+    store = LocalStore(tmp_path)
+    data = os.urandom(1 << 20)
+    saved = staged(store, 1, data)
+    store.commit(saved)
+    path = tmp_path / "step-1" / SHARD
+    raw = bytearray(path.read_bytes())
+    raw[600_000] ^= 1
+    path.write_bytes(raw)
+    entry = store.catalog.manifest("step-1").shards[SHARD]
+    shard = ShardFile(store.open_file("step-1", saved, SHARD), "here", SHARD, Expected(entry.size_bytes, entry.crc32c))
+    assert bytes(shard.read(1000, 500_000)) == data[1000:501_000]
+    with pytest.raises(ObjectCorrupt):
+        shard.read(524_288, 100_000)
+    with pytest.raises(ObjectCorrupt, match="outside"):
+        shard.read(0, len(data) + 1)
+    shard.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(errno.ENOSPC, StoreFull), (errno.EDQUOT, StoreFull), (errno.EROFS, StoreDenied), (errno.EIO, StoreError)],
+)
+def test_system_errors_become_typed_errors(code: int, kind: type[StoreError]) -> None:
+    """A full disk, a forbidden one and a broken one are told apart, with store, operation and key."""
+    error = store_error_of(OSError(code, os.strerror(code)), "node n", "write", "x")
+    assert type(error) is kind
+    assert (error.store, error.op, error.key) == ("node n", "write", "x")
+    assert os.strerror(code) in str(error)

@@ -1,0 +1,102 @@
+"""The tee: every sink gets the same bytes in order, a failing one hurts no other, and memory is bounded."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicated_ckpt.core.checksum import BlockTable, table_of
+from replicated_ckpt.errors import StoreFull, StoreUnavailable
+from replicated_ckpt.stores.tee import Buffers, Tee
+
+
+class Collecting:
+    """A sink that keeps what it gets, and fails or dawdles when told to."""
+
+    def __init__(self, label: str = "sink", *, fails_at: int | None = None, pause_s: float = 0.0) -> None:
+        self.label = label
+        self.data = bytearray()
+        self.table: BlockTable | None = None
+        self.discarded = False
+        self._fails_at = fails_at
+        self._pause_s = pause_s
+
+    def write(self, piece: memoryview) -> None:
+        time.sleep(self._pause_s)
+        if self._fails_at is not None and len(self.data) >= self._fails_at:
+            raise StoreUnavailable(self.label, "write", "x")
+        self.data += piece
+
+    def finish(self, table: BlockTable) -> None:
+        self.table = table
+
+    def discard(self) -> None:
+        self.discarded = True
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.binary(max_size=3000), max_size=30))
+def test_all_sinks_get_data_and_footer(pieces: list[bytes]) -> None:
+    """Whatever the sizes of the writes, each sink ends with the data and the footer that fits it."""
+    sinks = [Collecting(), Collecting()]
+    buffers = Buffers(2, 4096)
+    tee = Tee(sinks, buffers)
+    for piece in pieces:
+        assert tee.write(piece) == len(piece)
+    data = b"".join(pieces)
+    assert tee.position == len(data)
+    table, outcomes = tee.finish()
+    assert table == table_of([data])
+    assert all(outcome.error is None for outcome in outcomes)
+    assert all(bytes(sink.data) == data + table.encoded() for sink in sinks)
+    assert buffers.free.qsize() == 2, "every buffer came back"
+
+
+def test_a_failing_peer_does_not_stop_the_own_store() -> None:
+    """The first sink finishes although the second broke in the middle, and the outcome names the error."""
+    own, peer = Collecting("own"), Collecting("peer", fails_at=8192)
+    tee = Tee([own, peer], Buffers(2, 4096))
+    tee.write(b"x" * 50_000)
+    table, (first, second) = tee.finish()
+    assert first.error is None
+    assert isinstance(second.error, StoreUnavailable)
+    assert peer.discarded
+    assert own.table == table
+    assert bytes(own.data[:50_000]) == b"x" * 50_000
+
+
+def test_a_failing_own_store_ends_the_save_early() -> None:
+    """Once the own disk is full, writing raises that error instead of going on."""
+
+    class Full(Collecting):
+        def write(self, piece: memoryview) -> None:
+            raise StoreFull("own", "write", "x")
+
+    tee = Tee([Full("own"), Collecting("peer")], Buffers(2, 4096))
+    with pytest.raises(StoreFull):
+        tee.write(b"x" * 4096 * 1000)
+    tee.discard()
+
+
+def test_memory_is_bounded_by_the_buffers() -> None:
+    """A slow sink makes the writer wait; nothing is queued beyond the buffers."""
+    slow = Collecting("slow", pause_s=0.005)
+    buffers = Buffers(2, 4096)
+    tee = Tee([slow], buffers)
+    for _ in range(40):
+        tee.write(b"x" * 4096)
+        assert tee.position - len(slow.data) <= 3 * 4096
+    tee.finish()
+    assert buffers.free.qsize() == 2
+
+
+def test_no_thread_is_left_behind() -> None:
+    """Finished or discarded, the sinks' threads have ended."""
+    before = threading.active_count()
+    for ends in ("finish", "discard"):
+        tee = Tee([Collecting(), Collecting()], Buffers(2, 4096))
+        tee.write(b"x" * 10_000)
+        getattr(tee, ends)()
+    assert threading.active_count() == before

@@ -1,0 +1,46 @@
+"""The package as text: every module with its parsed tree. Nothing here imports the package."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "replicated_ckpt"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module: `name` is dotted, `path` is relative to the repository."""
+
+    path: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return self.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+    @property
+    def room(self) -> str:
+        """The first part below the package: `core`, `errors`, ...; empty for the front door itself."""
+        return self.name.removeprefix(PACKAGE).lstrip(".").partition(".")[0]
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+
+def package_sources() -> list[Source]:
+    """Every module of the package."""
+    files = sorted((ROOT / PACKAGE).rglob("*.py"))
+    return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+
+
+def imported_names(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that is imported anywhere in the module, inside functions too."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)

@@ -1,0 +1,171 @@
+"""The rooms of the package: who may import whom, and which of them live without torch."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.style.package_source import PACKAGE, ROOT, Source, imported_names, package_sources
+
+ANYBODY = {"errors", "config", "version"}
+ALLOWED_BY_ROOM: dict[str, set[str]] = {
+    "errors": set(),
+    "version": set(),
+    "config": {"errors"},
+    "core": ANYBODY,
+    "stores": {"core"} | ANYBODY,
+    "agent": {"stores", "core"} | ANYBODY,
+    "dcp": {"agent", "stores", "core"} | ANYBODY,
+    "drill": {"dcp", "agent", "stores", "core", ""} | ANYBODY,
+    "cli": {"drill", "dcp", "agent", "stores", "core", ""} | ANYBODY,
+    "testing": {"stores", "core"} | ANYBODY,
+    "": {"dcp"} | ANYBODY,  # the front door: torch comes in on first use
+}
+
+# What "values in, values out" needs. A new name is a decision: can it meet a clock, disk, network, thread or chance?
+PURE_MODULES = {
+    "__future__",
+    "abc",
+    "array",
+    "awscrt",
+    "base64",
+    "bisect",
+    "collections",
+    "copy",
+    "dataclasses",
+    "enum",
+    "fractions",
+    "functools",
+    "hashlib",
+    "heapq",
+    "itertools",
+    "json",
+    "math",
+    "operator",
+    "posixpath",
+    "re",
+    "statistics",
+    "string",
+    "struct",
+    "types",
+    "typing",
+    "zlib",
+}
+PURE_NAMES = {"pathlib.PurePath", "pathlib.PurePosixPath"}
+
+TORCH_FREE_ROOMS = {"", "errors", "version", "config", "core", "stores", "agent", "cli"}
+NEEDS_TORCH = {"replicated_ckpt.cli.drill", "replicated_ckpt.cli.bench"}
+
+IMPORT_WITHOUT_TORCH = """
+import importlib, sys
+BLOCKED = {"torch", "torchvision", "numpy"}
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"{name} is absent on purpose")
+sys.meta_path.insert(0, NoTorch())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert not BLOCKED & set(sys.modules)
+"""
+
+
+def room_of_import(name: str) -> str | None:
+    """The room that an imported dotted name belongs to; None if it is not the package's."""
+    if name != PACKAGE and not name.startswith(f"{PACKAGE}."):
+        return None
+    first = name.removeprefix(PACKAGE).lstrip(".").partition(".")[0]
+    return first if first in ALLOWED_BY_ROOM else ""  # `from replicated_ckpt import ReplicatedWriter` is the front door
+
+
+def forbidden_arrows(source: Source) -> Iterator[str]:
+    allowed = ALLOWED_BY_ROOM.get(source.room)
+    if allowed is None:
+        yield f"{source.path}: no such room; give it a place in ALLOWED_BY_ROOM"
+        return
+    for line, name in imported_names(source):
+        room = room_of_import(name)
+        if room is not None and room != source.room and room not in allowed:
+            yield f"{source.path}:{line}: {source.room or 'the front door'} may not import {name}"
+
+
+def impurities(source: Source) -> Iterator[str]:
+    for line, name in imported_names(source):
+        own = room_of_import(name) is not None
+        if not own and name.partition(".")[0] not in PURE_MODULES and name not in PURE_NAMES:
+            yield f"{source.path}:{line}: core is pure and may not import {name}"
+
+
+def import_without_torch(names: list[str], *, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", IMPORT_WITHOUT_TORCH, *names]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def synthetic(path: str, text: str) -> Source:
+    return Source(path, textwrap.dedent(text))
+
+
+@pytest.mark.parametrize("source", package_sources(), ids=lambda source: source.path)
+def test_arrows_between_rooms_go_one_way(source: Source) -> None:
+    """cli, drill -> dcp, agent -> stores -> core -> errors, and never back."""
+    assert list(forbidden_arrows(source)) == []
+
+
+@pytest.mark.parametrize("source", [s for s in package_sources() if s.room == "core"], ids=lambda source: source.path)
+def test_core_is_pure(source: Source) -> None:
+    """Nothing in core can touch a disk, a network, a clock, a thread, chance or torch."""
+    assert list(impurities(source)) == []
+
+
+def test_torch_free_rooms_import_without_torch() -> None:
+    """The agent, the stores, the core and every command but drill and bench work where torch is absent."""
+    names = [s.name for s in package_sources() if s.room in TORCH_FREE_ROOMS and s.name not in NEEDS_TORCH]
+    assert "replicated_ckpt" in names
+    result = import_without_torch(names)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("replicated_ckpt/core/placement.py", "from replicated_ckpt.stores.local import LocalStore"),
+        ("replicated_ckpt/core/placement.py", "def f():\n    import replicated_ckpt.agent.server"),
+        ("replicated_ckpt/stores/peer.py", "from replicated_ckpt import dcp"),
+        ("replicated_ckpt/agent/server.py", "from replicated_ckpt.dcp.writer import ReplicatedWriter"),
+        ("replicated_ckpt/agent/server.py", "from replicated_ckpt import ReplicatedWriter"),
+        ("replicated_ckpt/errors.py", "import replicated_ckpt.config"),
+        ("replicated_ckpt/dcp/writer.py", "from replicated_ckpt.cli import main"),
+        ("replicated_ckpt/attic/old.py", ""),
+    ],
+)
+def test_a_forbidden_arrow_is_found(path: str, text: str) -> None:
+    """The arrow test can fail."""
+    assert len(list(forbidden_arrows(synthetic(path, text)))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os",
+        "import os.path",
+        "from time import monotonic",
+        "import threading",
+        "from pathlib import Path",
+        "import torch",
+    ],
+)
+def test_an_impure_import_is_found(text: str) -> None:
+    """The purity test can fail."""
+    assert len(list(impurities(synthetic("replicated_ckpt/core/x.py", text)))) == 1
+
+
+def test_an_import_of_torch_is_found(tmp_path: Path) -> None:
+    """The torch-free test can fail: a module that needs torch, even two imports away, does not load under it."""
+    (tmp_path / "outer.py").write_text("import inner\n")
+    (tmp_path / "inner.py").write_text("import torch.distributed\n")
+    result = import_without_torch(["outer"], cwd=tmp_path)
+    assert result.returncode != 0
+    assert "torch is absent on purpose" in result.stderr

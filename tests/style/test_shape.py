@@ -1,0 +1,153 @@
+"""Shape ratchets: sizes, names and habits that would otherwise slip. Tighten them, don't loosen them."""
+
+import ast
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.style.package_source import Source, package_sources
+
+FILE_LINES_MAX = 300
+FUNCTION_LINES_MAX = 50
+BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
+TORCH_PRIVATE_HOME = "replicated_ckpt/dcp/torch_private.py"
+# `except Exception` belongs at the top of a thread or process only: path -> how many are there, and why.
+BROAD_EXCEPTS_ALLOWED = {
+    "replicated_ckpt/cli/main.py": 1,  # top of the process
+    "replicated_ckpt/dcp/metadata.py": 1,  # unpickling hostile bytes raises anything; all of it is MetadataUnsafe
+    "replicated_ckpt/stores/fanout.py": 1,  # top of a worker thread; the caller gets the error
+    "replicated_ckpt/stores/tee.py": 1,  # top of a sink thread; its owner gets the error
+}
+
+Rule = Callable[[Source], Iterator[str]]
+
+
+def too_long_files(source: Source) -> Iterator[str]:
+    lines = source.text.count("\n")
+    if lines > FILE_LINES_MAX:
+        yield f"{source.path}: {lines} lines; one concept per file, {FILE_LINES_MAX} at most"
+
+
+def too_long_functions(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                yield f"{source.path}:{node.lineno}: {node.name} has {lines} lines, {FUNCTION_LINES_MAX} at most"
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """Catches everything and lets it end there; one that cleans up and raises again hides nothing."""
+    last = handler.body[-1]
+    if isinstance(last, ast.Raise) and last.exc is None:
+        return False
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(kind is None or getattr(kind, "id", "") in {"Exception", "BaseException"} for kind in caught)
+
+
+def broad_excepts(source: Source) -> Iterator[str]:
+    handlers = [node for node in ast.walk(source.tree) if isinstance(node, ast.ExceptHandler) and is_broad(node)]
+    if len(handlers) > BROAD_EXCEPTS_ALLOWED.get(source.path, 0):
+        lines = ", ".join(str(handler.lineno) for handler in handlers)
+        yield f"{source.path}: broad except in line {lines}; translate what you expect, let the rest pass"
+
+
+def unfinished(source: Source) -> Iterator[str]:
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type in {tokenize.COMMENT, tokenize.STRING} and re.search(r"\b(TODO|FIXME|XXX)\b", token.string):
+            yield f"{source.path}:{token.start[0]}: unfinished: {token.string.strip()[:60]}"
+
+
+def vague_names(source: Source) -> Iterator[str]:
+    for part in source.name.split("."):
+        if set(part.split("_")) & BANNED_NAMES:
+            yield f"{source.path}: {part!r} names no concept"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def torch_bindings(source: Source) -> Iterator[tuple[int, str, str]]:
+    """(line, the name it is bound to here, its full name) of everything imported from torch."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    yield node.lineno, alias.asname or "torch", alias.name
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for alias in node.names:
+                yield node.lineno, alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+def root_name(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def private_torch_names(source: Source) -> Iterator[str]:
+    if source.path == TORCH_PRIVATE_HOME:
+        return
+    bound = set()
+    for line, local, full in torch_bindings(source):
+        bound.add(local)
+        if any(is_private(part) for part in full.split(".")):
+            yield f"{source.path}:{line}: {full} is private to torch: {TORCH_PRIVATE_HOME}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and root_name(node) in bound:
+            yield f"{source.path}:{node.lineno}: {ast.unparse(node)} is private to torch: {TORCH_PRIVATE_HOME}"
+
+
+RULES: list[Rule] = [too_long_files, too_long_functions, broad_excepts, unfinished, vague_names, private_torch_names]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_its_shape(rule: Rule) -> None:
+    """Files, functions, names and habits stay within the limits of the style guide."""
+    assert [finding for source in package_sources() for finding in rule(source)] == []
+
+
+def test_no_exemption_outlives_its_reason() -> None:
+    """A file that has fewer broad excepts than it is allowed gives the allowance back."""
+    count_by_path = {
+        source.path: sum(isinstance(node, ast.ExceptHandler) and is_broad(node) for node in ast.walk(source.tree))
+        for source in package_sources()
+    }
+    assert {path: count_by_path.get(path, 0) for path in BROAD_EXCEPTS_ALLOWED} == BROAD_EXCEPTS_ALLOWED
+
+
+LONG_FUNCTION = "def f():\n" + "    x = 1\n" * FUNCTION_LINES_MAX
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [
+        (too_long_files, "replicated_ckpt/core/x.py", "\n" * (FILE_LINES_MAX + 1)),
+        (too_long_functions, "replicated_ckpt/core/x.py", LONG_FUNCTION),
+        (too_long_functions, "replicated_ckpt/core/x.py", "class C:\n" + textwrap.indent(LONG_FUNCTION, "    ")),
+        (broad_excepts, "replicated_ckpt/core/x.py", "try:\n    f()\nexcept:\n    pass\n"),
+        (broad_excepts, "replicated_ckpt/core/x.py", "try:\n    f()\nexcept Exception as exc:\n    pass\n"),
+        (broad_excepts, "replicated_ckpt/core/x.py", "try:\n    f()\nexcept (OSError, BaseException):\n    pass\n"),
+        (unfinished, "replicated_ckpt/core/x.py", "x = 1  # TO" + "DO: later\n"),
+        (vague_names, "replicated_ckpt/core/utils.py", ""),
+        (vague_names, "replicated_ckpt/common/x.py", ""),
+        (vague_names, "replicated_ckpt/core/shard_helpers.py", ""),
+        (private_torch_names, "replicated_ckpt/dcp/x.py", "from torch.distributed.checkpoint import _version\n"),
+        (private_torch_names, "replicated_ckpt/dcp/x.py", "from torch.distributed._tensor import DTensor\n"),
+        (private_torch_names, "replicated_ckpt/dcp/x.py", "import torch.distributed as dist\ndist.c10d._get_store()\n"),
+    ],
+)
+def test_a_breach_is_found(rule: Rule, path: str, text: str) -> None:
+    """Every rule can fail."""
+    assert len(list(rule(Source(path, text)))) == 1
+
+
+def test_cleaning_up_and_raising_again_is_no_breach() -> None:
+    """`except BaseException` may free what was taken, if it ends in `raise`."""
+    text = "try:\n    f()\nexcept BaseException:\n    g()\n    raise\n"
+    assert list(broad_excepts(Source("replicated_ckpt/core/x.py", text))) == []
