@@ -79,6 +79,13 @@ class FileLock:
     def release(self) -> None:
         os.close(self._fd)
 
+    def is_in_place(self) -> bool:
+        """Whether the locked file still has its name: False once its directory was removed, or removed and made again."""
+        try:
+            return self.path.stat().st_ino == os.fstat(self._fd).st_ino
+        except FileNotFoundError:
+            return False
+
 
 def single_agent_lock(directory: Path) -> FileLock | None:
     """Held by the one agent of a root for as long as it lives."""

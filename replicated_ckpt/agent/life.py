@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from replicated_ckpt.agent.endpoint import (
     Endpoint,
+    FileLock,
     has_clients,
     remove_endpoint,
     shut_out_clients,
@@ -106,9 +108,10 @@ class Agent:
             )
             write_endpoint(directory, self._endpoint)
             log.info("serving %s as %r, completed %d saves", self.config.root, self._endpoint, len(completed))
-            self._wait(store)
+            self._wait(directory, lock)
         finally:
-            remove_endpoint(directory)
+            if lock.is_in_place():
+                remove_endpoint(directory)
             server.shutdown()
             server.server_close()
             thread.join()
@@ -123,10 +126,9 @@ class Agent:
         except OSError as exc:
             raise AgentUnavailable(f"Cannot listen on {self.config.host}:{self.config.port}: {exc}.") from exc
 
-    def _wait(self, store: LocalStore) -> None:
-        directory = store.agent_directory()
+    def _wait(self, directory: Path, lock: FileLock) -> None:
         while not self._stopping.wait(_LOOK_INTERVAL_S):
-            if not directory.exists():
+            if not lock.is_in_place():
                 log.warning("the root %s was removed", self.config.root)
                 return
             if self.config.idle_exit_s is None:

@@ -1,7 +1,7 @@
 """Items: how one tensor or object lies in a shard. The container is that of `torch.save`, so stock torch reads it."""
 
 import io
-import threading
+import pickle
 from typing import Protocol
 
 import torch
@@ -14,10 +14,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from replicated_ckpt.dcp.container import TensorReader, TensorWriter
 from replicated_ckpt.dcp.torch_private import narrowed
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
-_crc_switch = threading.Lock()
+ALIGNMENT_BYTES = 64
+_PADDING = memoryview(bytes(ALIGNMENT_BYTES))
 
 
 class Stream(Protocol):
@@ -28,69 +30,68 @@ class Stream(Protocol):
     def write(self, data: memoryview, /) -> int: ...
 
 
-class _Flushable:
-    """Gives `torch.save` the `flush` that it calls; a tee flushes at the end only."""
+class ItemWriter:
+    """Writes items to a stream. One thread; may be kept from save to save."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
+        self._tensors = TensorWriter()
 
-    def write(self, data: memoryview) -> int:
-        return self._stream.write(data)
+    def write(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
+        """Resolves one item and appends it; returns its offset and length in bytes.
 
-    def flush(self) -> None:
-        """Nothing is buffered here."""
-
-
-def write_item(stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
-    """Resolves one item and appends it to the stream; returns its offset and length in bytes.
-
-    The tensor is not copied if it is contiguous, on the CPU and alone in its storage. Whatever the planner raises passes
-    through.
-    """
-    offset = stream.position
-    data = planner.resolve_data(item)
-    if item.type == WriteItemType.BYTE_IO:
-        if not isinstance(data, io.BytesIO):
-            raise ConfigInvalid(f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to BytesIO.")
-        stream.write(data.getbuffer())
-    else:
-        if not isinstance(data, torch.Tensor):
-            raise ConfigInvalid(f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to a tensor.")
-        _write_tensor(stream, data)
-    return offset, stream.position - offset
+        The tensor is not copied if it is on the CPU and alone in its storage. Its data ends up aligned to 64 bytes, as
+        the zip aligns it within the item. Whatever the planner raises passes through.
+        """
+        data = planner.resolve_data(item)
+        stream.write(_PADDING[: -stream.position % ALIGNMENT_BYTES])
+        offset = stream.position
+        if item.type == WriteItemType.BYTE_IO:
+            if not isinstance(data, io.BytesIO):
+                raise ConfigInvalid(
+                    f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to BytesIO."
+                )
+            stream.write(data.getbuffer())
+        else:
+            if not isinstance(data, torch.Tensor):
+                raise ConfigInvalid(
+                    f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to a tensor."
+                )
+            self._tensors.write(_alone_in_its_storage(data), stream)
+        return offset, stream.position - offset
 
 
-def _write_tensor(stream: Stream, tensor: torch.Tensor) -> None:
+def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().cpu()
-    if tensor.untyped_storage().size() != tensor.numel() * tensor.element_size():
-        tensor = tensor.clone()  # else torch.save would write the whole storage that it is a view of
-    with _crc_switch:
-        was = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # our own CRC32C covers these bytes
+    if tensor.layout is torch.strided and tensor.untyped_storage().size() != tensor.numel() * tensor.element_size():
+        tensor = tensor.clone()  # else the whole storage that it is a view of would be written
+    return tensor
+
+
+class ItemReader:
+    """Gives verified items to a planner. One thread."""
+
+    def __init__(self) -> None:
+        self._tensors = TensorReader()
+
+    def read(self, raw: memoryview, item: ReadItem, planner: LoadPlanner, source: str) -> None:
+        """Gives one item to the planner: bytes as they are, a tensor's named part into the target tensor.
+
+        Nothing of `raw` is kept.
+
+        Raises:
+            ObjectCorrupt: the item is intact but not what the metadata says; nothing was given to the planner.
+        """
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(raw))
+            return
+        name = item.storage_index.fqn
         try:
-            torch.save(tensor, _Flushable(stream))  # type: ignore[arg-type]  # it needs write and flush only
-        finally:
-            torch.serialization.set_crc32_options(was)
-
-
-def read_item(raw: memoryview, item: ReadItem, planner: LoadPlanner, source: str) -> None:
-    """Gives one verified item to the planner: bytes as they are, a tensor's named part into the target tensor.
-
-    Raises:
-        ObjectCorrupt: the item is intact but not what the metadata says; nothing was given to the planner.
-    """
-    if item.type == LoadItemType.BYTE_IO:
-        planner.load_bytes(item, io.BytesIO(raw))
-        return
-    tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-    tensor = narrowed(tensor, item.storage_offsets, item.lengths)
-    target = planner.resolve_tensor(item).detach()
-    if target.size() != tensor.size():
-        raise ObjectCorrupt(
-            source,
-            "load",
-            item.storage_index.fqn,
-            f"the tensor has the shape {tuple(tensor.size())}, the plan asks for {tuple(target.size())}",
-        )
-    target.copy_(tensor)
-    planner.commit_tensor(item, target)
+            tensor = narrowed(self._tensors.read(raw), item.storage_offsets, item.lengths)
+        except (ValueError, RuntimeError, pickle.UnpicklingError) as exc:
+            raise ObjectCorrupt(source, "load", name, f"its bytes are intact but no tensor: {exc}") from exc
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != tensor.size():
+            shapes = f"it has the shape {tuple(tensor.size())}, the plan asks for {tuple(target.size())}"
+            raise ObjectCorrupt(source, "load", name, shapes)
+        target.copy_(tensor)
+        planner.commit_tensor(item, target)

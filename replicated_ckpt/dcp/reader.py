@@ -16,7 +16,7 @@ from replicated_ckpt.config import ReaderConfig
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.sources import ByteRange, merged
-from replicated_ckpt.dcp.items import read_item
+from replicated_ckpt.dcp.items import ItemReader
 from replicated_ckpt.dcp.meeting import AgreedError, met
 from replicated_ckpt.dcp.metadata import decoded_metadata
 from replicated_ckpt.dcp.report import LoadReport
@@ -70,6 +70,7 @@ class ReplicatedReader(StorageReader):
         self._no_dist = no_dist
         self._store = LocalStore(self.config.root)
         self._given_id: str | None = None
+        self._items = ItemReader()
         self._forget()
 
     def _forget(self) -> None:
@@ -203,7 +204,7 @@ class ReplicatedReader(StorageReader):
             raw = reader.read(shard, span.offset, span.length)
             for index in members:
                 start = ranges[index].offset - span.offset
-                read_item(raw[start : start + ranges[index].length], items[index], planner, shard)
+                self._items.read(raw[start : start + ranges[index].length], items[index], planner, shard)
 
     def _metadata(self) -> Metadata:
         survey = self._surveyed

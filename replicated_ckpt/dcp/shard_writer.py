@@ -5,14 +5,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt.core.checksum import BlockTable
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.decision import SaveDecision, ShardReceipt
-from replicated_ckpt.dcp.items import write_item
+from replicated_ckpt.dcp.items import ItemWriter
 from replicated_ckpt.dcp.torch_private import StorageInfo
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.durable import read_exactly, translated
@@ -39,6 +38,7 @@ class ShardWriter:
     def __init__(self, store: LocalStore) -> None:
         self._store = store
         self._buffers: Buffers | None = None
+        self._items = ItemWriter()
 
     def write(
         self,
@@ -67,7 +67,7 @@ class ShardWriter:
         sinks += [PeerSink(decision.address_of(node), decision.save_id, name, durable=durable) for node in buddies]
         tee = Tee(sinks, self._buffers)
         try:
-            results = _items_written(tee, plan, planner, name)
+            results = self._items_written(tee, plan, planner, name)
             table, outcomes = tee.finish()
         except BaseException:
             tee.discard()
@@ -76,6 +76,14 @@ class ShardWriter:
         holders, missed = self._made_up(name, table, buddies, outcomes[1:], decision, own, durable=durable)
         receipt = ShardReceipt(name, table.file_bytes, table.file_crc(), (own, *holders))
         return WrittenShard(receipt, results, missed)
+
+    def _items_written(self, tee: Tee, plan: SavePlan, planner: SavePlanner, name: str) -> list[WriteResult]:
+        results = []
+        for item in plan.items:
+            offset, length = self._items.write(tee, item, planner)
+            info = StorageInfo(name, offset, length)
+            results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
+        return results
 
     def _made_up(
         self,
@@ -128,15 +136,6 @@ class ShardWriter:
             sink.discard()
             return exc
         return None
-
-
-def _items_written(tee: Tee, plan: SavePlan, planner: SavePlanner, name: str) -> list[WriteResult]:
-    results = []
-    for item in plan.items:
-        offset, length = write_item(tee, item, planner)
-        index: MetadataIndex = item.index
-        results.append(WriteResult(index=index, size_in_bytes=length, storage_data=StorageInfo(name, offset, length)))
-    return results
 
 
 def _raise_own(outcome: Outcome) -> None:

@@ -44,7 +44,7 @@ class PeerSink:
 
 
 class PeerShard(VerifiedShard):
-    """Reads one shard from a peer by verified ranges. Not safe for concurrent use. The client is taken over."""
+    """Reads one shard from a peer by verified ranges. One thread. The client is taken over."""
 
     def __init__(self, client: AgentClient, checkpoint_id: str, save_id: str, name: str, expected: Expected) -> None:
         self._client = client

@@ -67,7 +67,7 @@ class FileSink:
 
 
 class ShardFile(VerifiedShard):
-    """Reads a shard file by verified ranges. The file descriptor is taken over. Safe for concurrent reads."""
+    """Reads a shard file by verified ranges. The file descriptor is taken over. One thread."""
 
     def __init__(self, fd: int, store: str, name: str, expected: Expected) -> None:
         self._fd = fd

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, BlockTable, crc32c, decoded_footer, footer_bytes_of
 from replicated_ckpt.errors import ObjectCorrupt
 
+SCRATCH_BYTES = 17 << 20
+"""Kept between reads; a larger read gets memory of its own."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -28,6 +31,7 @@ class VerifiedShard(ABC):
     def __init__(self, store: str, name: str, expected: Expected) -> None:
         self._store = store
         self._name = name
+        self._scratch = memoryview(b"")
         self.table = self._checked_table(expected)
 
     @abstractmethod
@@ -44,6 +48,15 @@ class VerifiedShard(ABC):
             self._fill(target, start)
         return target
 
+    def _reused(self, size_bytes: int) -> memoryview:
+        """Memory for one read; fresh memory for each would cost more than the read, in page faults."""
+        if len(self._scratch) < size_bytes:
+            self._scratch = memoryview(bytearray(max(size_bytes, SCRATCH_BYTES)))
+        span = self._scratch[:size_bytes]
+        if len(self._scratch) > SCRATCH_BYTES:
+            self._scratch = memoryview(b"")
+        return span
+
     def _checked_table(self, expected: Expected) -> BlockTable:
         size = expected.size_bytes
         tail = self._fetched(max(0, size - FOOTER_TAIL_BYTES), size)
@@ -58,6 +71,8 @@ class VerifiedShard(ABC):
     def read(self, offset: int, length: int) -> memoryview:
         """Bytes [offset, offset + length) of the data, verified. A bad block is read a second time before it counts.
 
+        The memory is reused: the bytes are there until the next read of this shard.
+
         Raises:
             ObjectCorrupt: a block differs from its checksum twice in a row, or the range lies outside the data.
         """
@@ -68,7 +83,8 @@ class VerifiedShard(ABC):
         start, end = first * table.block_bytes, min(last * table.block_bytes, table.data_bytes)
         problem = None
         for _ in range(2):
-            span = self._fetched(start, end)
+            span = self._reused(end - start)
+            self._fill(span, start)
             problem = _first_bad_block(span, table, first)
             if problem is None:
                 return span[offset - start : offset - start + length]

@@ -295,6 +295,15 @@ def test_it_leaves_when_nobody_needs_it(tmp_path: Path) -> None:
         assert agent.process.wait(10) == 0
 
 
+def test_it_leaves_when_its_root_is_taken_away(tmp_path: Path) -> None:
+    """A root that was removed, or removed and made again by somebody else, is not this agent's any more."""
+    with running_agent(tmp_path / "a") as agent:
+        (tmp_path / "a").rename(tmp_path / "old")
+        with running_agent(tmp_path / "a") as other:
+            assert agent.process.wait(10) == 0
+            assert read_endpoint(tmp_path / "a" / ".agent") == other.endpoint
+
+
 def test_racing_ranks_start_one_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All who ask at once get the same agent; after a SIGKILL the next who asks starts another."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "2")

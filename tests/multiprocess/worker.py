@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -17,6 +18,9 @@ import torch.distributed as dist
 from replicated_ckpt.errors import ReplicatedCkptWarning
 from tests.multiprocess.context import Context
 
+# A gloo thread that drops the last reference to a tensor while the interpreter ends aborts the process (seen on torch
+# 2.13: ~AsyncAllgatherCoalescedWork in ProcessGroupGloo::runLoop waits for the GIL of a finalizing interpreter).
+GLOO_SETTLE_S = 0.2
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -54,6 +58,7 @@ def main(spec_path: Path) -> int:
         (folder / f"rank{rank}.json").write_text(json.dumps(report, indent=1))
     if dist.is_initialized() and not context.leaves_work_behind:
         dist.destroy_process_group()
+        time.sleep(GLOO_SETTLE_S)
     return 0
 
 

@@ -1,0 +1,139 @@
+"""The container: what we write, stock torch reads; what stock torch writes, we read; and the shortcut changes nothing."""
+
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicated_ckpt.dcp.container import TEMPLATE_BYTES_MAX, TensorReader, TensorWriter, data_range
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+DTYPES.append(torch.float8_e4m3fn)
+
+
+class Stream(io.BytesIO):
+    """Counts nothing, keeps all."""
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    elements = torch.Size(shape).numel()
+    raw = torch.randint(0, 2 if dtype == torch.bool else 100, (elements * dtype.itemsize,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    as_bytes = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found, wanted)]
+    return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.equal(*as_bytes)
+
+
+def written(writer: TensorWriter, tensor: torch.Tensor) -> memoryview:
+    stream = Stream()
+    writer.write(tensor, stream)
+    return memoryview(bytearray(stream.getvalue()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4))
+def test_any_tensor_goes_both_ways(dtype: torch.dtype, shape: list[int]) -> None:
+    """The first of a kind (through torch) and the second (by the template) both load, with stock torch and with ours."""
+    writer, reader = TensorWriter(), TensorReader()
+    for _ in range(3):
+        tensor = random_tensor(dtype, tuple(shape))
+        raw = written(writer, tensor)
+        assert same(torch.load(io.BytesIO(raw), weights_only=True), tensor)
+        assert same(reader.read(raw), tensor)
+        stock = io.BytesIO()
+        torch.save(tensor, stock)
+        assert same(reader.read(memoryview(bytearray(stock.getvalue()))), tensor)
+
+
+@pytest.mark.parametrize("permuted", [(1, 0, 2), (2, 1, 0), (0, 2, 1)])
+def test_strides_are_kept(permuted: tuple[int, ...]) -> None:
+    """A permuted tensor is written as it lies in memory and comes back equal."""
+    writer, reader = TensorWriter(), TensorReader()
+    for seed in range(3):
+        tensor = (torch.arange(24) + seed).reshape(2, 3, 4).permute(permuted)
+        raw = written(writer, tensor)
+        assert torch.equal(reader.read(raw), tensor)
+        assert torch.equal(torch.load(io.BytesIO(raw), weights_only=True), tensor)
+
+
+def test_kinds_of_one_size_are_not_mistaken_for_each_other() -> None:
+    """Same number of bytes, other dtype or shape: each comes back as what it was."""
+    writer, reader = TensorWriter(), TensorReader()
+    tensors = [
+        torch.zeros(4, 6),
+        torch.zeros(6, 4),
+        torch.zeros(24),
+        torch.zeros(24, dtype=torch.int32),
+        torch.zeros(12, dtype=torch.int64),
+    ]
+    for _ in range(2):
+        for tensor in tensors:
+            assert same(reader.read(written(writer, tensor)), tensor)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_data_at_any_address_is_read(shift: int) -> None:
+    """An item that lies unaligned in memory is copied first."""
+    writer, reader = TensorWriter(), TensorReader()
+    tensor = torch.arange(100, dtype=torch.int64)
+    for _ in range(2):
+        raw = written(writer, tensor)
+        buffer = memoryview(bytearray(len(raw) + shift))
+        buffer[shift:] = raw
+        assert torch.equal(reader.read(buffer[shift:]), tensor)
+
+
+@pytest.mark.parametrize("tensor", [torch.randn(4, dtype=torch.complex64).conj(), torch.randn(3, 3).to_sparse()])
+def test_unusual_tensors_go_through_torch(tensor: torch.Tensor) -> None:
+    """A lazy conjugate and a sparse tensor are written as torch writes them."""
+    found = TensorReader().read(written(TensorWriter(), tensor))
+    assert torch.equal(
+        found.to_dense() if found.is_sparse else found, tensor.to_dense() if tensor.is_sparse else tensor
+    )
+
+
+def test_large_tensors_are_not_gathered_in_memory() -> None:
+    """Above the template's limit torch hands over the tensor's memory in place."""
+    tensor = torch.arange(TEMPLATE_BYTES_MAX // 8 + 1)
+    seen: list[int] = []
+
+    class Sizes:
+        def write(self, data: memoryview) -> int:
+            seen.append(len(data))
+            return len(data)
+
+    TensorWriter().write(tensor, Sizes())
+    assert max(seen) == tensor.numel() * 8
+    assert same(TensorReader().read(written(TensorWriter(), tensor)), tensor)
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, [torch.ones(2)], "text"])
+def test_other_objects_are_no_tensor(value: Any) -> None:
+    """A container of something else is refused."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with pytest.raises((ValueError, pickle.UnpicklingError)):
+        TensorReader().read(memoryview(bytearray(buffer.getvalue())))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=400))
+def test_random_bytes_are_no_container(raw: bytes) -> None:
+    """Garbage is a ValueError from the parser, whatever it looks like."""
+    with pytest.raises(ValueError, match=r"zip|container"):
+        data_range(memoryview(raw))
