@@ -171,7 +171,7 @@ class Routes:
         except (KeyError, TypeError, ValueError) as exc:
             raise PeerProtocolError(f"Peers cannot be learned from {type(exc).__name__}: {exc}.") from exc
         with request.heartbeat:
-            settle(self._service, self._service.leftovers(), peers)
+            settle(self._service, self._service.leftovers(str(fields.get("session", ""))), peers)
         return Answer(b"{}\n", after=self._restorer.wake)
 
     def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> Answer:

@@ -57,7 +57,7 @@ class NodeService:
         Raises:
             CheckpointExists, StoreError
         """
-        leftovers = self.leftovers(intent)
+        leftovers = self.leftovers(intent.session, intent)
         self.store.begin(intent)
         with self._lock:
             self._opened_at[intent.save_id] = time.monotonic()
@@ -65,14 +65,20 @@ class NodeService:
                 self._fence(leftover.intent.save_id, leftover.why)
         return self.store.catalog.sequence_max(), leftovers
 
-    def leftovers(self, by: Intent | None = None) -> tuple[Leftover, ...]:
-        """Staged saves that are over: superseded by the save `by`, or abandoned by processes that are gone."""
+    def leftovers(self, session: str, by: Intent | None = None) -> tuple[Leftover, ...]:
+        """Staged saves that are over.
+
+        They are of a session that has gone on (to the save `by`, or to a load), they are overtaken by the save `by` of
+        the same checkpoint, or the processes that made them are gone.
+        """
         found = []
         for intent in self.store.staged():
             if by is not None and intent.save_id == by.save_id:
                 continue
-            if by is not None and (intent.session == by.session or intent.checkpoint_id == by.checkpoint_id):
+            if by is not None and intent.checkpoint_id == by.checkpoint_id:
                 found.append(Leftover(intent, f"save {by.save_id} of {by.checkpoint_id!r} overtook it"))
+            elif intent.session == session:
+                found.append(Leftover(intent, "its process group has gone on without it"))
             elif not self._is_alive(intent):
                 found.append(Leftover(intent, "the processes that made it are gone"))
         return tuple(found)

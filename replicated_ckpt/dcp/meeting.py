@@ -82,14 +82,14 @@ def _surveyed(store: LocalStore, world: World, posts: Sequence[Mapping[str, Any]
     nodes = {post["node"]["node_id"]: NodePost.from_json(post["node"]) for post in posts}
     own = posts[world.rank]["node"]["node_id"]
     addresses = [node.address for node in nodes.values()]
-    _introduced(addresses)
+    _introduced(addresses, world.session)
     absent = [peer for peer in PeerBook(store.agent_directory()).known() if peer.node_id not in nodes]
     return Surveyor(store, own, [*addresses, *absent]).surveyed(ids[0])
 
 
-def _introduced(addresses: Sequence[AgentAddress]) -> None:
+def _introduced(addresses: Sequence[AgentAddress], session: str) -> None:
     """Tells every agent who takes part, upon which each settles what earlier saves left behind."""
-    document = {"peers": [address.to_json() for address in addresses]}
+    document = {"peers": [address.to_json() for address in addresses], "session": session}
 
     def told(address: AgentAddress) -> None:
         with AgentClient(address) as client:

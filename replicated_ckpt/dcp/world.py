@@ -20,6 +20,7 @@ from replicated_ckpt.errors import MeetingFailed
 _POLL_S = 0.005
 _POLL_MAX_S = 0.1
 _PREFIX = "replicated_ckpt"
+_SESSION = uuid.uuid4().hex
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class World:
     size: int
     blackboard: "Blackboard | None"
     group_name: str = "alone"
+
+    @property
+    def session(self) -> str:
+        """Names the saves that this process coordinates on this group: one that is not committed is over with the next."""
+        return f"{_SESSION}/{self.group_name}"
 
     @property
     def is_coordinator(self) -> bool:

@@ -26,15 +26,13 @@ from replicated_ckpt.dcp.node import lone_post, node_post
 from replicated_ckpt.dcp.report import SaveReport
 from replicated_ckpt.dcp.shard_writer import ShardWriter, WrittenShard
 from replicated_ckpt.dcp.world import world_of_call
-from replicated_ckpt.errors import AckNotReached, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
+from replicated_ckpt.errors import AckNotReached, AgentUnavailable, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.local import Intent, LocalStore
 
 log = logging.getLogger(__name__)
 
 DECISION_TIMEOUT_S = 30.0
-_SESSION = uuid.uuid4().hex
-"""Names this process's saves: an unfinished one of the same session is over once the next begins."""
 
 
 class ReplicatedWriter(StorageWriter):
@@ -149,8 +147,7 @@ class ReplicatedWriter(StorageWriter):
             posts = [SavePost.from_json(post) for post in raw_posts]
         decision = decided(posts, self.config.copies, uuid.uuid4().hex)
         self._cluster = self._cluster_of(decision)
-        session = f"{_SESSION}/{self._world.group_name}"
-        intent = Intent(decision.save_id, decision.checkpoint_id, session, self.config.overwrite)
+        intent = Intent(decision.save_id, decision.checkpoint_id, self._world.session, self.config.overwrite)
         try:
             sequence = self._cluster.begin(intent) + 1
         except BaseException as exc:
@@ -182,10 +179,8 @@ class ReplicatedWriter(StorageWriter):
             raise
         self._receipt = receipt
         if board is not None:
-            # The agent may have died and been started again meanwhile: the commit must find the one that runs now.
-            address = node_post(self._store, self.config.domain).address
-            fields = {**receipt.to_json(), "save_id": self._decision.save_id, "address": address.to_json()}
-            board.post("receipt", fields)
+            address = self._current_address().to_json()
+            board.post("receipt", {**receipt.to_json(), "save_id": self._decision.save_id, "address": address})
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -241,6 +236,14 @@ class ReplicatedWriter(StorageWriter):
             raise SaveAborted(f"Save {save_id} is not open any more in {self.config.root}.") from exc
         self._held.callback(os.close, fd)
         fcntl.flock(fd, fcntl.LOCK_SH)
+
+    def _current_address(self) -> AgentAddress:
+        """This node's agent may have died and been started again meanwhile; the commit must find the one that runs now."""
+        try:
+            return node_post(self._store, self.config.domain).address
+        except AgentUnavailable as exc:
+            log.warning("this node will publish the checkpoint later: %s", exc)
+            return self._post.node.address
 
     def _report(self, decision: SaveDecision, shard: WrittenShard | None) -> None:
         size = shard.receipt.size_bytes if shard else 0

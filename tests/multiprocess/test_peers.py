@@ -1,0 +1,92 @@
+"""Copies on peers: made when promised, on another node when a peer fails, and said to be missing when there is none."""
+
+import pytest
+
+from tests.multiprocess.cluster import Call, call
+from tests.multiprocess.conftest import ClusterOf
+
+COUNT = 24  # MiB for each rank: several buffers
+
+
+def shards(ranks: int) -> list[str]:
+    return [f"__{rank}_0.distcp" for rank in range(ranks)]
+
+
+def load(checkpoint_id: str, ranks: int) -> Call:
+    return call("peers.load_pieces", checkpoint_id=checkpoint_id, count=COUNT, ranks=ranks)
+
+
+@pytest.mark.parametrize("ack", ["local", "peer-memory"])
+def test_copies_follow_a_save_that_did_not_wait_for_them(cluster_of: ClusterOf, ack: str) -> None:
+    """With ack="local" the buddies fetch their copies after the commit; then a lost node costs nothing."""
+    cluster = cluster_of(2)
+    calls = [
+        call("peers.save_pieces", checkpoint_id="step-1", count=COUNT, ack=ack),
+        call("peers.copies_made", checkpoint_id="step-1", names=shards(2), copies=2, within_s=20.0),
+    ]
+    assert cluster.launch(calls, nodes=[0, 1]).of(1) == [2, 2]
+    cluster.nodes[0].lose()
+    (found,) = cluster.launch([load("step-1", 2)], nodes=[1]).of(0)
+    assert found["same"]
+    assert found["report"]["bytes_peer"] == 0
+    assert found["report"]["bad_copies"] == []
+
+
+@pytest.mark.fault
+def test_another_node_takes_the_copy_of_a_killed_agent(cluster_of: ClusterOf) -> None:
+    """An agent that is killed in the middle of a transfer costs seconds: the copies are made, and any node can be lost."""
+    cluster = cluster_of(3)
+    calls = [
+        call("peers.save_while_an_agent_fails", checkpoint_id="step-1", victim=1, how="SIGKILL", count=COUNT),
+        load("latest", 3),
+        call("peers.copies_made", checkpoint_id="step-1", names=shards(3), copies=2, within_s=20.0),
+        call("loss.staging_left", within_s=10.0),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1, 2])
+    assert all(outcome["seconds"] < 30 and "report" in outcome for outcome in results.of(0))
+    assert all(outcome["report"]["copies_made"] == 2 for outcome in results.of(0))
+    assert all(found["same"] for found in results.of(1))
+    assert results.of(2) == [2, 2, 2]
+    assert results.of(3) == [[], [], []]
+    cluster.nodes[0].lose()
+    assert all(found["same"] for found in cluster.launch([load("step-1", 3)], nodes=[0, 1, 2]).of(0))
+
+
+@pytest.mark.fault
+def test_a_stopped_agent_degrades_the_save_and_catches_up(cluster_of: ClusterOf) -> None:
+    """With nobody else to take the copy, the save ends in time and says what is missing; later the copy is made up."""
+    cluster = cluster_of(2)
+    calls = [
+        call("peers.save_while_an_agent_fails", checkpoint_id="step-1", victim=1, how="SIGSTOP", count=COUNT),
+        call("peers.let_go_on", victim=1),
+        load("latest", 2),
+        call("peers.copies_made", checkpoint_id="step-1", names=shards(2), copies=2, within_s=30.0),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    outcomes = results.of(0)
+    assert all(outcome["seconds"] < 60 and "report" in outcome for outcome in outcomes)
+    assert outcomes[0]["report"]["copies_made"] == 1
+    assert any("__0_0.distcp" in text for text in results.all_warnings)
+    assert all(found["same"] for found in results.of(2))
+    assert results.of(3) == [2, 2]
+
+
+@pytest.mark.fault
+def test_a_missing_copy_fails_the_save_if_asked_to(cluster_of: ClusterOf) -> None:
+    """With on_degraded="raise" every rank learns that copies are missing, and the checkpoint before it still loads."""
+    cluster = cluster_of(2)
+    calls = [
+        call("peers.save_pieces", checkpoint_id="step-1", count=COUNT),
+        call(
+            "peers.save_while_an_agent_fails",
+            checkpoint_id="step-2", victim=1, how="SIGSTOP", count=COUNT, on_degraded="raise",
+        ),
+        call("peers.let_go_on", victim=1),
+        load("latest", 2),
+    ]  # fmt: skip
+    results = cluster.launch(calls, nodes=[0, 1])
+    for outcome in results.of(1):
+        assert 0 in outcome["ranks"]
+        assert "AckNotReached" in outcome["types"]
+        assert "__0_0.distcp" in outcome["message"]
+    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(3))
