@@ -1,0 +1,214 @@
+"""The documentation is true: its links resolve, its code runs, and its tables say what the code says."""
+
+import ast
+import contextlib
+import inspect
+import io
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter, errors
+from replicated_ckpt.cli.exit_codes import MEANING
+from replicated_ckpt.cli.main import VERBS
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.drill.plan import Scenario
+from replicated_ckpt.drill.table import HEADER
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ["README.md", "CHANGELOG.md", "docs/design.md", "docs/runbook.md", "examples/README.md"]
+SCALE_BY_UNIT = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+AGENT_ROUTES = {"answer": "/", "_save": "/v1/saves/{save_id}/"}  # method of Routes -> path that its patterns go on from
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # DCP says that there is no process group
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(text: str) -> set[str]:
+    """What links to headings may say, as GitHub forms it."""
+    headings = re.findall(r"^#+ +(.+)$", without_code(text), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(document: str, text: str) -> Iterator[str]:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (ROOT / document).parent / path if path else ROOT / document
+        if not found.exists():
+            yield f"{document}: {target}: no such file"
+        elif anchor and anchor not in anchors(found.read_text(encoding="utf-8")):
+            yield f"{document}: {target}: no such heading"
+
+
+def runnable_blocks(document: str) -> list[str]:
+    return re.findall(r"<!-- runnable -->\n```python\n(.*?)```", text_of(document), flags=re.DOTALL)
+
+
+def section(document: str, heading: str) -> str:
+    """The text under one heading, up to the next."""
+    match = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text_of(document), flags=re.DOTALL | re.MULTILINE)
+    assert match is not None, f"{document} has no heading {heading!r}"
+    return match[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each row of the tables in a text, header rows left out."""
+    lines = re.findall(r"^\|(.+)\|$", text, flags=re.MULTILINE)
+    rules = {index for index, line in enumerate(lines) if set(line) <= set("-:| ")}
+    kept = [line for index, line in enumerate(lines) if index not in rules and index + 1 not in rules]
+    return [[cell.strip() for cell in line.split("|")] for line in kept]
+
+
+def quoted(cell: str) -> str:
+    match = re.fullmatch(r"`(.+)`", cell)
+    return match[1] if match else cell
+
+
+def subclasses(kind: type[BaseException]) -> Iterator[type[BaseException]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from subclasses(below)
+
+
+def routes_of(method: str, path: str) -> Iterator[str]:
+    """The verbs in one `match` of the agent's routes, as `METHOD /path/{name}`; one that hands on is left out."""
+    module = ast.parse(text_of("replicated_ckpt/agent/routes.py"))
+    function = next(n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == method)
+    for case in (node for node in ast.walk(function) if isinstance(node, ast.match_case)):
+        assert isinstance(case.pattern, ast.MatchSequence)
+        verb, *parts = case.pattern.patterns
+        if any(isinstance(part, ast.MatchStar) for part in parts):
+            continue
+        rest = "/".join(_path_part(part) for part in parts)
+        for name in re.findall(r"[A-Z]+", ast.unparse(verb)):
+            yield f"{name} {path}{rest}".rstrip("/")
+
+
+def _path_part(pattern: ast.pattern) -> str:
+    text = ast.unparse(pattern)
+    return str(ast.literal_eval(text)) if isinstance(pattern, ast.MatchValue) else f"{{{text}}}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    """Each link to a file or heading of the repository resolves."""
+    assert list(broken_links(document, text_of(document))) == []
+
+
+@pytest.mark.parametrize("link", ["[x](no-such-file.md)", "[x](#no-such-heading)", "[x](docs/design.md#no-such)"])
+def test_a_broken_link_is_found(link: str) -> None:
+    """The link test can fail."""
+    assert len(list(broken_links("README.md", link))) == 1
+
+
+def test_the_readmes_ten_lines_run(tmp_path: Path) -> None:
+    """The example saves and loads on one process, word for word but for the root."""
+    (block,) = runnable_blocks("README.md")
+    assert block.count('"/nvme/ckpt"') == 2
+    names: dict[str, object] = {}
+    with pytest.warns(errors.ReplicatedCkptWarning, match="1 node"):
+        exec(block.replace("/nvme/ckpt", str(tmp_path)), names)
+    reader = names["reader"]
+    assert isinstance(reader, ReplicatedReader)
+    assert reader.last_load is not None
+    assert reader.last_load.checkpoint_id == "step-1000"
+    assert (tmp_path / "step-1000" / ".metadata").exists()
+
+
+@pytest.mark.parametrize(("damage", "said"), [(False, "intact"), (True, "MISSING OR DAMAGED")])
+def test_the_runbooks_check_tells_intact_from_damaged(tmp_path: Path, *, damage: bool, said: str) -> None:
+    """What is run by hand at 3 a.m. was run before, and what was gathered by hand loads as a root."""
+    writer = ReplicatedWriter(tmp_path, copies=1)
+    dcp.save({"a": torch.arange(4)}, checkpoint_id="step-1000", storage_writer=writer)
+    shard = tmp_path / "step-1000" / "__0_0.distcp"
+    if damage:
+        shard.write_bytes(shard.read_bytes()[:-1])
+    (block,) = runnable_blocks("docs/runbook.md")
+    assert block.count('"/rescue/step-1000"') == 1
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(block.replace("/rescue", str(tmp_path)), {})
+    assert f"__0_0.distcp {said}" in output.getvalue()
+    if not damage:
+        state = {"a": torch.zeros(4, dtype=torch.int64)}
+        dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "step-1000"))
+        assert state["a"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [ReplicatedWriter, ReplicatedReader])
+def test_the_tables_of_options_are_the_signatures(kind: Callable[..., object]) -> None:
+    """README lists each argument with its default, in order, and no other."""
+    listed = {quoted(row[0]): quoted(row[1]) for row in rows(section("README.md", kind.__name__))}
+    parameters = inspect.signature(kind).parameters.values()
+    wanted = {p.name: "required" if p.default is p.empty else repr(p.default) for p in parameters}
+    assert list(listed.items()) == list(wanted.items())
+
+
+def test_the_table_of_exit_codes_is_the_enum() -> None:
+    """README has each exit code with its meaning."""
+    listed = {int(code): meaning for code, meaning in rows(section("README.md", "Exit codes"))}
+    assert listed == {code.value: meaning for code, meaning in MEANING.items()}
+
+
+def test_the_readme_names_each_command_and_scenario() -> None:
+    """README lists the verbs of the command line, and the drill's scenarios."""
+    commands = [quoted(row[0]).split()[:2] for row in rows(section("README.md", "Command line"))]
+    assert sorted(commands) == sorted(["replicated-ckpt", verb] for verb in VERBS)
+    scenarios = [quoted(row[0]) for row in rows(section("README.md", "The drill"))]
+    assert sorted(scenarios) == sorted(Scenario)
+
+
+def test_the_readmes_drill_has_the_columns_of_the_table() -> None:
+    """The output that README shows is of the drill as it prints now."""
+    block = re.search(r"```text\n(scenario.*?)```", section("README.md", "The drill"), flags=re.DOTALL)
+    assert block is not None
+    header, _, *lines = block[1].splitlines()
+    assert tuple(re.split(r"\s{2,}", header)) == HEADER
+    assert {line.split()[0] for line in lines[: len(Scenario)]} == set(Scenario)
+
+
+def test_every_error_has_its_entry_in_the_runbook() -> None:
+    """Whatever is raised or warned, the runbook says what to do about it, and it has no entry for anything else."""
+    kinds: list[type[BaseException]] = [errors.ReplicatedCkptError, errors.ReplicatedCkptWarning]
+    names = {kind.__name__ for top in kinds for kind in (top, *subclasses(top)) if kind.__module__ == errors.__name__}
+    headings = re.search(r"^## Errors\n(.*?)^## ", text_of("docs/runbook.md"), flags=re.DOTALL | re.MULTILINE)
+    assert headings is not None
+    assert set(re.findall(r"^### (\w+)$", headings[1], flags=re.MULTILINE)) == names
+
+
+def test_every_verb_of_the_agent_is_in_the_design() -> None:
+    """The table of verbs is what the agent's routes match, no more and no less."""
+    wanted = {verb for method, path in AGENT_ROUTES.items() for verb in routes_of(method, path)}
+    assert "PUT /v1/saves/{save_id}/{name}" in wanted
+    listed = {quoted(row[0]) for row in rows(section("docs/design.md", "The agent's verbs"))}
+    assert {verb for verb in listed if "/" in verb} == wanted
+
+
+def test_the_manifests_schema_is_complete() -> None:
+    """Each field of the manifest is in the table of the schema, and nothing else is."""
+    wanted = {"version", *(field.name for field in fields(Manifest))}
+    wanted |= {f"nodes[].{field.name}" for field in fields(NodeEntry)}
+    wanted |= {f"shards{{}}.{field.name}" for field in fields(ShardEntry)}
+    assert {quoted(row[0]) for row in rows(section("docs/design.md", "Manifest"))} == wanted
+
+
+def test_the_table_of_bounds_has_the_numbers_of_the_code() -> None:
+    """Each deadline and each size in the table is the constant that it names."""
+    for _, bound, where in rows(section("docs/design.md", "Deadlines and bounds")):
+        module, _, name = quoted(where).rpartition(".")
+        number, _, unit = bound.partition(" ")
+        assert float(number) * SCALE_BY_UNIT[unit] == getattr(import_module(module), name), where
