@@ -1,6 +1,7 @@
 """What an agent does for its node, without HTTP: opens saves, receives copies, commits, says what it holds."""
 
 import fcntl
+import logging
 import os
 import threading
 import time
@@ -13,9 +14,11 @@ from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.agent.receive import Received, received
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
-from replicated_ckpt.errors import ConfigInvalid, SaveAborted
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.local import Intent, LocalStore
+
+log = logging.getLogger(__name__)
 
 SMALL_FILE_BYTES_MAX = 1 << 30
 _OPEN_GRACE_S = 5.0
@@ -42,12 +45,20 @@ class NodeService:
         self._fenced: dict[str, str] = {}
 
     def recover(self) -> tuple[str, ...]:
-        """Completes the saves whose decision was made durable here before a crash; returns their ids."""
+        """Completes the saves whose decision was made durable here before a crash; returns their ids.
+
+        One that cannot be completed stays staged and is logged; it keeps nobody from using the others.
+        """
+        completed = []
+        for intent in self.store.staged():
+            try:
+                if self.store.is_decided(intent.save_id):
+                    self.store.commit(intent.save_id)
+                    completed.append(intent.save_id)
+            except ReplicatedCkptError as exc:
+                log.error("save %s cannot be completed: %s", intent.save_id, exc)  # noqa: TRY400 - it explains itself
         self.store.empty_trash()
-        decided = [intent.save_id for intent in self.store.staged() if self.store.is_decided(intent.save_id)]
-        for save_id in decided:
-            self.store.commit(save_id)
-        return tuple(decided)
+        return tuple(completed)
 
     def begin(self, intent: Intent) -> tuple[int, tuple[Leftover, ...]]:
         """Opens a save and fences: bytes of any other attempt at this checkpoint are refused from now on.
@@ -159,7 +170,13 @@ class NodeService:
         self.commit(save_id)
 
     def state_of(self, save_id: str) -> dict[str, Any]:
-        """Whether a save is committed, staged, or unknown here."""
+        """Whether a save is committed, staged, or unknown here.
+
+        One whose decision lies here is committed before the answer: it is never taken back, and whoever asks must not
+        take it for one that was given up.
+        """
+        if self.store.is_decided(save_id):
+            self.commit(save_id)
         for checkpoint_id, manifest in self.store.catalog.committed():
             if manifest.save_id == save_id:
                 return {"state": "committed", "checkpoint_id": checkpoint_id}

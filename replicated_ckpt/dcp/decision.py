@@ -90,7 +90,8 @@ def decided(posts: Sequence[SavePost], copies: int, save_id: str) -> SaveDecisio
 
 
 def _check_same_store(known: NodePost, other: NodePost) -> None:
-    if known.address.token != other.address.token:
+    same_host = known.boot_id == other.boot_id
+    if known.store_inode != other.store_inode if same_host else known.address.token != other.address.token:
         raise ConfigInvalid(
             f"Two different stores have the identity {known.node_id}: on {known.host} and on {other.host}.",
             "One was made as a copy of the other (a cloned disk): remove node.json from one of them.",

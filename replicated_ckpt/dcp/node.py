@@ -18,11 +18,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class NodePost:
-    """A node as one of its ranks presents it."""
+    """A node as one of its ranks presents it. `store_inode` tells apart two stores that one host sees."""
 
     node_id: str
     host: str
     boot_id: str
+    store_inode: str
     domain: str | None
     address: AgentAddress
 
@@ -38,6 +39,7 @@ class NodePost:
             fields["node_id"],
             fields["host"],
             fields["boot_id"],
+            fields["store_inode"],
             fields["domain"],
             AgentAddress.from_json(fields["address"]),
         )
@@ -52,13 +54,18 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
     host = advertised_host()
     endpoint = ensured_agent(store, host if _is_loopback(host) else _any_address(host))
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
-    return NodePost(endpoint.node_id, socket.gethostname(), boot_id, domain, endpoint.address(host))
+    return NodePost(endpoint.node_id, socket.gethostname(), boot_id, _inode(store), domain, endpoint.address(host))
 
 
 def lone_post(store: LocalStore, domain: str | None) -> NodePost:
     """Presents this node to nobody but this process: no agent is started."""
     node_id = store.node_id()
-    return NodePost(node_id, socket.gethostname(), "", domain, AgentAddress(node_id, "", 0, ""))
+    return NodePost(node_id, socket.gethostname(), "", _inode(store), domain, AgentAddress(node_id, "", 0, ""))
+
+
+def _inode(store: LocalStore) -> str:
+    status = store.root.stat()
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def advertised_host() -> str:

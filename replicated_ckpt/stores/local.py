@@ -173,11 +173,11 @@ class LocalStore:
         """
         staging = self.staging(save_id)
         with translated(str(self.root), "commit", save_id):
-            if not staging.is_dir():
-                return self._already_committed(save_id)
-            manifest = self._decision(staging)
-            if manifest.save_id != save_id:
-                raise ManifestInvalid(f"The manifest in {staging} is of save {manifest.save_id}.")
+            if not staging.is_dir() or self._is_published(save_id):
+                held = self._already_committed(save_id)
+                self.abort(save_id)  # after a crash, what it replaced may still be staged under its name
+                return held
+            manifest = self._decision(save_id)
             final = self.final(manifest.checkpoint_id)
             self._check_free(manifest.checkpoint_id, overwrite=self._intent(save_id).overwrite)
             for leftover in staging.glob(f"*{PART_SUFFIX}"):
@@ -185,10 +185,17 @@ class LocalStore:
             make_directories(final.parent, self.root)
             trash = self.root / TRASH_DIR
             make_directories(trash, self.root)
+            remove_tree(trash / save_id)
             publish_directory(staging, final, trash / save_id)
             remove_tree(trash / save_id)
             self.intent_path(save_id).unlink(missing_ok=True)
         return tuple(sorted(self.catalog.shard_sizes(manifest.checkpoint_id)))
+
+    def _is_published(self, save_id: str) -> bool:
+        try:
+            return self.catalog.manifest(self._intent(save_id).checkpoint_id).save_id == save_id
+        except (ObjectMissing, ManifestInvalid):
+            return False
 
     def _already_committed(self, save_id: str) -> tuple[str, ...]:
         for checkpoint_id, manifest in self.catalog.committed():
@@ -196,9 +203,12 @@ class LocalStore:
                 return tuple(sorted(self.catalog.shard_sizes(checkpoint_id)))
         raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
 
-    def _decision(self, staging: Path) -> Manifest:
-        """The manifest staged there, believed only together with the metadata that it names."""
+    def _decision(self, save_id: str) -> Manifest:
+        """The manifest staged there, believed only if it is this save's, and together with the metadata that it names."""
+        staging = self.staging(save_id)
         manifest = decoded_manifest((staging / MANIFEST_NAME).read_bytes(), str(staging / MANIFEST_NAME))
+        if manifest.save_id != save_id:
+            raise ManifestInvalid(f"The manifest in {staging} is of save {manifest.save_id}.")
         metadata = (staging / METADATA_NAME).read_bytes()
         if crc32c(metadata) != manifest.metadata_crc32c:
             raise ObjectCorrupt(
@@ -212,7 +222,7 @@ class LocalStore:
     def is_decided(self, save_id: str) -> bool:
         """Whether a staged save holds the coordinator's decision, so that it must be committed, not removed."""
         try:
-            self._decision(self.staging(save_id))
+            self._decision(save_id)
         except (OSError, ManifestInvalid, ObjectCorrupt):
             return False
         return True

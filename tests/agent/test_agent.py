@@ -261,6 +261,20 @@ def written(sink: PeerSink, piece: memoryview, times: int) -> None:
         sink.write(piece)
 
 
+@pytest.mark.fault
+def test_a_decided_save_is_never_taken_for_a_given_up_one(tmp_path: Path) -> None:
+    """A node that asks the one where the decision lies gets the save completed, although nobody had published it yet."""
+    with running_agent(tmp_path / "a") as decider, running_agent(tmp_path / "b") as other:
+        name = begin(other, 1, session="job")
+        sent(other, name, DATA)
+        staged(LocalStore(decider.root), 1, DATA)
+        with other.client() as client:
+            client.call("POST", "/v1/peers", {"peers": peers_of(decider, other), "session": "job"})
+        for agent in (decider, other):
+            with agent.client() as client:
+                assert client.call("GET", f"/v1/saves/{name}") == {"state": "committed", "checkpoint_id": "step-1"}
+
+
 # Life ----------------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.core.checksum import crc32c, table_of
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import (
@@ -108,6 +109,45 @@ def test_an_overwrite_replaces_the_whole_checkpoint(
     assert content(store) == b"new"
     assert list((tmp_path / ".trash").iterdir()) == []
     assert list((tmp_path / ".staging").iterdir()) == []
+
+
+def test_a_crash_right_after_the_exchange_of_names_is_cleaned_up(tmp_path: Path) -> None:
+    """The old checkpoint that is left in staging under the new save's id is swept away, and the new one stays."""
+    store = LocalStore(tmp_path)
+    store.commit(staged(store, 1, b"old"))
+    name = staged(store, 2, b"new", overwrite=True)
+    assert durable._exchange(store.staging(name), store.final("step-1"))
+    assert not store.is_decided(name), "what lies there now is of another save"
+    assert content(store) == b"new"
+    service = NodeService(store)
+    assert service.recover() == ()
+    assert store.commit(name) == (SHARD,)
+    assert content(store) == b"new"
+    assert store.staged() == ()
+
+
+def test_a_crash_between_two_renames_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where names cannot be exchanged, the instant without a checkpoint ends with the next start of the agent."""
+    monkeypatch.setattr(durable, "_exchange", lambda *_: False)
+    store = LocalStore(tmp_path)
+    store.commit(staged(store, 1, b"old"))
+    name = staged(store, 2, b"new", overwrite=True)
+    store.final("step-1").rename(tmp_path / ".trash" / name)
+    assert NodeService(store).recover() == (name,)
+    assert content(store) == b"new"
+    assert not (tmp_path / ".trash").exists()
+
+
+def test_one_save_that_cannot_be_completed_does_not_stop_the_others(tmp_path: Path) -> None:
+    """An agent starts although a decided save is in its way, and completes what it can."""
+    store = LocalStore(tmp_path)
+    blocked = staged(store, 1, b"blocked")
+    store.commit(staged(store, 2, b"there"))
+    good = staged(store, 3, b"good", checkpoint_id="step-3")
+    assert NodeService(store).recover() == (good,)
+    assert content(store) == b"there"
+    assert content(store, "step-3") == b"good"
+    assert [intent.save_id for intent in store.staged()] == [blocked]
 
 
 def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""The decision about a save: what follows from what the ranks posted."""
+
+from dataclasses import replace
+
+import pytest
+
+from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decided, weaknesses
+from replicated_ckpt.dcp.node import NodePost
+from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
+from replicated_ckpt.stores.agent_client import AgentAddress
+
+
+def post(node: str, **changes: str | None) -> SavePost:
+    address = AgentAddress(node, "127.0.0.1", 1, f"token of {node}")
+    made = NodePost(node, f"host of {node}", f"boot of {node}", f"inode of {node}", None, address)
+    return SavePost("step-1", replace(made, **changes))  # type: ignore[arg-type]
+
+
+def test_ranks_of_one_store_are_one_node() -> None:
+    """Nodes come in rank order, unequal numbers of ranks and all, and the decision survives the blackboard."""
+    decision = decided([post("a"), post("a"), post("b"), post("a")], 2, "0" * 32)
+    assert [node.node_id for node in decision.nodes] == ["a", "b"]
+    assert [decision.node_of(rank).node_id for rank in range(4)] == ["a", "a", "b", "a"]
+    assert decision.ranks_of("a") == (0, 1, 3)
+    assert decision.placement.buddies_by_node == {"a": ("b",), "b": ("a",)}
+    assert SaveDecision.from_json(decision.to_json()) == decision
+
+
+def test_differing_ids_are_listed_by_rank() -> None:
+    """The error says who said what."""
+    with pytest.raises(CheckpointIdMismatch, match="rank 1: 'step-2'") as raised:
+        decided([post("a"), replace(post("b"), checkpoint_id="step-2")], 2, "0" * 32)
+    assert raised.value.id_by_rank == {0: "step-1", 1: "step-2"}
+
+
+@pytest.mark.parametrize("other_host", [True, False])
+def test_a_cloned_store_is_noticed(other_host: bool) -> None:
+    """Two stores with one identity would take each other's copies for their own; they are refused, on one host or two."""
+    clone = post("a", boot_id="another") if other_host else post("a", store_inode="another")
+    clone = replace(clone, node=replace(clone.node, address=replace(clone.node.address, token="another")))
+    with pytest.raises(ConfigInvalid, match="identity a"):
+        decided([post("a"), clone], 2, "0" * 32)
+
+
+def test_an_agent_that_was_restarted_between_two_posts_is_no_clone() -> None:
+    """Same host and same store, another token: the same node."""
+    again = post("a")
+    again = replace(again, node=replace(again.node, address=replace(again.node.address, token="another")))
+    assert len(decided([post("a"), again], 2, "0" * 32).nodes) == 1
+
+
+def test_weaknesses_are_said_in_words() -> None:
+    """Too few nodes, a domain that two buddies share, and a store that is a shared file system."""
+    one = [post("a"), post("a", boot_id="another host")]
+    found = weaknesses(decided(one, 2, "0" * 32), 2, one)
+    assert any("2 copies are wanted" in text for text in found)
+    assert any("shared file system" in text for text in found)
+    racks = [post("a", domain="r1"), post("b", domain="r1")]
+    assert any("failure domain" in text for text in weaknesses(decided(racks, 2, "0" * 32), 2, racks))
+    assert weaknesses(decided([post("a"), post("b")], 2, "0" * 32), 2, [post("a"), post("b")]) == []
+
+
+def test_a_receipt_survives_the_blackboard() -> None:
+    """What a rank wrote comes back as it was."""
+    receipt = Receipt((ShardReceipt("__0_0.distcp", 5, 7, ("a", "b")),))
+    assert Receipt.from_json(receipt.to_json()) == receipt
