@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -69,6 +70,7 @@ def committed(agent: RunningAgent, number: int, data: bytes) -> Expected:
 # The door ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl_can_talk_to_it_and_only_with_the_token(tmp_path: Path) -> None:
     """The agent speaks HTTP/1.1; a request without the token, or with another, is refused on every path."""
     with running_agent(tmp_path / "a") as agent:

@@ -52,7 +52,13 @@ def test_a_node_dies_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> 
 def test_an_interrupted_drill_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C ends every process and removes the work directory."""
     workdir = tmp_path / "work"
-    drill = subprocess.Popen([*COMMAND, "--workdir", str(workdir)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    # a suite in the background ignores SIGINT, and its children would too
+    was = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        command = [*COMMAND, "--workdir", str(workdir)]
+        drill = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGINT, was)
     deadline = time.monotonic() + START_LIMIT_S
     while not processes_in(workdir) and time.monotonic() < deadline:
         time.sleep(0.05)

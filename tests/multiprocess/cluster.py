@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FIRST_FAILURE_GRACE_S = 10.0  # how long the other ranks may take to end after the first one failed
 AGENT_STOP_S = 10.0
 
-Launcher = Literal["direct", "torchrun", "single"]  # a process per rank; torchrun per node; one process without a group
+Launcher = Literal["direct", "torchrun", "single"]  # ranks forked from one process; torchrun per node; no group
 Digests = dict[str, str]  # of a state, by the name of the value
 
 
@@ -182,23 +182,32 @@ class _Launch:
 
     def start(self, nodes: Sequence[int], counts: Sequence[int], launcher: Launcher) -> None:
         port = _free_port()
-        rank = 0
-        for node_rank, (node, count) in enumerate(zip(nodes, counts, strict=True)):
-            if launcher == "torchrun":
-                flags = (
-                    f"--nnodes={len(nodes)} --node-rank={node_rank} --nproc-per-node={count} --master-addr=127.0.0.1"
+        if launcher == "torchrun":
+            for node_rank, (node, count) in enumerate(zip(nodes, counts, strict=True)):
+                self._spawn(
+                    node, ["-m", *_torchrun(len(nodes), node_rank, count, port), *self._worker], {}, f"node{node}"
                 )
-                torchrun = ["torch.distributed.run", *flags.split(), f"--master-port={port}", "-m"]
-                self._spawn(node, ["-m", *torchrun, *self._worker], {}, f"node{node}")
-                continue
-            for local_rank in range(count):
-                world = {
-                    "RANK": rank, "WORLD_SIZE": sum(counts), "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": count,
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                }  # fmt: skip
-                env = {} if launcher == "single" else {name: str(value) for name, value in world.items()}
-                self._spawn(node, ["-m", *self._worker], env, f"rank{rank}")
-                rank += 1
+            return
+        ranks = [(node, local) for node, count in zip(nodes, counts, strict=True) for local in range(count)]
+        worlds = [
+            {
+                "RANK": rank, "WORLD_SIZE": len(ranks), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": counts[nodes.index(node)],
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "REPLICATED_CKPT_TEST_NODE": node,
+            }
+            for rank, (node, local) in enumerate(ranks)
+        ]  # fmt: skip
+        environments = [{name: str(value) for name, value in world.items()} for world in worlds]
+        if launcher == "single":
+            self._spawn(nodes[0], ["-m", *self._worker], {}, "rank0")
+        elif self.cluster.private_mounts or len(ranks) == 1:
+            for rank, (node, _) in enumerate(ranks):
+                self._spawn(node, ["-m", *self._worker], environments[rank], f"rank{rank}")
+        else:
+            forked = [
+                {"env": env, "log": str(self.folder / f"rank{rank}.log")} for rank, env in enumerate(environments)
+            ]
+            spec = str(self.folder / "spec.json")
+            self._spawn(nodes[0], ["-m", "tests.multiprocess.forked", spec, json.dumps(forked)], {}, "forked")
 
     @property
     def _worker(self) -> list[str]:
@@ -274,6 +283,11 @@ class _Launch:
 
 def _tail(path: Path, size_bytes: int = 4000) -> str:
     return path.read_bytes()[-size_bytes:].decode(errors="replace") if path.exists() else ""
+
+
+def _torchrun(nodes: int, node_rank: int, count: int, port: int) -> list[str]:
+    flags = f"--nnodes={nodes} --node-rank={node_rank} --nproc-per-node={count} --master-addr=127.0.0.1"
+    return ["torch.distributed.run", *flags.split(), f"--master-port={port}", "-m"]
 
 
 def _free_port() -> int:

@@ -34,7 +34,6 @@ def test_the_coordinators_node_is_lost(cluster_of: ClusterOf) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.slow
 def test_any_one_of_five_nodes_is_lost(cluster_of: ClusterOf) -> None:
     """Five nodes, two copies: each node in turn comes back blank, and every value loads."""
     cluster = cluster_of(5)
@@ -69,7 +68,6 @@ def test_four_survivors_of_five_go_on_without_the_fifth(cluster_of: ClusterOf, g
 
 
 @pytest.mark.fault
-@pytest.mark.slow
 def test_three_copies_survive_any_two_nodes(cluster_of: ClusterOf) -> None:
     """Four nodes, three copies: every pair of nodes in turn comes back blank, and every value loads."""
     cluster = cluster_of(4)
@@ -86,7 +84,6 @@ def test_three_copies_survive_any_two_nodes(cluster_of: ClusterOf) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.slow
 def test_two_buddies_lost_is_said_on_every_rank_within_seconds(cluster_of: ClusterOf) -> None:
     """With both holders gone every rank gets ShardLost: which shards, whose, where searched; an older one loads."""
     cluster = cluster_of(4)
