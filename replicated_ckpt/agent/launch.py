@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from replicated_ckpt.agent.endpoint import LOG_NAME, Endpoint, FileLock, client_lock, read_endpoint
+from replicated_ckpt.agent.endpoint import LOG_NAME, Endpoint, FileLock, client_lock, read_endpoint, single_agent_lock
 from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.local import LocalStore
 
 START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 10.0
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
 IDLE_EXIT_S = 60.0
 _POLL_S = 0.02
@@ -74,10 +75,21 @@ def _answering(directory: Path, bind_host: str) -> Endpoint | None:
             client.call("GET", "/v1/status")
             if endpoint.host in ("127.0.0.1", "::1") and endpoint.host != bind_host:
                 client.call("POST", "/v1/shutdown")
+                _wait_until_gone(directory)
                 return None
     except ReplicatedCkptError:
         return None
     return endpoint
+
+
+def _wait_until_gone(directory: Path) -> None:
+    """Waits for an agent that was told to stop to give its lock back."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while (lock := single_agent_lock(directory)) is None:
+        if time.monotonic() > deadline:
+            raise AgentUnavailable(f"The agent of {directory.parent} was told to stop and has not.")
+        time.sleep(_POLL_S)
+    lock.release()
 
 
 def _connectable(host: str) -> str:

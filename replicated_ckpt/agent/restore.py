@@ -74,6 +74,7 @@ class Restorer:
         while True:
             self._woken.wait()
             self._woken.clear()
+            self._busy.set()
             if self._stopping.is_set():
                 return
             for _ in range(ATTEMPTS):

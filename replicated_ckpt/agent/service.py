@@ -49,15 +49,20 @@ class NodeService:
 
         One that cannot be completed stays staged and is logged; it keeps nobody from using the others.
         """
-        completed = []
-        for intent in self.store.staged():
-            try:
-                if self.store.is_decided(intent.save_id):
-                    self.store.commit(intent.save_id)
-                    completed.append(intent.save_id)
-            except ReplicatedCkptError as exc:
-                log.error("save %s cannot be completed: %s", intent.save_id, exc)  # noqa: TRY400 - it explains itself
+        completed = self._complete_decided([Leftover(intent, "") for intent in self.store.staged()])
         self.store.empty_trash()
+        return completed
+
+    def _complete_decided(self, leftovers: Sequence[Leftover]) -> tuple[str, ...]:
+        """Commits those whose decision lies here: it is never taken back, and nobody may take them for given up."""
+        completed = []
+        for save_id in (leftover.intent.save_id for leftover in leftovers):
+            try:
+                if self.store.is_decided(save_id):
+                    self.store.commit(save_id)
+                    completed.append(save_id)
+            except ReplicatedCkptError as exc:
+                log.error("save %s cannot be completed: %s", save_id, exc)  # noqa: TRY400 - it explains itself
         return tuple(completed)
 
     def begin(self, intent: Intent) -> tuple[int, tuple[Leftover, ...]]:
@@ -68,6 +73,7 @@ class NodeService:
         Raises:
             CheckpointExists, StoreError
         """
+        self._complete_decided(self.leftovers(intent.session, intent))
         leftovers = self.leftovers(intent.session, intent)
         self.store.begin(intent)
         with self._lock:

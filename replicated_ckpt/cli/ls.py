@@ -5,12 +5,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from replicated_ckpt.agent.endpoint import read_endpoint
 from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, ReplicatedCkptError
+from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.local import LocalStore
 
@@ -24,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     store = LocalStore(arguments.root)
-    node_id = store.node_id()
+    if not store.root.is_dir():
+        raise CheckpointNotFound(f"{store.root} is no directory.", "Name the node's store with --root.")
+    node_id = store.known_node_id()
     holdings, unreachable = _looked(store, node_id)
     rows = [_row(save, _manifest(store, save)) for save in saves_found(holdings)]
     if arguments.json:
@@ -40,15 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _looked(store: LocalStore, node_id: str) -> tuple[list[Holding], list[str]]:
     holdings = list(store.catalog.holdings(node_id))
     unreachable = []
-    for peer in PeerBook(store.agent_directory()).known():
+    for peer in PeerBook(store.root_agent_directory()).known():
         try:
             with AgentClient(peer) as client:
                 found = client.call("GET", "/v1/holdings")["holdings"]
                 holdings += [Holding.from_json(fields) for fields in found]
         except (ReplicatedCkptError, ValueError, KeyError, TypeError) as exc:
             unreachable.append(f"{peer.label}: {exc}")
-    endpoint = read_endpoint(store.agent_directory())
-    return holdings, unreachable if endpoint or unreachable else []
+    return holdings, unreachable
 
 
 def _manifest(store: LocalStore, save: SaveFound) -> Manifest | None:

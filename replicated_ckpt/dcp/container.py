@@ -59,9 +59,9 @@ class TensorWriter:
         self._surroundings: dict[tuple[Any, ...], tuple[memoryview, memoryview]] = {}
 
     def write(self, tensor: torch.Tensor, stream: Writable) -> None:
-        """Appends a CPU tensor that fills its storage; its bytes are passed on as they lie in memory."""
+        """Appends a CPU tensor. One that fills its storage is not copied: its bytes are passed on as they lie in memory."""
         size_bytes = tensor.numel() * tensor.element_size()
-        if size_bytes > TEMPLATE_BYTES_MAX or not _is_plain(tensor):
+        if size_bytes > TEMPLATE_BYTES_MAX or not _is_plain(tensor) or not fills_storage(tensor):
             _saved(tensor, _Flushable(stream))
             return
         key = (tensor.dtype, tensor.shape, tensor.stride())
@@ -81,7 +81,7 @@ class TensorWriter:
         _saved(tensor, buffer)
         raw = memoryview(buffer.getvalue())
         start = data_range(raw)[0]
-        return raw[:start], raw[start + size_bytes :]
+        return memoryview(bytes(raw[:start])), memoryview(bytes(raw[start + size_bytes :]))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -199,14 +199,24 @@ class TensorReader:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"a container of {type(tensor).__name__}, not of a tensor")  # noqa: TRY004 - of bytes
         room = len(self._layout_by_head) < _TEMPLATES_MAX
-        if start and size and room and _is_plain(tensor) and _fills_storage(tensor, size):
+        plain = _is_plain(tensor) and fills_storage(tensor) and tensor.numel() * tensor.element_size() == size
+        if start and size and room and plain:
             layout = _Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), size)
             self._layout_by_head[bytes(raw[:start])] = layout
         return tensor
 
 
-def _fills_storage(tensor: torch.Tensor, size_bytes: int) -> bool:
-    return tensor.untyped_storage().nbytes() == size_bytes == tensor.numel() * tensor.element_size()
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether each byte of a strided tensor's storage is exactly one of its elements' bytes, in any order of dimensions."""
+    if tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def _viewed(data: memoryview, layout: _Layout) -> torch.Tensor:

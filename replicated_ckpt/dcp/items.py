@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from replicated_ckpt.dcp.container import TensorReader, TensorWriter
+from replicated_ckpt.dcp.container import TensorReader, TensorWriter, fills_storage
 from replicated_ckpt.dcp.torch_private import narrowed
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
@@ -62,7 +62,7 @@ class ItemWriter:
 
 def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().cpu()
-    if tensor.layout is torch.strided and tensor.untyped_storage().size() != tensor.numel() * tensor.element_size():
+    if tensor.layout is torch.strided and not fills_storage(tensor):
         tensor = tensor.clone()  # else the whole storage that it is a view of would be written
     return tensor
 

@@ -165,6 +165,7 @@ class ReplicatedReader(StorageReader):
         try:
             for shard, items in sorted(items_by_shard.items()):
                 self._read_shard(reader, shard, items, planner)
+                reader.done_with(shard)
         finally:
             reader.close()
         traffic = reader.traffic

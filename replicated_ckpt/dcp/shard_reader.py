@@ -86,12 +86,16 @@ class ShardReader:
 
     def _drop(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
         self._nodes_by_shard[shard].remove(node)
-        source = self._open.pop(shard, None)
-        if source is not None:
-            source.close()
+        self.done_with(shard)
         self._failed.setdefault(shard, []).append(f"node {node}: {error.message}")
         self.traffic.bad_copies.append(f"{shard} on node {node}: {error.message}")
         log.warning("%s of %s on node %s is not used: %s", shard, self._manifest.checkpoint_id, node, error)
+
+    def done_with(self, shard: str) -> None:
+        """Closes the source of a shard that nothing more is read from."""
+        source = self._open.pop(shard, None)
+        if source is not None:
+            source.close()
 
     def close(self) -> None:
         for source in self._open.values():

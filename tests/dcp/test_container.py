@@ -71,6 +71,17 @@ def test_strides_are_kept(permuted: tuple[int, ...]) -> None:
         assert torch.equal(torch.load(io.BytesIO(raw), weights_only=True), tensor)
 
 
+def test_stock_containers_of_views_are_read_right() -> None:
+    """A container that stock torch wrote of a view with an offset or an overlap is not taken for a plain one."""
+    reader = TensorReader()
+    for value in (2, 3, 1):
+        for tensor in (torch.arange(4.0)[value : value + 1].expand(4), torch.arange(8.0)[value : value + 4]):
+            stock = io.BytesIO()
+            torch.save(tensor, stock)
+            assert torch.equal(reader.read(memoryview(bytearray(stock.getvalue()))), tensor)
+            assert torch.equal(reader.read(written(TensorWriter(), tensor)), tensor)
+
+
 def test_kinds_of_one_size_are_not_mistaken_for_each_other() -> None:
     """Same number of bytes, other dtype or shape: each comes back as what it was."""
     writer, reader = TensorWriter(), TensorReader()

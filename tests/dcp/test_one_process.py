@@ -88,6 +88,17 @@ def test_every_kind_of_value_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert not (tmp_path / ".agent" / "endpoint.json").exists()
 
 
+def test_views_that_overlap_themselves_come_back_right(tmp_path: Path) -> None:
+    """An expanded slice, an offset view and a reversed layout of one storage's size are saved as what they show."""
+    base = torch.arange(4.0)
+    saved = {"one": base[2:3].expand(4), "other": base[3:].expand(4), "step": base.as_strided((2, 2), (0, 1), 2)}
+    dcp.save(saved, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path))
+    for reader in (ReplicatedReader(tmp_path), dcp.FileSystemReader(tmp_path / "step-1")):
+        found = {name: torch.zeros(tensor.shape) for name, tensor in saved.items()}
+        dcp.load(found, checkpoint_id=str(tmp_path / "step-1"), storage_reader=reader)
+        assert_same(found, saved)
+
+
 def test_one_copy_is_said_to_be_one(tmp_path: Path) -> None:
     """Where two copies are wanted and one node is there, the writer says so."""
     writer = ReplicatedWriter(tmp_path)

@@ -150,6 +150,20 @@ def test_one_save_that_cannot_be_completed_does_not_stop_the_others(tmp_path: Pa
     assert [intent.save_id for intent in store.staged()] == [blocked]
 
 
+def test_a_decided_leftover_is_completed_before_the_next_save_begins(tmp_path: Path) -> None:
+    """The next save of that id meets a checkpoint, as it should, and another one of that session goes ahead."""
+    store = LocalStore(tmp_path)
+    service = NodeService(store)
+    decided = staged(store, 1, b"decided")
+    with pytest.raises(CheckpointExists):
+        service.begin(Intent(save_id(2), "step-1", "session", overwrite=False))
+    assert content(store) == b"decided"
+    also = staged(store, 3, b"also", checkpoint_id="step-3")
+    assert service.begin(Intent(save_id(4), "step-4", "session", overwrite=False)) == (3, ())
+    assert content(store, "step-3") == b"also"
+    assert service.state_of(decided)["state"] == service.state_of(also)["state"] == "committed"
+
+
 def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:
     """Neither when the save begins, nor when another save was faster."""
     store = LocalStore(tmp_path)
