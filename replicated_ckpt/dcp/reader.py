@@ -23,7 +23,7 @@ from replicated_ckpt.dcp.report import LoadReport
 from replicated_ckpt.dcp.shard_reader import ShardReader
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.dcp.torch_private import StorageInfo, calling
-from replicated_ckpt.dcp.world import World, world_of_call
+from replicated_ckpt.dcp.world import world_of_call
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ObjectCorrupt, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.agent_client import AgentClient, file_path
 from replicated_ckpt.stores.local import LocalStore
@@ -249,8 +249,3 @@ class ReplicatedReader(StorageReader):
         """False: a reader cannot be guessed from an id alone; DCP asks this only when no reader was passed."""
         del checkpoint_id
         return False
-
-    @property
-    def world(self) -> World:
-        """The ranks of the last load."""
-        return self._world

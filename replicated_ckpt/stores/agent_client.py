@@ -9,7 +9,6 @@ on progress, not on the work.
 import errno
 import http.client
 import json
-import socket
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -229,12 +228,3 @@ def _refusal(status: int, raw: bytes, peer: str, method: str, path: str) -> Repl
 def file_path(checkpoint_id: str, save_id: str, name: str) -> str:
     """URL path of one file of one committed save."""
     return f"/v1/files/{save_id}/{name}?{urllib.parse.urlencode({'checkpoint_id': checkpoint_id})}"
-
-
-def is_reachable(address: AgentAddress, timeout_s: float = 1.0) -> bool:
-    """Whether something accepts connections there now."""
-    try:
-        socket.create_connection((address.host, address.port), timeout_s).close()
-    except OSError:
-        return False
-    return True

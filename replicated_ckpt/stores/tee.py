@@ -13,7 +13,6 @@ from functools import partial
 from typing import Protocol
 
 from replicated_ckpt.core.checksum import BlockHasher, BlockTable, Bytes
-from replicated_ckpt.errors import ReplicatedCkptError
 
 BUFFER_BYTES = 4 << 20
 BUFFERS = 4
@@ -178,8 +177,3 @@ class Tee:
         for thread in self._threads:
             thread.join()
         return tuple(Outcome(thread.sink, thread.error) for thread in self._threads)
-
-
-def typed(error: Exception) -> ReplicatedCkptError | None:
-    """The error as one of ours, or None for a bug that must not be explained away."""
-    return error if isinstance(error, ReplicatedCkptError) else None
