@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.agent.body import Body
 from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, Bytes, crc32c, decoded_footer, footer_bytes_of
 from replicated_ckpt.errors import ObjectCorrupt
@@ -51,6 +52,7 @@ def _written(sink: FileSink, body: Body) -> tuple[int, int]:
     while not body.done:
         count = body.readinto(piece)
         sink.write(piece[:count])
+        failpoints.reach("agent.receiving")
         crc = crc32c(piece[:count], crc)
         size += count
     return size, crc

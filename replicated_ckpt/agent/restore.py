@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.core.manifest import ShardEntry
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError
@@ -116,6 +117,7 @@ class Restorer:
                 continue
             finally:
                 client.close()
+            failpoints.reach("restore.copied")
             log.info("restored %s/%s from node %s", copy.checkpoint_id, copy.shard, node)
             return
         raise last

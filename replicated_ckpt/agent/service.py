@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.agent.body import Body
 from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.agent.receive import Received, received
@@ -143,6 +144,8 @@ class NodeService:
         if name in (METADATA_NAME, MANIFEST_NAME):
             raw = body.read_all(SMALL_FILE_BYTES_MAX)
             self.store.put_small(save_id, name, raw)
+            if name == MANIFEST_NAME:
+                failpoints.reach("agent.decision-staged")
             return Received.of(raw)
         if ShardName.parse(name) is None:
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")

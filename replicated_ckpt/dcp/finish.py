@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
@@ -39,12 +40,16 @@ def commit_save(
     try:
         raw_metadata, manifest = _described(decision, copies, receipts, metadata, results)
         raw_manifest = manifest.encoded()
+        failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
+        failpoints.reach("coordinator.metadata-staged")
         store.put_small(decision.save_id, MANIFEST_NAME, raw_manifest)
     except BaseException as exc:
         cluster.abort(decision.save_id, f"the coordinator failed: {type(exc).__name__}: {exc}")
         raise
+    failpoints.reach("coordinator.decided")
     committed = cluster.commit(decision.save_id, raw_metadata, raw_manifest)
+    failpoints.reach("coordinator.published")
     _check_reached(manifest, committed)
     return [
         f"node {node} has not published the checkpoint yet: {error}" for node, error in committed.error_by_node.items()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.core.checksum import BlockTable
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.decision import SaveDecision, ShardReceipt
@@ -81,6 +82,7 @@ class ShardWriter:
         results = []
         for item in plan.items:
             offset, length = self._items.write(tee, item, planner)
+            failpoints.reach("rank.writing")
             info = StorageInfo(name, offset, length)
             results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
         return results

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.layout import checkpoint_id_under
 from replicated_ckpt.dcp.cluster import AgentCluster, Cluster, LoneNode
@@ -131,6 +132,7 @@ class ReplicatedWriter(StorageWriter):
         else:
             self._post = SavePost(checkpoint_id, node_post(self._store, self.config.domain))
             self._nonce = self._world.blackboard.post("save", self._post.to_json())
+        failpoints.reach("rank.presented")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -148,14 +150,17 @@ class ReplicatedWriter(StorageWriter):
         decision = decided(posts, self.config.copies, uuid.uuid4().hex)
         self._cluster = self._cluster_of(decision)
         intent = Intent(decision.save_id, decision.checkpoint_id, self._world.session, self.config.overwrite)
+        failpoints.reach("coordinator.drawn")
         try:
             sequence = self._cluster.begin(intent) + 1
         except BaseException as exc:
             self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
             raise
+        failpoints.reach("coordinator.opened")
         self._decision = replace(decision, sequence=sequence)
         if board is not None:
             board.decide("save", raw_posts, self._decision.to_json())
+        failpoints.reach("coordinator.placed")
         self._degraded(weaknesses(self._decision, self.config.copies, posts))
         return plans
 
@@ -178,9 +183,11 @@ class ReplicatedWriter(StorageWriter):
             self._cluster.abort(self._decision.save_id, f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
             raise
         self._receipt = receipt
+        failpoints.reach("rank.written")
         if board is not None:
             address = self._current_address().to_json()
             board.post("receipt", {**receipt.to_json(), "save_id": self._decision.save_id, "address": address})
+        failpoints.reach("rank.receipted")
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

@@ -35,12 +35,18 @@ _SLICE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class AgentAddress:
-    """Where an agent listens and the token that opens it. The token never appears in `repr`, logs or errors."""
+    """Where an agent listens and the token that opens it. The token never appears in `repr`, logs or errors.
+
+    `incarnation` counts the starts of the node's agents: of two addresses of one node the larger one is the later one.
+    `domain` is the node's failure domain, if it is known.
+    """
 
     node_id: str
     host: str
     port: int
     token: str
+    incarnation: int = 0
+    domain: str | None = None
 
     def __repr__(self) -> str:
         return f"AgentAddress({self.label})"
@@ -54,7 +60,20 @@ class AgentAddress:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
-        return cls(str(fields["node_id"]), str(fields["host"]), int(fields["port"]), str(fields["token"]))
+        domain = fields.get("domain")
+        return cls(
+            str(fields["node_id"]),
+            str(fields["host"]),
+            int(fields["port"]),
+            str(fields["token"]),
+            int(fields.get("incarnation", 0)),
+            None if domain is None else str(domain),
+        )
+
+
+def opened_connection(address: AgentAddress, timeout_s: float) -> http.client.HTTPConnection:
+    """A connection to an agent; it connects when it is first used."""
+    return http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
 
 
 class AgentClient:
@@ -62,7 +81,7 @@ class AgentClient:
 
     def __init__(self, address: AgentAddress, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
         self.address = address
-        self._connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+        self._connection = opened_connection(address, timeout_s)
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError, StoreFull
 
 _AT_FDCWD = -100
@@ -103,14 +104,18 @@ def publish_directory(staged: Path, final: Path, discarded: Path) -> None:
     cannot exchange names there is an instant at which `final` names nothing; recovery then completes the publication.
     """
     fsync_directory(staged)
+    failpoints.reach("commit.staging-fsynced")
     if not final.exists():
         staged.rename(final)
     elif _exchange(staged, final):
+        failpoints.reach("commit.replaced")
         fsync_directory(final.parent)
         staged.rename(discarded)
     else:
         final.rename(discarded)
+        failpoints.reach("commit.replaced")
         staged.rename(final)
+    failpoints.reach("commit.named")
     fsync_directory(final.parent)
     fsync_directory(staged.parent)
 

@@ -6,6 +6,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import (
     AGENT_DIR,
@@ -138,8 +139,10 @@ class LocalStore:
         with translated(str(self.root), "begin", intent.checkpoint_id):
             make_directories(staging.parent, self.root)
             write_file(self.intent_path(intent.save_id), intent.encoded())
+            failpoints.reach("store.intent-written")
             staging.mkdir(exist_ok=True)
             fsync_directory(staging.parent)
+        failpoints.reach("store.opened")
 
     def _check_free(self, checkpoint_id: str, *, overwrite: bool) -> None:
         """Refuses to replace a checkpoint unless asked to, and anything else ever."""
@@ -180,6 +183,7 @@ class LocalStore:
             manifest = self._decision(save_id)
             final = self.final(manifest.checkpoint_id)
             self._check_free(manifest.checkpoint_id, overwrite=self._intent(save_id).overwrite)
+            failpoints.reach("commit.checked")
             for leftover in staging.glob(f"*{PART_SUFFIX}"):
                 leftover.unlink()
             make_directories(final.parent, self.root)
@@ -187,8 +191,10 @@ class LocalStore:
             make_directories(trash, self.root)
             remove_tree(trash / save_id)
             publish_directory(staging, final, trash / save_id)
+            failpoints.reach("commit.durable")
             remove_tree(trash / save_id)
             self.intent_path(save_id).unlink(missing_ok=True)
+        failpoints.reach("commit.done")
         return tuple(sorted(self.catalog.shard_sizes(manifest.checkpoint_id)))
 
     def _is_published(self, save_id: str) -> bool:
@@ -236,6 +242,7 @@ class LocalStore:
                 make_directories(trash.parent, self.root)
                 remove_tree(trash)
                 staging.rename(trash)
+                failpoints.reach("abort.trashed")
                 remove_tree(trash)
             self.intent_path(save_id).unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ import errno
 import os
 from pathlib import Path
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.core.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted
 from replicated_ckpt.stores.durable import fsync_directory, read_exactly, translated, write_all
@@ -53,9 +54,11 @@ class FileSink:
         with translated(str(self._path.parent), "rename", self._path.name):
             os.close(self._fd)
             self._fd = -1
+            failpoints.reach("store.shard-fsynced")
             try:
                 self._part.rename(self._path)
                 fsync_directory(self._path.parent)
+                failpoints.reach("store.shard-named")
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {self._path} belongs to was aborted.") from exc
 

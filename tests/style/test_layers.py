@@ -10,12 +10,13 @@ import pytest
 
 from tests.style.package_source import PACKAGE, ROOT, Source, imported_names, package_sources
 
-ANYBODY = {"errors", "config", "version"}
+ANYBODY = {"errors", "config", "version", "failpoints"}
 ALLOWED_BY_ROOM: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "config": {"errors"},
-    "core": ANYBODY,
+    "failpoints": {"errors"},
+    "core": ANYBODY - {"failpoints"},
     "stores": {"core"} | ANYBODY,
     "agent": {"stores", "core"} | ANYBODY,
     "dcp": {"agent", "stores", "core"} | ANYBODY,
@@ -56,7 +57,7 @@ PURE_MODULES = {
 }
 PURE_NAMES = {"pathlib.PurePath", "pathlib.PurePosixPath"}
 
-TORCH_FREE_ROOMS = {"", "errors", "version", "config", "core", "stores", "agent", "cli"}
+TORCH_FREE_ROOMS = {"", "errors", "version", "config", "failpoints", "core", "stores", "agent", "cli"}
 NEEDS_TORCH = {"replicated_ckpt.cli.drill", "replicated_ckpt.cli.bench"}
 
 IMPORT_WITHOUT_TORCH = """

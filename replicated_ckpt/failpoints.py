@@ -1,0 +1,126 @@
+"""Failpoints: named places in the code at which a test kills, stops or fails this very process. Off unless armed.
+
+Armed by the environment variable REPLICATED_CKPT_FAILPOINTS when the process starts: `name=action`, several separated by
+commas. Actions: `kill` (SIGKILL to this process), `stop` (SIGSTOP), `raise` (FailpointReached), `sleep:SECONDS`. With
+`action@N` the N-th time counts, not the first. An agent inherits the variable from the rank that starts it. While nothing
+is armed a failpoint costs one look at an empty dictionary.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from replicated_ckpt.errors import ConfigInvalid
+
+ENV = "REPLICATED_CKPT_FAILPOINTS"
+
+POINTS: Mapping[str, str] = {
+    "rank.presented": "step 1: a rank has posted its node; nothing of the save exists",
+    "coordinator.drawn": "step 2: the save id is drawn, no agent knows it",
+    "store.intent-written": "step 2: an agent has written the intent and not made the staging directory",
+    "store.opened": "step 2: an agent has opened the save and not answered",
+    "coordinator.opened": "step 2: every agent has opened the save, no rank knows the decision about places",
+    "coordinator.placed": "step 2: the decision about places is on the blackboard",
+    "rank.writing": "step 3: a rank has written its first item",
+    "agent.receiving": "step 3: an agent has received the first bytes of a copy",
+    "store.shard-fsynced": "step 3: a shard is fsynced and has not got its name (own store, or a buddy's)",
+    "store.shard-named": "step 3: a shard has its name, durably (own store, or a buddy's)",
+    "rank.written": "step 3: a rank's shard and its copies are acknowledged",
+    "rank.receipted": "step 4: a rank has posted its receipt",
+    "coordinator.accounted": "step 4: every shard is accounted for",
+    "coordinator.metadata-staged": "step 5: the coordinator's node has .metadata, and no decision",
+    "coordinator.decided": "step 5: the decision is durable on the coordinator's node, nobody else knows it",
+    "agent.decision-staged": "step 6: an agent has been sent the decision and has not been told to commit",
+    "commit.checked": "step 6: the decision is believed, the staging directory as it was",
+    "commit.staging-fsynced": "step 6: the staging directory is fsynced",
+    "commit.named": "step 6: the checkpoint has its name, not durably",
+    "commit.replaced": "step 6: the checkpoint that was replaced is on its way to the trash",
+    "commit.durable": "step 6: the checkpoint has its name durably; trash and intent are still there",
+    "commit.done": "step 6: everything is done but the answer",
+    "coordinator.published": "step 7: all agents have answered, dcp.save has not returned",
+    "abort.trashed": "a save that is given up is in the trash, its intent still in place",
+    "restore.copied": "a missing copy was pulled from a peer",
+}
+"""Every failpoint, and what holds when it is reached."""
+
+
+class FailpointReached(RuntimeError):
+    """Raised by the action `raise`: stands for a defect, so it is none of our typed errors."""
+
+
+Action = Callable[[str], None]
+_armed: dict[str, Action] = {}
+
+
+def reach(name: str) -> None:
+    """Marks the place `name` of POINTS; does what the failpoint is armed with, if it is."""
+    if _armed and name in _armed:
+        _armed[name](name)
+
+
+@contextlib.contextmanager
+def armed(name: str, action: Action) -> Iterator[None]:
+    """Arms a failpoint of this process for a block. Not for concurrent use with the same name."""
+    _checked(name)
+    _armed[name] = action
+    try:
+        yield
+    finally:
+        _armed.pop(name, None)
+
+
+def arm_from_environment(text: str) -> None:
+    """Arms what `text`, in the form of the environment variable, says.
+
+    Raises:
+        ConfigInvalid: no such failpoint or action.
+    """
+    for entry in filter(None, text.split(",")):
+        name, _, action = entry.partition("=")
+        _armed[_checked(name)] = _action(action)
+
+
+def _checked(name: str) -> str:
+    if name not in POINTS:
+        raise ConfigInvalid(f"{ENV}: there is no failpoint {name!r}.", "replicated_ckpt.failpoints.POINTS lists them.")
+    return name
+
+
+def _action(text: str) -> Action:
+    kind, _, count = text.partition("@")
+    kind, _, seconds = kind.partition(":")
+    actions: Mapping[str, Action] = {
+        "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+        "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+        "raise": _raised,
+        "sleep": lambda _: time.sleep(float(seconds)),
+    }
+    if kind not in actions:
+        raise ConfigInvalid(f"{ENV}: there is no action {text!r}.", f"Actions: {', '.join(actions)}.")
+    return _counted(actions[kind], int(count or 1))
+
+
+def _raised(name: str) -> None:
+    raise FailpointReached(name)
+
+
+def _counted(action: Action, nth: int) -> Action:
+    lock = threading.Lock()
+    left = nth
+
+    def counted(name: str) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_due = left == 0
+        if is_due:
+            action(name)
+
+    return counted
+
+
+if os.environ.get(ENV):
+    arm_from_environment(os.environ[ENV])

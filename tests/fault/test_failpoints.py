@@ -1,0 +1,57 @@
+"""Failpoints: off they do nothing, armed they do what was said, and only where it was said."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.errors import ConfigInvalid
+
+HOME = Path(__file__).resolve().parents[2]
+PACKAGE = HOME / "replicated_ckpt"
+
+
+def ran(armed: str, *reached: str) -> "subprocess.CompletedProcess[str]":
+    """A process that is armed through its environment, reaches these points, and says so after each."""
+    code = "import sys\nfrom replicated_ckpt.failpoints import reach\n"
+    code += "for name in sys.argv[1:]:\n    reach(name)\n    print(name, flush=True)\n"
+    environment = {**os.environ, "PYTHONPATH": str(HOME), failpoints.ENV: armed}
+    command = [sys.executable, "-c", code, *reached]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_a_process_is_killed_where_it_was_said() -> None:
+    """`kill@2` ends the process with SIGKILL the second time that the named place is reached, and not before."""
+    done = ran("commit.named=kill@2", "commit.checked", "commit.named", "commit.durable", "commit.named", "commit.done")
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout.split() == ["commit.checked", "commit.named", "commit.durable"]
+
+
+def test_a_failpoint_raises_no_error_of_ours() -> None:
+    """`raise` stands for a defect: nothing that handles our own errors may catch it."""
+    with (
+        failpoints.armed("commit.named", failpoints._action("raise")),
+        pytest.raises(failpoints.FailpointReached, match=r"commit\.named"),
+    ):
+        failpoints.reach("commit.named")
+    failpoints.reach("commit.named")
+
+
+@pytest.mark.parametrize("text", ["no.such=kill", "commit.named=explode", "commit.named"])
+def test_what_cannot_be_armed_is_refused(text: str) -> None:
+    """A misspelt failpoint is an error and not a test that passes because nothing happened."""
+    with pytest.raises(ConfigInvalid, match=failpoints.ENV):
+        failpoints.arm_from_environment(text)
+
+
+def test_every_failpoint_is_in_the_code_once_and_in_the_design() -> None:
+    """The registry names what exists: each point is reached somewhere in the package, and documented."""
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    design = (HOME / "docs" / "design.md").read_text()
+    for name in failpoints.POINTS:
+        assert f'reach("{name}")' in source, name
+        assert f"`{name}`" in design, name
