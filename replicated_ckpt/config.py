@@ -88,16 +88,30 @@ class ReaderConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """How an agent runs. `idle_exit_s` None: it stays until it is told to stop."""
+    """How an agent runs.
+
+    `port` 0: the one that this root's agent had last, or any free one. `idle_exit_s` None: it stays until it is told to
+    stop. `lost_after_s`: so long a peer that fell silent is taken to hold its copies; `away_after_s`: the same for one
+    that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`: pace of re-protection and scrub, in MiB a second;
+    `scrub_every_s`: pause between two passes of the scrub.
+    """
 
     root: str
     host: str = "127.0.0.1"
     port: int = 0
     idle_exit_s: float | None = None
+    lost_after_s: float = 30.0
+    away_after_s: float = 3600.0
+    copy_mib_per_s: float = 256.0
+    scrub_mib_per_s: float = 32.0
+    scrub_every_s: float = 86400.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigInvalid(f"port must be from 0 (any free one) to 65535, not {self.port}.")
         if self.idle_exit_s is not None and not self.idle_exit_s > 0:
             raise ConfigInvalid(f"idle_exit_s must be positive, not {self.idle_exit_s}.")
+        for name in ("lost_after_s", "away_after_s", "copy_mib_per_s", "scrub_mib_per_s", "scrub_every_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
         object.__setattr__(self, "root", _checked_root(self.root))

@@ -7,6 +7,7 @@ import sys
 from replicated_ckpt.agent.life import Agent
 from replicated_ckpt.config import AgentConfig
 
+_BACKGROUND = ("lost_after_s", "away_after_s", "copy_mib_per_s", "scrub_mib_per_s", "scrub_every_s")
 HELP = "Serve one node's store to its peers until stopped (ranks start one by themselves if none runs)."
 
 
@@ -16,10 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)"
     )
-    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
-    parser.add_argument(
-        "--idle-exit-s", type=float, default=None, help="leave after this long without client or work (default: stay)"
+    add = parser.add_argument
+    add("--port", type=int, default=0, help="port to listen on (default: the one that it had last, or any free one)")
+    add("--idle-exit-s", type=float, help="leave after this long without client or work (default: stay)")
+    add(
+        "--lost-after-s", type=float, help="take a silent peer's copies for lost after this long (default: %(default)s)"
     )
+    add("--away-after-s", type=float, help="the same for a peer that said it leaves (default: %(default)s)")
+    add("--copy-mib-per-s", type=float, help="pace at which missing copies are made up (default: %(default)s)")
+    add("--scrub-mib-per-s", type=float, help="pace of the scrub, which re-reads the store (default: %(default)s)")
+    add("--scrub-every-s", type=float, help="pause between two passes of the scrub (default: %(default)s)")
+    parser.set_defaults(**{name: getattr(AgentConfig, name) for name in _BACKGROUND})
     parser.add_argument("--verbose", action="store_true", help="log every request")
 
 
@@ -34,5 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         level=logging.DEBUG if arguments.verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    Agent(AgentConfig(arguments.root, arguments.host, arguments.port, arguments.idle_exit_s)).run()
+    background = {name: getattr(arguments, name) for name in _BACKGROUND}
+    Agent(AgentConfig(arguments.root, arguments.host, arguments.port, arguments.idle_exit_s, **background)).run()
     return 0

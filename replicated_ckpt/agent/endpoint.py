@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import secrets
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import write_file
 
 _ENDPOINT_NAME = "endpoint.json"
+_IDENTITY_NAME = "identity.json"
 _LOCK_NAME = "lock"
 _CLIENTS_NAME = "clients"
 LOG_NAME = "log"
@@ -25,13 +28,27 @@ class Endpoint:
     token: str
     pid: int
     version: str
+    incarnation: int = 0
 
     def __repr__(self) -> str:
         return f"Endpoint(node {self.node_id} at {self.host}:{self.port}, pid {self.pid})"
 
-    def address(self, host: str | None = None) -> AgentAddress:
+    def address(self, host: str | None = None, domain: str | None = None) -> AgentAddress:
         """The agent's address, as seen from other nodes under the name `host`."""
-        return AgentAddress(self.node_id, host or self.host, self.port, self.token)
+        return AgentAddress(self.node_id, host or self.host, self.port, self.token, self.incarnation, domain)
+
+    def local_address(self) -> AgentAddress:
+        """The agent's address for a process on this host."""
+        return self.address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host))  # noqa: S104 - nothing is bound
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What stays when an agent is started again: its token and, if it is free, its port. So its peers still find it."""
+
+    token: str
+    port: int
+    incarnation: int
 
 
 def write_endpoint(directory: Path, endpoint: Endpoint) -> None:
@@ -49,9 +66,30 @@ def read_endpoint(directory: Path) -> Endpoint | None:
             str(fields["token"]),
             int(fields["pid"]),
             str(fields["version"]),
+            int(fields.get("incarnation", 0)),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def next_identity(directory: Path) -> Identity:
+    """The identity of the agent that starts now; `keep_identity` makes it the last one."""
+    try:
+        fields = json.loads((directory / _IDENTITY_NAME).read_bytes())
+        return Identity(str(fields["token"]), int(fields["port"]), int(fields["incarnation"]) + 1)
+    except FileNotFoundError:
+        return Identity(secrets.token_hex(16), 0, 1)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # damaged: only a number that is larger than the last one is needed
+        return Identity(secrets.token_hex(16), 0, int(time.time()))
+
+
+def keep_identity(directory: Path, identity: Identity) -> None:
+    write_file(directory / _IDENTITY_NAME, json.dumps(asdict(identity)).encode(), mode=0o600)
 
 
 def remove_endpoint(directory: Path) -> None:

@@ -71,7 +71,7 @@ def _answering(directory: Path, bind_host: str) -> Endpoint | None:
     if endpoint is None:
         return None
     try:
-        with AgentClient(endpoint.address(_connectable(endpoint.host))) as client:
+        with AgentClient(endpoint.local_address()) as client:
             client.call("GET", "/v1/status")
             if endpoint.host in ("127.0.0.1", "::1") and endpoint.host != bind_host:
                 client.call("POST", "/v1/shutdown")
@@ -90,10 +90,6 @@ def _wait_until_gone(directory: Path) -> None:
             raise AgentUnavailable(f"The agent of {directory.parent} was told to stop and has not.")
         time.sleep(_POLL_S)
     lock.release()
-
-
-def _connectable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - a comparison, nothing is bound
 
 
 def _started(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:

@@ -2,11 +2,11 @@
 
 import logging
 import os
-import secrets
 import signal
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,16 +14,24 @@ from typing import Any
 from replicated_ckpt.agent.endpoint import (
     Endpoint,
     FileLock,
+    Identity,
     has_clients,
+    keep_identity,
+    next_identity,
     remove_endpoint,
     shut_out_clients,
     single_agent_lock,
     write_endpoint,
 )
-from replicated_ckpt.agent.restore import Restorer
-from replicated_ckpt.agent.routes import Answer, Request, Routes
+from replicated_ckpt.agent.greeting import said_goodbye, saying_hello
+from replicated_ckpt.agent.pace import Pace
+from replicated_ckpt.agent.reprotect import Reprotector
+from replicated_ckpt.agent.request import Answer, Request
+from replicated_ckpt.agent.routes import Routes
+from replicated_ckpt.agent.scrub import Scrubber
 from replicated_ckpt.agent.server import AgentServer
 from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.watch import Patience
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.local import LocalStore
@@ -32,6 +40,8 @@ from replicated_ckpt.version import __version__
 log = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 0.5
+_LEAVE_GRACE_S = 3.0
+_LEAVE_POLL_S = 0.02
 
 
 class _Activity:
@@ -54,6 +64,11 @@ class _Activity:
     def touch(self) -> None:
         with self._lock:
             self._last = time.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        with self._lock:
+            return self._under_way == 0
 
     def idle_s(self) -> float:
         with self._lock:
@@ -94,37 +109,79 @@ class Agent:
             raise AgentUnavailable(f"Another agent serves {self.config.root} already.", "Use that one, or stop it.")
         self._service = NodeService(store)
         completed = self._service.recover()
-        self._restorer = Restorer(self._service)
-        server = self._listening()
+        self._start_background_work()
+        identity = next_identity(directory)
+        server = self._listening(identity)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="rckpt-accept", daemon=True)
         thread.start()
-        self._restorer.start()
         try:
             host, port = server.server_address[0], server.server_address[1]
+            keep_identity(directory, replace(identity, port=int(port)))
             self._endpoint = Endpoint(
-                self._service.node_id, str(host), int(port), server.token, os.getpid(), __version__
+                self._service.node_id,
+                str(host),
+                int(port),
+                server.token,
+                os.getpid(),
+                __version__,
+                identity.incarnation,
             )
             write_endpoint(directory, self._endpoint)
             log.info("serving %s as %r, completed %d saves", self.config.root, self._endpoint, len(completed))
+            self._hello = saying_hello(self._service, self._endpoint)
+            self._reprotector.start()
+            self._scrubber.start()
             self._wait(directory, lock)
+            self._leave(server)
         finally:
+            self._stopping.set()
             if lock.is_in_place():
                 remove_endpoint(directory)
             server.shutdown()
             server.server_close()
             thread.join()
-            self._restorer.stop()
             lock.release()
             log.info("stopped serving %s", self.config.root)
 
-    def _listening(self) -> AgentServer:
-        routes = _WatchedRoutes(self._activity, self._service, self._restorer, self.status, self._stopping.set)
-        try:
-            return AgentServer((self.config.host, self.config.port), secrets.token_hex(16), routes)
-        except OSError as exc:
-            raise AgentUnavailable(f"Cannot listen on {self.config.host}:{self.config.port}: {exc}.") from exc
+    def _start_background_work(self) -> None:
+        """Makes the threads of re-protection and scrub; they start once the agent can be reached."""
+        config = self.config
+        copying, scrubbing = (
+            Pace(mib_per_s * (1 << 20), self._stopping) for mib_per_s in (config.copy_mib_per_s, config.scrub_mib_per_s)
+        )
+        patience = Patience(config.lost_after_s, config.away_after_s)
+        self._reprotector = Reprotector(self._service, patience, copying, self._stopping)
+        self._scrubber = Scrubber(
+            self._service.store,
+            self._service.node_id,
+            scrubbing,
+            self._stopping,
+            config.scrub_every_s,
+            self._reprotector.suspect_finding,
+        )
+
+    def _leave(self, server: AgentServer) -> None:
+        """Ends in good order: no new connection, what is under way gets a moment, the peers hear goodbye."""
+        self._stopping.set()
+        server.shutdown()
+        deadline = time.monotonic() + _LEAVE_GRACE_S
+        while not self._activity.is_idle and time.monotonic() < deadline:
+            time.sleep(_LEAVE_POLL_S)
+        said_goodbye(self._service)
+        self._reprotector.join()
+        self._scrubber.join()
+
+    def _listening(self, identity: Identity) -> AgentServer:
+        routes = _WatchedRoutes(self._activity, self._service, self._reprotector, self.status, self._stopping.set)
+        ports = [self.config.port] if self.config.port or not identity.port else [identity.port, 0]
+        for port in ports:
+            try:
+                return AgentServer((self.config.host, port), identity.token, routes)
+            except OSError as exc:
+                problem = exc
+        raise AgentUnavailable(f"Cannot listen on {self.config.host}:{self.config.port}: {problem}.")
 
     def _wait(self, directory: Path, lock: FileLock) -> None:
         while not self._stopping.wait(_LOOK_INTERVAL_S):
@@ -133,7 +190,7 @@ class Agent:
                 return
             if self.config.idle_exit_s is None:
                 continue
-            if self._restorer.is_busy or has_clients(directory):
+            if self._reprotector.is_busy or has_clients(directory):
                 self._activity.touch()
             elif self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory):
                 log.info("no client and no work for %.0f s", self.config.idle_exit_s)
@@ -153,6 +210,9 @@ class Agent:
             "uptime_s": round(time.monotonic() - self._started_at, 3),
             "staged": [intent.save_id for intent in self._service.store.staged()],
             "checkpoints": [holding.checkpoint_id for holding in self._service.holdings()],
-            "restoring": self._restorer.is_busy,
+            "greeted": not self._hello.is_alive(),
+            "restoring": self._reprotector.is_busy,
+            "protection": self._reprotector.status(),
+            "scrub": self._scrubber.status(),
             "threads": threading.active_count(),
         }

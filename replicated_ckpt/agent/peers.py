@@ -2,8 +2,9 @@
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import translated, write_file
@@ -13,25 +14,54 @@ _PEERS_MAX = 8192
 
 
 class PeerBook:
-    """Addresses by node, the latest one known. The file is readable by this user only, as it holds tokens."""
+    """Addresses by node, the latest one known, and who said goodbye.
+
+    The file is readable by this user only, as it holds tokens. Safe to use concurrently.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _PEERS_NAME
         self._lock = threading.Lock()
 
     def learn(self, peers: Sequence[AgentAddress]) -> None:
-        with self._lock:
-            known = {peer.node_id: peer for peer in self.known()}
-            merged = {**known, **{peer.node_id: peer for peer in peers}}
-            if merged == known:
-                return
-            latest = list(merged.values())[-_PEERS_MAX:]
-            with translated(str(self._path.parent), "write", _PEERS_NAME):
-                write_file(self._path, json.dumps([peer.to_json() for peer in latest]).encode(), mode=0o600)
+        """Keeps addresses that come from the nodes themselves, now: they win over what was known, and nobody is away."""
+        self._merge({peer.node_id: peer for peer in peers}, returned={peer.node_id for peer in peers})
+
+    def hear(self, peers: Sequence[AgentAddress]) -> None:
+        """Keeps addresses that somebody else knew, where they are new or of a later start of the agent."""
+        known = {peer.node_id: peer for peer in self.known()}
+        later = [
+            peer for peer in peers if peer.node_id not in known or peer.incarnation > known[peer.node_id].incarnation
+        ]
+        self._merge({peer.node_id: peer for peer in later}, returned=())
+
+    def leave(self, node_id: str) -> None:
+        """Notes that a node's agent left in good order: its disk is as it was."""
+        self._merge({}, returned=(), left={node_id})
+
+    def is_away(self, node_id: str) -> bool:
+        return node_id in self._read()[1]
 
     def known(self) -> tuple[AgentAddress, ...]:
         """The peers met so far. An unreadable file counts as none: it only saves looking for them."""
+        return tuple(self._read()[0].values())
+
+    def _merge(self, news: Mapping[str, AgentAddress], returned: Collection[str], left: Collection[str] = ()) -> None:
+        with self._lock:
+            known, away = self._read()
+            merged = {**known, **news}
+            still_away = (away | set(left)) - set(returned)
+            if merged == known and still_away == away:
+                return
+            latest = list(merged.values())[-_PEERS_MAX:]
+            entries = [{**peer.to_json(), "away": peer.node_id in still_away} for peer in latest]
+            with translated(str(self._path.parent), "write", _PEERS_NAME):
+                write_file(self._path, json.dumps(entries).encode(), mode=0o600)
+
+    def _read(self) -> tuple[dict[str, AgentAddress], set[str]]:
         try:
-            return tuple(AgentAddress.from_json(fields) for fields in json.loads(self._path.read_bytes()))
-        except (OSError, ValueError, KeyError, TypeError):
-            return ()
+            entries: list[Mapping[str, Any]] = json.loads(self._path.read_bytes())
+            peers = {peer.node_id: peer for peer in map(AgentAddress.from_json, entries)}
+            return peers, {str(entry["node_id"]) for entry in entries if entry.get("away")}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}, set()

@@ -5,14 +5,12 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from email.message import Message
-from http import HTTPStatus
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from replicated_ckpt.agent.body import Body
-from replicated_ckpt.agent.heartbeat import Heartbeat
-from replicated_ckpt.agent.restore import Restorer
+from replicated_ckpt.agent.repair_routes import RepairRoutes
+from replicated_ckpt.agent.reprotect import Reprotector
+from replicated_ckpt.agent.request import Answer, Request, json_answer
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
@@ -20,43 +18,7 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolErr
 from replicated_ckpt.stores.durable import flush_file
 from replicated_ckpt.stores.local import Intent
 
-_DOCUMENT_BYTES_MAX = 64 << 20
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
-
-
-@dataclass(frozen=True)
-class Request:
-    """One authenticated request."""
-
-    method: str
-    target: str
-    body: Body
-    headers: Message
-    heartbeat: Heartbeat
-
-    def document(self) -> Mapping[str, Any]:
-        raw = self.body.read_all(_DOCUMENT_BYTES_MAX)
-        try:
-            fields = json.loads(raw or b"{}")
-        except (ValueError, RecursionError) as exc:
-            raise PeerProtocolError(f"The request's body is no JSON: {raw[:80]!r}.") from exc
-        if not isinstance(fields, dict):
-            raise PeerProtocolError("The request's body is no JSON object.")
-        return fields
-
-
-def _nothing() -> None:
-    """What follows most answers."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A small answer. `after` runs once it was sent."""
-
-    body: bytes
-    status: int = HTTPStatus.OK
-    content_type: str = "application/json"
-    after: Callable[[], None] = field(default=_nothing)
 
 
 @dataclass(frozen=True)
@@ -70,22 +32,19 @@ class FileAnswer(Answer):
     is_partial: bool = False
 
 
-def _json(**fields: Any) -> Answer:
-    return Answer((json.dumps(fields) + "\n").encode())
-
-
 class Routes:
     """Maps requests to the node's service. Safe for concurrent use."""
 
     def __init__(
         self,
         service: NodeService,
-        restorer: Restorer,
+        reprotector: Reprotector,
         status: Callable[[], Mapping[str, Any]],
         stop: Callable[[], None],
     ) -> None:
         self._service = service
-        self._restorer = restorer
+        self._reprotector = reprotector
+        self._repair = RepairRoutes(service, reprotector)
         self._status = status
         self._stop = stop
 
@@ -100,17 +59,19 @@ class Routes:
         parts = tuple(urllib.parse.unquote(part) for part in url.path.split("/")[1:])
         match (request.method, *parts):
             case ("GET", "v1", "status"):
-                return _json(**self._status())
+                return json_answer(**self._status())
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"))
             case ("GET", "v1", "peers"):
-                return _json(peers=[peer.to_json() for peer in self._service.peers.known()])
+                return json_answer(peers=[peer.to_json() for peer in self._service.peers.known()])
             case ("POST", "v1", "peers"):
                 return self._meet(request)
             case ("GET" | "HEAD", "v1", "files", save_id, name):
                 return self._file(request, query.get("checkpoint_id", ""), save_id, name)
             case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
                 return self._save(request, save_id, rest)
+            case ("POST", "v1", "hello" | "bye" | "suspects" | "verify" | "repair" as verb):
+                return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
                 return Answer(b"{}\n", after=self._stop)
         raise ObjectMissing("this agent", request.method, url.path[:200], "no such verb")
@@ -118,7 +79,7 @@ class Routes:
     def _save(self, request: Request, save_id: str, rest: list[str]) -> Answer:
         match (request.method, *rest):
             case ("GET",):
-                return _json(**self._service.state_of(save_id))
+                return json_answer(**self._service.state_of(save_id))
             case ("POST",):
                 return self._begin(request, save_id)
             case ("PUT", name):
@@ -126,10 +87,10 @@ class Routes:
             case ("POST", "commit"):
                 with request.heartbeat:
                     held = self._service.commit(save_id)
-                return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._restorer.wake)
+                return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._reprotector.wake)
             case ("POST", "abort"):
                 self._service.abort(save_id, str(request.document().get("why", "no reason given"))[:500])
-                return _json()
+                return json_answer()
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _begin(self, request: Request, save_id: str) -> Answer:
@@ -145,7 +106,7 @@ class Routes:
         if leftovers:
             with request.heartbeat:
                 settle(self._service, leftovers, peers)
-        return _json(sequence_max=sequence_max)
+        return json_answer(sequence_max=sequence_max)
 
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:
         durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"
@@ -161,7 +122,9 @@ class Routes:
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
             raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
         found = self._service.holdings(checkpoint_id)
-        return _json(node_id=self._service.node_id, holdings=[holding.to_json() for holding in found])
+        unbelieved = list(self._service.store.catalog.unbelieved()) if checkpoint_id is None else []
+        holdings = [holding.to_json() for holding in found]
+        return json_answer(node_id=self._service.node_id, holdings=holdings, unbelieved=unbelieved)
 
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""
@@ -172,7 +135,7 @@ class Routes:
             raise PeerProtocolError(f"Peers cannot be learned from {type(exc).__name__}: {exc}.") from exc
         with request.heartbeat:
             settle(self._service, self._service.leftovers(str(fields.get("session", ""))), peers)
-        return Answer(b"{}\n", after=self._restorer.wake)
+        return Answer(b"{}\n", after=self._reprotector.wake)
 
     def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> Answer:
         if not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):

@@ -13,7 +13,8 @@ from typing import Any
 
 from replicated_ckpt.agent.body import Body
 from replicated_ckpt.agent.heartbeat import Heartbeat
-from replicated_ckpt.agent.routes import Answer, FileAnswer, Request, Routes
+from replicated_ckpt.agent.request import Answer, Request
+from replicated_ckpt.agent.routes import FileAnswer, Routes
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -103,7 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._check_token()
             body = Body(self.rfile, self.headers)
-            request = Request(self.command, self.path, body, self.headers, Heartbeat(self.wfile))
+            request = Request(
+                self.command, self.path, body, self.headers, Heartbeat(self.wfile), str(self.client_address[0])
+            )
             answer = self.server.routes.answer(request)
         except ReplicatedCkptError as exc:
             self._refuse(exc, body)

@@ -11,6 +11,7 @@ from typing import Any
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.body import Body
+from replicated_ckpt.agent.damage import DamageBook
 from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.agent.receive import Received, received
 from replicated_ckpt.core.inventory import Holding
@@ -41,8 +42,11 @@ class NodeService:
         self.store = store
         self.node_id = store.node_id()
         self.peers = PeerBook(store.agent_directory())
+        self.damage = DamageBook(store)
+        self.own_address: AgentAddress | None = None
         self._lock = threading.Lock()
         self._opened_at: dict[str, float] = {}
+        self._started_at = time.monotonic()
         self._fenced: dict[str, str] = {}
 
     def recover(self) -> tuple[str, ...]:
@@ -101,11 +105,21 @@ class NodeService:
                 found.append(Leftover(intent, "the processes that made it are gone"))
         return tuple(found)
 
-    def _is_alive(self, intent: Intent) -> bool:
+    def abandoned(self, grace_s: float) -> tuple[Leftover, ...]:
+        """Staged saves whose processes are gone, none of them opened, or found by this agent, less than `grace_s` ago."""
+        return tuple(
+            Leftover(intent, "the processes that made it are gone")
+            for intent in self.store.staged()
+            if not self._is_alive(intent, grace_s)
+        )
+
+    def _is_alive(self, intent: Intent, grace_s: float = _OPEN_GRACE_S) -> bool:
         """Whether a rank of this node still works on the save (it holds a lock), or it was opened just now."""
         with self._lock:
             opened_at = self._opened_at.get(intent.save_id)
-        if opened_at is not None and time.monotonic() - opened_at < _OPEN_GRACE_S:
+        if opened_at is None and grace_s > _OPEN_GRACE_S:
+            opened_at = self._started_at
+        if opened_at is not None and time.monotonic() - opened_at < grace_s:
             return True
         try:
             fd = os.open(self.store.intent_path(intent.save_id), os.O_RDONLY | os.O_CLOEXEC)
@@ -192,10 +206,13 @@ class NodeService:
         return {"state": "staged" if self.store.staging(save_id).is_dir() else "unknown"}
 
     def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
-        return self.store.catalog.holdings(self.node_id, checkpoint_id)
+        """What lies here, files that are known to be bad marked as such."""
+        return self.damage.seen(self.store.catalog.holdings(self.node_id, checkpoint_id))
 
     def learn_peers(self, peers: Sequence[Mapping[str, Any]]) -> tuple[AgentAddress, ...]:
         """Keeps the addresses of the nodes of a save or load, for as long as this root lives; returns the other nodes'."""
-        others = tuple(peer for peer in map(AgentAddress.from_json, peers) if peer.node_id != self.node_id)
+        addresses = tuple(map(AgentAddress.from_json, peers))
+        others = tuple(peer for peer in addresses if peer.node_id != self.node_id)
+        self.own_address = next((peer for peer in addresses if peer.node_id == self.node_id), self.own_address)
         self.peers.learn(others)
         return others

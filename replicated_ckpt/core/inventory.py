@@ -9,7 +9,11 @@ from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
 
 @dataclass(frozen=True)
 class Holding:
-    """What one node's store holds of one committed save. `sizes` maps shard name to bytes of the file found there."""
+    """What one node's store holds of one committed save. `sizes` maps shard name to bytes of the file found there.
+
+    `damaged` are those of them that the node knows to be bad: they stay where they are until a good copy replaces them,
+    as their other blocks may be all that is left of something.
+    """
 
     node_id: str
     checkpoint_id: str
@@ -17,6 +21,7 @@ class Holding:
     sequence: int
     has_metadata: bool
     sizes: Mapping[str, int] = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -26,6 +31,7 @@ class Holding:
             "sequence": self.sequence,
             "has_metadata": self.has_metadata,
             "sizes": dict(self.sizes),
+            "damaged": list(self.damaged),
         }
 
     @classmethod
@@ -43,6 +49,7 @@ class Holding:
             int(fields["sequence"]),
             bool(fields["has_metadata"]),
             sizes,
+            tuple(str(name) for name in fields.get("damaged", ()) if name in sizes),
         )
         if (
             not is_checkpoint_id(holding.checkpoint_id)

@@ -54,7 +54,9 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
     host = advertised_host()
     endpoint = ensured_agent(store, host if _is_loopback(host) else _any_address(host))
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
-    return NodePost(endpoint.node_id, socket.gethostname(), boot_id, _inode(store), domain, endpoint.address(host))
+    return NodePost(
+        endpoint.node_id, socket.gethostname(), boot_id, _inode(store), domain, endpoint.address(host, domain)
+    )
 
 
 def lone_post(store: LocalStore, domain: str | None) -> NodePost:

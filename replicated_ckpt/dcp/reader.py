@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from replicated_ckpt.agent.mend import tell_suspect
 from replicated_ckpt.config import ReaderConfig
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
@@ -168,6 +169,7 @@ class ReplicatedReader(StorageReader):
                 reader.done_with(shard)
         finally:
             reader.close()
+            reader.tell_suspects()
         traffic = reader.traffic
         self.last_load = LoadReport(
             self._surveyed.found.checkpoint_id,
@@ -211,29 +213,32 @@ class ReplicatedReader(StorageReader):
         survey = self._surveyed
         manifest = survey.manifest
         problems: list[str] = []
-        for source, raw in self._metadata_copies(problems):
+        for node, source, raw in self._metadata_copies(problems):
             if crc32c(raw) == manifest.metadata_crc32c:
                 return decoded_metadata(raw, source)
             expected = f"expected CRC32C {manifest.metadata_crc32c:08x}, found {crc32c(raw):08x}"
             problems.append(str(ObjectCorrupt(source, "read", METADATA_NAME, expected)))
             log.warning("%s", problems[-1])
+            for address in (address for address in survey.addresses if address.node_id == node):
+                tell_suspect(address, survey.found.checkpoint_id, survey.found.save_id, METADATA_NAME, problems[-1])
         lost = {METADATA_NAME: "every node of the save"}
         raise ShardLost(survey.found.checkpoint_id, lost, [*survey.searched, *problems])
 
-    def _metadata_copies(self, problems: list[str]) -> Iterator[tuple[str, bytes]]:
-        """Copies of `.metadata`, the own one first; those that cannot be read are added to `problems`."""
+    def _metadata_copies(self, problems: list[str]) -> Iterator[tuple[str, str, bytes]]:
+        """Node, its name and bytes of each copy of `.metadata`, the own one first; `problems` gets the unreadable ones."""
         save = self._surveyed.found
         own_node = self._store.known_node_id()
         if any(holding.node_id == own_node and holding.has_metadata for holding in save.holdings):
             try:
-                yield f"node {own_node}", (self._store.final(save.checkpoint_id) / METADATA_NAME).read_bytes()
+                yield own_node, f"node {own_node}", (self._store.final(save.checkpoint_id) / METADATA_NAME).read_bytes()
             except OSError as exc:
                 problems.append(f"node {own_node}: {exc}")
         key = f"rank {self._world.rank}"
         for address in sorted(self._surveyed.addresses, key=lambda peer: crc32c(f"{key}/{peer.node_id}".encode())):
             try:
                 with AgentClient(address) as client:
-                    yield address.label, client.fetch("GET", file_path(save.checkpoint_id, save.save_id, METADATA_NAME))
+                    raw = client.fetch("GET", file_path(save.checkpoint_id, save.save_id, METADATA_NAME))
+                yield address.node_id, address.label, raw
             except ReplicatedCkptError as exc:
                 problems.append(str(exc))
 

@@ -3,12 +3,15 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from replicated_ckpt.agent.mend import tell_suspect
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.sources import source_orders
 from replicated_ckpt.dcp.survey import Survey
-from replicated_ckpt.errors import ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.peer import PeerShard
 from replicated_ckpt.stores.shard_file import ShardFile
@@ -38,44 +41,40 @@ class ShardReader:
         self._manifest: Manifest = survey.manifest
         self._address_by_node = {address.node_id: address for address in survey.addresses}
         self._nodes_by_shard = self._ordered(shards, reader_key)
-        self._open: dict[str, VerifiedShard] = {}
+        self._open: dict[str, AnySource] = {}
         self._failed: dict[str, list[str]] = {}
+        self._suspects: set[tuple[str, str]] = set()
         self.traffic = Traffic()
 
-    def _ordered(self, shards: Sequence[str], reader_key: str) -> Mapping[str, list[str]]:
+    def _ordered(self, shards: Sequence[str], reader_key: str) -> Mapping[str, tuple[str, ...]]:
         sizes = {shard: self._manifest.shards[shard].size_bytes for shard in shards}
         holders = {shard: self._survey.found.holders_of(shard, sizes[shard]) for shard in shards}
         orders = source_orders(sizes, holders, self._own_node, reader_key)
-        return {order.shard: list(order.nodes) for order in orders}
+        return {order.shard: order.nodes for order in orders}
 
     def read(self, shard: str, offset: int, length: int) -> memoryview:
-        """Bytes [offset, offset + length) of a shard, verified.
+        """Bytes [offset, offset + length) of a shard, verified. The memory may be reused by the next read of the shard.
 
         Raises:
-            ShardLost: no source is left that has them intact; it tells what each one answered.
+            ShardLost: the sources that are left do not have them intact; it tells what each one answered.
         """
-        while self._nodes_by_shard[shard]:
-            node = self._nodes_by_shard[shard][0]
-            try:
-                raw = self._source(shard, node).read(offset, length)
-            except ReplicatedCkptError as exc:
-                self._drop(shard, node, exc)
-                continue
-            if node == self._own_node:
-                self.traffic.bytes_local += length
-            else:
-                self.traffic.bytes_peer += length
-            return raw
-        searched = [*self._survey.searched, *self._failed.get(shard, ())]
-        raise ShardLost(self._manifest.checkpoint_id, {shard: self._manifest.owner_of(shard)}, searched)
+        source = self._open.get(shard) or self._opened(shard)
+        raw = source.read(offset, length)
+        if raw is None:
+            searched = [*self._survey.searched, *self._failed.get(shard, ())]
+            raise ShardLost(self._manifest.checkpoint_id, {shard: self._manifest.owner_of(shard)}, searched)
+        if source.last_node == self._own_node:
+            self.traffic.bytes_local += length
+        else:
+            self.traffic.bytes_peer += length
+        return raw
 
-    def _source(self, shard: str, node: str) -> VerifiedShard:
-        source = self._open.get(shard)
-        if source is None:
-            source = self._open[shard] = self._opened(shard, node)
-        return source
+    def _opened(self, shard: str) -> AnySource:
+        sources = [Source(node, partial(self._shard_at, shard, node)) for node in self._nodes_by_shard[shard]]
+        self._open[shard] = AnySource(sources, partial(self._note, shard))
+        return self._open[shard]
 
-    def _opened(self, shard: str, node: str) -> VerifiedShard:
+    def _shard_at(self, shard: str, node: str) -> VerifiedShard:
         entry, save = self._manifest.shards[shard], self._survey.found
         expected = Expected(entry.size_bytes, entry.crc32c)
         if node == self._own_node:
@@ -84,18 +83,27 @@ class ShardReader:
         client = AgentClient(self._address_by_node[node])
         return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected)
 
-    def _drop(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
-        self._nodes_by_shard[shard].remove(node)
-        self.done_with(shard)
+    def _note(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
         self._failed.setdefault(shard, []).append(f"node {node}: {error.message}")
         self.traffic.bad_copies.append(f"{shard} on node {node}: {error.message}")
+        if isinstance(error, ObjectCorrupt | ObjectMissing):
+            self._suspects.add((node, shard))
         log.warning("%s of %s on node %s is not used: %s", shard, self._manifest.checkpoint_id, node, error)
 
     def done_with(self, shard: str) -> None:
-        """Closes the source of a shard that nothing more is read from."""
+        """Closes the sources of a shard that nothing more is read from."""
         source = self._open.pop(shard, None)
         if source is not None:
             source.close()
+
+    def tell_suspects(self) -> None:
+        """Has the agents of the nodes where bad copies were met read them again, and mend them."""
+        save = self._survey.found
+        for node, shard in sorted(self._suspects):
+            if node in self._address_by_node:
+                why = "; ".join(self._failed[shard])
+                tell_suspect(self._address_by_node[node], save.checkpoint_id, save.save_id, shard, why)
+        self._suspects.clear()
 
     def close(self) -> None:
         for source in self._open.values():

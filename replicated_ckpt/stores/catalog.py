@@ -1,13 +1,14 @@
 """The catalog: which committed checkpoints lie under a root, as the disk shows them now."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, SHARD_SUFFIX, ShardName
 from replicated_ckpt.core.manifest import Manifest, decoded_manifest
-from replicated_ckpt.errors import ManifestInvalid, ObjectMissing
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing
 from replicated_ckpt.stores.durable import translated
 
 _DEPTH_MAX = 8
@@ -86,7 +87,26 @@ class Catalog:
         except FileNotFoundError:
             return {}
 
-    def _checkpoint_ids(self, directory: Path, depth: int) -> Iterator[str]:
+    def directories(self) -> Iterator[str]:
+        """Every directory that has files of a checkpoint in it, its manifest believed, damaged or missing."""
+        yield from self._checkpoint_ids(self.root, 0, _looks_like_a_checkpoint)
+
+    def unbelieved(self) -> Iterator[str]:
+        """Directories with shards of this package whose manifest is damaged or missing."""
+        for checkpoint_id in self.directories():
+            try:
+                self.manifest(checkpoint_id)
+            except ManifestVersionUnknown:
+                continue
+            except (ObjectMissing, ManifestInvalid):
+                yield checkpoint_id
+
+    def _checkpoint_ids(
+        self,
+        directory: Path,
+        depth: int,
+        is_one: "Callable[[Path], bool]" = lambda path: (path / MANIFEST_NAME).exists(),
+    ) -> Iterator[str]:
         if depth > _DEPTH_MAX:
             return
         try:
@@ -97,7 +117,24 @@ class Catalog:
             if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
                 continue
             path = Path(entry.path)
-            if (path / MANIFEST_NAME).exists():
+            if is_one(path):
                 yield str(path.relative_to(self.root))
             else:
-                yield from self._checkpoint_ids(path, depth + 1)
+                yield from self._checkpoint_ids(path, depth + 1, is_one)
+
+
+def _looks_like_a_checkpoint(path: Path) -> bool:
+    """Whether a manifest lies there, or a shard that ends as this package ends its shards; stock DCP writes neither."""
+    if (path / MANIFEST_NAME).exists():
+        return True
+    return any(_has_footer(file) for file in path.glob(f"*{SHARD_SUFFIX}"))
+
+
+def _has_footer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - FOOTER_TAIL_BYTES))
+            return footer_bytes_of(file.read(), size) is not None
+    except OSError:
+        return False

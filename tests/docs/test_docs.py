@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -94,14 +95,19 @@ def routes_of(method: str, path: str) -> Iterator[str]:
         verb, *parts = case.pattern.patterns
         if any(isinstance(part, ast.MatchStar) for part in parts):
             continue
-        rest = "/".join(_path_part(part) for part in parts)
         for name in re.findall(r"[A-Z]+", ast.unparse(verb)):
-            yield f"{name} {path}{rest}".rstrip("/")
+            for rest in product(*(_path_parts(part) for part in parts)):
+                yield f"{name} {path}{'/'.join(rest)}".rstrip("/")
 
 
-def _path_part(pattern: ast.pattern) -> str:
+def _path_parts(pattern: ast.pattern) -> list[str]:
+    """What one part of a path may be: a text, one of several, or anything under a name."""
+    if isinstance(pattern, ast.MatchAs) and pattern.pattern is not None:
+        return _path_parts(pattern.pattern)
+    if isinstance(pattern, ast.MatchOr):
+        return [text for alternative in pattern.patterns for text in _path_parts(alternative)]
     text = ast.unparse(pattern)
-    return str(ast.literal_eval(text)) if isinstance(pattern, ast.MatchValue) else f"{{{text}}}"
+    return [str(ast.literal_eval(text)) if isinstance(pattern, ast.MatchValue) else f"{{{text}}}"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

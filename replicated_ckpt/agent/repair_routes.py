@@ -1,0 +1,91 @@
+"""The agent's verbs of repair: who is here, what seems bad, read everything, carry out a plan."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from replicated_ckpt.agent.reprotect import Reprotector
+from replicated_ckpt.agent.request import Answer, Request, json_answer
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.repair import RepairPlan
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
+from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.inspection import Inspector
+
+_NODE_ID = re.compile(r"[0-9a-zA-Z_-]{1,64}")
+_PROBLEMS = (KeyError, TypeError, ValueError, AttributeError)
+
+
+class RepairRoutes:
+    """Maps requests to re-protection. Safe for concurrent use."""
+
+    def __init__(self, service: NodeService, reprotector: Reprotector) -> None:
+        self._service = service
+        self._reprotector = reprotector
+
+    def answer(self, verb: str, request: Request) -> Answer:
+        """Answer to `POST /v1/{verb}`.
+
+        Raises:
+            PeerProtocolError, ConfigInvalid: the request is not understood; nothing was changed. StoreError
+        """
+        by_verb: Mapping[str, Callable[[Mapping[str, Any], Request], Answer]] = {
+            "hello": self._hello,
+            "bye": self._bye,
+            "suspects": self._suspect,
+            "verify": self._verify,
+            "repair": self._carry_out,
+        }
+        fields = request.document()
+        try:
+            return by_verb[verb](fields, request)
+        except _PROBLEMS as exc:
+            raise PeerProtocolError(f"{verb} cannot be done with {type(exc).__name__}: {exc}.") from exc
+
+    def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """A peer's agent has started: it is where the request comes from."""
+        peer = AgentAddress.from_json(fields["peer"])
+        if _NODE_ID.fullmatch(peer.node_id) is None or peer.node_id == self._service.node_id:
+            raise ConfigInvalid(f"{peer.node_id[:80]!r} cannot be a peer of node {self._service.node_id}.")
+        known = {address.node_id: address for address in self._service.peers.known()}
+        domain = peer.domain or (known[peer.node_id].domain if peer.node_id in known else None)
+        self._service.peers.learn([replace(peer, host=peer.host or request.peer_host, domain=domain)])
+        answer = json_answer(peers=[address.to_json() for address in known.values()])
+        return replace(answer, after=self._reprotector.wake)
+
+    def _bye(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        del request
+        self._service.peers.leave(str(fields["node_id"]))
+        return json_answer()
+
+    def _suspect(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """Somebody read bad bytes here: they are read again, and set aside if they are bad."""
+        del request
+        checkpoint_id, save_id, name = (fields[key] for key in ("checkpoint_id", "save_id", "name"))
+        if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
+            raise ConfigInvalid("suspects: no file of a checkpoint is named.")
+        self._reprotector.suspect(checkpoint_id, save_id, name, str(fields.get("why", ""))[:500])
+        return json_answer()
+
+    def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """Reads everything here, or one checkpoint, and says what is wrong and what is intact."""
+        checkpoint_id = fields.get("checkpoint_id")
+        if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
+            raise ConfigInvalid(f"{str(checkpoint_id)[:200]!r} is no checkpoint id.")
+        inspector = Inspector(self._service.store, self._service.node_id)
+        with request.heartbeat:
+            findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id)]
+        holdings = [holding.to_json() for holding in inspector.holdings]
+        return json_answer(
+            node_id=self._service.node_id, findings=findings, holdings=holdings, bytes_read=inspector.bytes_read
+        )
+
+    def _carry_out(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """Does this node's part of a plan, action by action, and says how each went."""
+        part = RepairPlan.from_json(fields["plan"]).of_node(self._service.node_id)
+        with request.heartbeat:
+            outcomes = self._reprotector.carried_out(part)
+        results = [{"action": str(action), "error": error} for action, error in outcomes]
+        return replace(json_answer(results=results), after=self._reprotector.wake)

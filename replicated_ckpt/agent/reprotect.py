@@ -1,0 +1,250 @@
+"""Re-protection: in the background, every committed checkpoint gets its number of copies again."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import TypeAlias
+
+from replicated_ckpt.agent.manifests import ManifestBook
+from replicated_ckpt.agent.mend import Mender
+from replicated_ckpt.agent.pace import Pace, Stopped
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.settle import settle
+from replicated_ckpt.agent.watch import Patience, PeerWatch
+from replicated_ckpt.core.finding import Finding
+from replicated_ckpt.core.repair import Adopt, CopyShard, NodeView, Presence, RepairPlan, planned
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 2.0
+IDLE_PAUSE_S = 15.0
+STALE_ROUNDS_MAX = 6
+LEFTOVER_GRACE_S = 60.0
+SUSPECTS_MAX = 4096
+
+
+Outcome: TypeAlias = tuple[Adopt | CopyShard, str]
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What one round found. `is_complete`: every checkpoint has its number of copies, as far as this node can see.
+
+    `planned`: what all nodes together have to do. `failed`: what this node could not do, in words. `short` and `lost`:
+    shards that nothing can be done for now, for want of nodes or of any copy.
+    """
+
+    is_complete: bool
+    planned: int = 0
+    done: int = 0
+    failed: tuple[str, ...] = ()
+    short: int = 0
+    lost: int = 0
+    in_doubt: bool = False
+
+
+class Reprotector:
+    """One thread that looks, plans and does this node's part, whenever it is woken and every IDLE_PAUSE_S.
+
+    All nodes plan alike from what all nodes hold, so nobody has to be in charge. Nothing is ever deleted: a node that
+    comes back after it was given up brings one copy more. `round` may also be called directly, while the thread is off.
+    """
+
+    def __init__(
+        self,
+        service: NodeService,
+        patience: Patience,
+        pace: Pace,
+        stopping: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._service = service
+        self._patience = patience
+        self._clock = clock
+        self._watch = PeerWatch(service.peers, patience, clock)
+        self._mender = Mender(service, pace)
+        self._stopping = stopping
+        self._woken = threading.Event()
+        self._busy = threading.Event()
+        self._suspects: deque[tuple[str, str, str]] = deque(maxlen=SUSPECTS_MAX)
+        self._orders: deque[tuple[RepairPlan, Future[list[Outcome]]]] = deque()
+        self._manifests = ManifestBook(service.store, service.node_id, service.peers)
+        self._held_before: set[str] = set()
+        self._gone_since: dict[str, float] = {}
+        self._stale: tuple[RepairPlan, int] = (RepairPlan(), 0)
+        self._began_at: float | None = None
+        self.last = Protection(is_complete=True)
+        self._thread = threading.Thread(target=self._run, name="rckpt-reprotect", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Has the next round begin now."""
+        self._busy.set()
+        self._woken.set()
+
+    def join(self) -> None:
+        """Waits for the thread, after `stopping` was set."""
+        self._woken.set()
+        self._thread.join()
+
+    def suspect(self, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
+        """Has a file read again soon, and mended if it is bad. Cheap; from any thread."""
+        log.info("to be read again: %s/%s of save %s: %s", checkpoint_id, name, save_id, why)
+        self._suspects.append((checkpoint_id, save_id, name))
+        self.wake()
+
+    def suspect_finding(self, finding: Finding) -> None:
+        """As `suspect`, for something that an inspection of this node found."""
+        self.suspect(finding.checkpoint_id, finding.save_id, finding.name, str(finding))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is work, or will be soon: an agent does not leave meanwhile."""
+        return self._busy.is_set()
+
+    def status(self) -> Mapping[str, object]:
+        return {**asdict(self.last), "bytes_copied": self._mender.bytes_copied}
+
+    def carried_out(self, part: RepairPlan) -> list[Outcome]:
+        """Has this node's part of a plan done by the thread of re-protection, and waits for it; each action's error or "".
+
+        Raises:
+            StoreUnavailable: the agent is leaving; some of it may have been done.
+        """
+        order: Future[list[Outcome]] = Future()
+        self._orders.append((part, order))
+        self.wake()
+        while True:
+            try:
+                return order.result(PAUSE_S)
+            except TimeoutError:
+                if self._stopping.is_set():
+                    raise StoreUnavailable("this agent", "repair", "plan", "it is leaving") from None
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._woken.clear()
+            try:
+                self._do_orders()
+                self.last = self.round()
+            except Stopped:
+                return
+            except ReplicatedCkptError as exc:
+                log.error("re-protection goes on in %.0f s: %s", IDLE_PAUSE_S, exc)  # noqa: TRY400 - it explains itself
+            is_active = self._is_active(self.last)
+            if not is_active and not self._woken.is_set():
+                self._busy.clear()
+            self._woken.wait(PAUSE_S if is_active else self._idle_pause_s())
+
+    def _idle_pause_s(self) -> float:
+        """Many nodes ask each other less often, so that an agent answers about as many questions a second."""
+        return max(IDLE_PAUSE_S, 0.05 * len(self._service.peers.known()))
+
+    def _is_active(self, found: Protection) -> bool:
+        return found.in_doubt or (found.planned > 0 and self._stale[1] < STALE_ROUNDS_MAX)
+
+    def round(self) -> Protection:
+        """Looks at all nodes, plans, and does this node's part.
+
+        Raises:
+            StoreError: the own store cannot be read. Stopped: the agent is leaving.
+        """
+        self._read_suspects()
+        self._settle_old_leftovers()
+        others = self._watch.looked()
+        views = (self._own_view(), *others)
+        plan = planned(self._manifests.of(views), views)
+        self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
+        done, failed = self._carried_out(plan.of_node(self._service.node_id))
+        found = Protection(
+            is_complete=not plan.actions and not plan.short,
+            planned=len(plan.actions),
+            done=done,
+            failed=tuple(failed),
+            short=len(plan.short),
+            lost=len(plan.lost),
+            in_doubt=self._watch.has_doubt(others),
+        )
+        self._say(found, plan)
+        return found
+
+    def _read_suspects(self) -> None:
+        """Reads the files that were said to be bad; those that are count no more as copies."""
+        while self._suspects:
+            checkpoint_id, save_id, name = self._suspects.popleft()
+            try:
+                self._mender.examine(checkpoint_id, save_id, name)
+            except ReplicatedCkptError as exc:
+                log.info("%s/%s of save %s was not read: %s", checkpoint_id, name, save_id, exc)
+
+    def _settle_old_leftovers(self) -> None:
+        leftovers = self._service.abandoned(LEFTOVER_GRACE_S)
+        if leftovers:
+            settle(self._service, leftovers, self._service.peers.known())
+
+    def _own_view(self) -> NodeView:
+        unbelieved = tuple(self._service.store.catalog.unbelieved())
+        return NodeView(self._service.node_id, Presence.UP, self._service.holdings(), None, unbelieved)
+
+    def _do_orders(self) -> None:
+        while self._orders:
+            part, order = self._orders.popleft()
+            order.set_result([(action, self._tried(action)) for action in part.actions])
+
+    def _tried(self, action: Adopt | CopyShard) -> str:
+        """Does one action; why it could not be done, or "".
+
+        Raises:
+            Stopped: the agent is leaving.
+        """
+        if self._stopping.is_set():
+            raise Stopped
+        try:
+            self._mender.carry_out(action)
+        except ReplicatedCkptError as exc:
+            log.warning("not done: %s: %s", action, exc)
+            return exc.message
+        return ""
+
+    def _carried_out(self, part: RepairPlan) -> tuple[int, list[str]]:
+        withheld = self._just_removed(part)
+        outcomes = [(action, self._tried(action)) for action in part.actions if action.save_id not in withheld]
+        failed = [f"{action}: {error}" for action, error in outcomes if error]
+        return len(outcomes) - len(failed), failed
+
+    def _just_removed(self, part: RepairPlan) -> set[str]:
+        """Saves that this node held a moment ago and holds no more: somebody may be removing them on every node.
+
+        They are put back only if others still have them after the time after which a silent node counts as lost.
+        """
+        now, held = self._clock(), {holding.save_id for holding in self._service.holdings()}
+        for save_id in self._held_before - held:
+            self._gone_since.setdefault(save_id, now)
+        for save_id in held:
+            self._gone_since.pop(save_id, None)
+        self._held_before = held
+        wanted = {action.save_id for action in part.adopt}
+        return {
+            save_id
+            for save_id, since in self._gone_since.items()
+            if save_id in wanted and now - since < self._patience.lost_after_s
+        }
+
+    def _say(self, found: Protection, plan: RepairPlan) -> None:
+        if found.planned and self._began_at is None:
+            self._began_at = self._clock()
+            log.info("re-protection: %d copies or checkpoints to make up for, on all nodes together", found.planned)
+        if self._stale[1] == 1:
+            for short in plan.short:
+                log.warning("re-protection: nothing can be done now for %s", short)
+        if found.is_complete and self._began_at is not None:
+            seconds = self._clock() - self._began_at
+            log.info("re-protection is done: every checkpoint has its copies again, after %.1f s", seconds)
+            self._began_at = None

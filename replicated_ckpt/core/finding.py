@@ -1,0 +1,48 @@
+"""Findings: what a full read of the stores found wrong, as values that tables, JSON and repair all read."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+
+class Problem(Enum):
+    """What is wrong with a file."""
+
+    CORRUPT = "corrupt"
+    """Its bytes differ from the checksum taken when they were saved."""
+    MISSING = "missing"
+    """The node was meant to hold it and does not."""
+    UNKNOWN = "unknown"
+    """It lies in a checkpoint whose manifest does not name it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One file of one node that is not as it should be. `save_id` is empty where the manifest itself is not believed."""
+
+    node_id: str
+    checkpoint_id: str
+    save_id: str
+    name: str
+    path: str
+    problem: Problem
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.problem.value}: {self.path} on node {self.node_id}: expected {self.expected}, found {self.found}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "problem": self.problem.value}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Finding":
+        """The finding in `fields`.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none; the caller names the peer that said so.
+        """
+        names = ("node_id", "checkpoint_id", "save_id", "name", "path", "expected", "found")
+        text = {name: str(fields[name]) for name in names}
+        return cls(**text, problem=Problem(fields["problem"]))

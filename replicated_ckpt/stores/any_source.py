@@ -1,0 +1,100 @@
+"""One shard at several sources: every range from the first that has it intact, block by block if none has all of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
+from replicated_ckpt.stores.verified import VerifiedShard
+
+OnBad = Callable[[str, ReplicatedCkptError], None]
+
+
+@dataclass
+class Source:
+    """A node that may hold the shard, and how to open it there."""
+
+    node_id: str
+    open: Callable[[], VerifiedShard]
+
+
+class AnySource:
+    """Reads one shard from whichever source has the bytes intact. One thread; `close` gives the connections back.
+
+    A source that cannot be opened or breaks is dropped. One with a bad block keeps its place for the other blocks: two
+    copies damaged in different places are together still whole. `on_bad` is told each failure once for each source.
+    """
+
+    def __init__(self, sources: Sequence[Source], on_bad: OnBad) -> None:
+        self._sources = list(sources)
+        self._on_bad = on_bad
+        self._opened: dict[str, VerifiedShard] = {}
+        self._reported: set[str] = set()
+        self.last_node = ""
+
+    def read(self, offset: int, length: int) -> memoryview | None:
+        """Bytes [offset, offset + length) of the data, verified; None if no source has them all intact.
+
+        The memory may be reused by the next read of this shard.
+        """
+        found = self._whole(offset, length)
+        if found is not None or not self._sources:
+            return found
+        return self._assembled(offset, length)
+
+    def _whole(self, offset: int, length: int) -> memoryview | None:
+        for source in tuple(self._sources):
+            try:
+                found = self._of(source).read(offset, length)
+            except ReplicatedCkptError as exc:
+                self._failed(source, exc)
+                continue
+            self.last_node = source.node_id
+            return found
+        return None
+
+    def _assembled(self, offset: int, length: int) -> memoryview | None:
+        """Every block from any source."""
+        block_bytes = next(iter(self._opened.values())).table.block_bytes if self._opened else 0
+        if block_bytes == 0 or offset // block_bytes == (offset + length - 1) // block_bytes:
+            return None
+        whole = memoryview(bytearray(length))
+        position = 0
+        while position < length:
+            step = min(block_bytes - (offset + position) % block_bytes, length - position)
+            piece = self._whole(offset + position, step)
+            if piece is None:
+                return None
+            whole[position : position + step] = piece
+            position += step
+        return whole
+
+    def _of(self, source: Source) -> VerifiedShard:
+        if source.node_id not in self._opened:
+            self._opened[source.node_id] = source.open()
+        return self._opened[source.node_id]
+
+    def _failed(self, source: Source, error: ReplicatedCkptError) -> None:
+        if not isinstance(error, ObjectCorrupt) or source.node_id not in self._opened:
+            self._sources.remove(source)
+            self._close(source.node_id)
+        if source.node_id not in self._reported:
+            self._reported.add(source.node_id)
+            self._on_bad(source.node_id, error)
+
+    def any_opened(self) -> VerifiedShard | None:
+        """A source that could be opened: its footer has been held against the manifest."""
+        for source in tuple(self._sources):
+            try:
+                return self._of(source)
+            except ReplicatedCkptError as exc:
+                self._failed(source, exc)
+        return None
+
+    def _close(self, node_id: str) -> None:
+        opened = self._opened.pop(node_id, None)
+        if opened is not None:
+            opened.close()
+
+    def close(self) -> None:
+        for node_id in list(self._opened):
+            self._close(node_id)

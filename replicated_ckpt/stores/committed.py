@@ -1,0 +1,160 @@
+"""One committed checkpoint on this node's disk, held by its directory: what is put into it or set aside stays with it.
+
+An overwrite exchanges whole directories by name. Whoever changes a committed checkpoint therefore works relative to the
+opened directory, and only after its manifest was seen to be of the save that is meant.
+"""
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from replicated_ckpt.core.layout import (
+    INCOMING_DIR,
+    MANIFEST_NAME,
+    QUARANTINE_DIR,
+    ShardName,
+    is_checkpoint_file,
+    is_checkpoint_id,
+    is_save_id,
+)
+from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
+from replicated_ckpt.stores.durable import fsync_directory, make_directories, translated, write_file
+
+_MANIFEST_BYTES_MAX = 256 << 20
+
+
+class Committed:
+    """A checkpoint directory that is held open. One thread."""
+
+    def __init__(self, root: Path, checkpoint_id: str, fd: int) -> None:
+        self._root = root
+        self._fd = fd
+        self.checkpoint_id = checkpoint_id
+
+    def manifest(self) -> Manifest:
+        """The manifest in the directory.
+
+        Raises:
+            ObjectMissing, ManifestInvalid
+        """
+        return decoded_manifest(self.read_small(MANIFEST_NAME), str(self._root / self.checkpoint_id / MANIFEST_NAME))
+
+    def names(self) -> list[str]:
+        """The files of a checkpoint that lie in the directory."""
+        with self._translated("list", ""):
+            return sorted(
+                name
+                for name in os.listdir(self._fd)  # noqa: PTH208 - of an open directory, not of a path
+                if is_checkpoint_file(name)
+            )
+
+    def shards(self) -> list[str]:
+        return [name for name in self.names() if ShardName.parse(name) is not None]
+
+    def open(self, name: str) -> int:
+        """File descriptor for reading one file; the caller closes it.
+
+        Raises:
+            ObjectMissing: it is not there, or no plain file.
+        """
+        if not is_checkpoint_file(name):
+            raise ConfigInvalid(f"{name[:200]!r} is no file of a checkpoint.")
+        with self._translated("open", name):
+            try:
+                return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+            except FileNotFoundError as exc:
+                raise ObjectMissing(str(self._root), "open", f"{self.checkpoint_id}/{name}") from exc
+
+    def read_small(self, name: str) -> bytes:
+        with self._translated("read", name), os.fdopen(self.open(name), "rb") as file:
+            return file.read(_MANIFEST_BYTES_MAX)
+
+    def set_aside(self, name: str, why: str) -> Path | None:
+        """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there."""
+        save = self._save_id_or_unknown()
+        folder = self._root / QUARANTINE_DIR / save
+        with self._translated("set aside", name):
+            make_directories(folder, self._root)
+            target = folder / f"{name}.{uuid.uuid4().hex[:8]}"
+            note = {"checkpoint_id": self.checkpoint_id, "save_id": save, "name": name, "why": why}
+            try:
+                os.rename(name, target, src_dir_fd=self._fd)
+            except FileNotFoundError:
+                return None
+            os.fsync(self._fd)
+            write_file(target.with_name(f"{target.name}.json"), json.dumps(note).encode())
+        return target
+
+    def _save_id_or_unknown(self) -> str:
+        try:
+            save_id = str(json.loads(self.read_small(MANIFEST_NAME))["manifest"]["save_id"])
+        except (ObjectMissing, ValueError, KeyError, TypeError, RecursionError):
+            return "unknown"
+        return save_id if is_save_id(save_id) else "unknown"
+
+    def place(self, incoming: Path, name: str) -> None:
+        """Gives a file that is complete and durable its name in the checkpoint, durably. What was there is set aside."""
+        self.set_aside(name, "a verified copy replaces it")
+        with self._translated("place", name):
+            os.rename(incoming, name, dst_dir_fd=self._fd)
+            os.fsync(self._fd)
+
+    def put_small(self, name: str, data: bytes) -> None:
+        """Writes a small file into the checkpoint, durably. What was there is set aside."""
+        path = incoming_path(self._root)
+        with self._translated("write", name):
+            write_file(path, data)
+        self.place(path, name)
+
+    @contextmanager
+    def _translated(self, op: str, name: str) -> Iterator[None]:
+        with translated(str(self._root), op, f"{self.checkpoint_id}/{name}"):
+            yield
+
+
+@contextmanager
+def committed_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
+    """Holds the directory of a checkpoint, whatever is in it.
+
+    Raises:
+        ObjectMissing: there is none.
+    """
+    if not is_checkpoint_id(checkpoint_id):
+        raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+    with translated(str(root), "open", checkpoint_id):
+        try:
+            fd = os.open(root / checkpoint_id, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError) as exc:
+            raise ObjectMissing(str(root), "open", checkpoint_id) from exc
+    try:
+        yield Committed(root, checkpoint_id, fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterator[tuple[Committed, Manifest]]:
+    """Holds the directory of one committed save, with its manifest.
+
+    Raises:
+        ObjectMissing: the checkpoint is not here, or is of another save. ManifestInvalid
+    """
+    with committed_directory(root, checkpoint_id) as directory:
+        manifest = directory.manifest()
+        if manifest.save_id != save_id:
+            raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}")
+        yield directory, manifest
+
+
+def incoming_path(root: Path) -> Path:
+    """A new name for a file on its way into a committed checkpoint; what a crash leaves there is worth nothing."""
+    folder = root / INCOMING_DIR
+    with translated(str(root), "create", INCOMING_DIR):
+        if not folder.is_dir():
+            make_directories(folder, root)
+            fsync_directory(root)
+    return folder / uuid.uuid4().hex

@@ -1,0 +1,89 @@
+"""Checkpoints made by hand on several stores, without torch and without agents, and a full check of what lies there."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+
+from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.core.finding import Finding
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.inspection import Inspector
+from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.shard_file import FileSink
+
+METADATA = b"metadata" * 50
+
+
+def shard(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def checkpointed(
+    stores: Sequence[LocalStore],
+    number: int,
+    holders_by_shard: Mapping[str, Sequence[int]],
+    *,
+    checkpoint_id: str = "step-1",
+    copies: int = 2,
+    size_bytes: int = 700_000,
+    on: Sequence[int] | None = None,
+) -> Manifest:
+    """A committed checkpoint: each shard in the stores of these indices, the owner's first, on all stores or on `on`."""
+    save_id = f"{number:032x}"
+    nodes = [store.node_id() for store in stores]
+    contents = {name: os.urandom(size_bytes) for name in holders_by_shard}
+    tables = {name: table_of([data]) for name, data in contents.items()}
+    manifest = Manifest(
+        save_id=save_id,
+        checkpoint_id=checkpoint_id,
+        sequence=number,
+        created_unix_s=0.0,
+        world_size=len(stores),
+        copies=copies,
+        metadata_bytes=len(METADATA),
+        metadata_crc32c=crc32c(METADATA),
+        nodes=tuple(NodeEntry(node, f"host{rank}", None, (rank,)) for rank, node in enumerate(nodes)),
+        shards={
+            name: ShardEntry(
+                tables[name].file_bytes, tables[name].file_crc(), 0, nodes[held[0]], tuple(nodes[n] for n in held)
+            )
+            for name, held in holders_by_shard.items()
+        },
+    )
+    for index in range(len(stores)) if on is None else on:
+        store = stores[index]
+        store.begin(Intent(save_id, checkpoint_id, "by hand", overwrite=True))
+        for name in (name for name, held in holders_by_shard.items() if index in held):
+            sink = FileSink(store.staged_file(save_id, name))
+            sink.write(memoryview(contents[name] + tables[name].encoded()))
+            sink.finish(tables[name])
+        store.put_small(save_id, ".metadata", METADATA)
+        store.put_small(save_id, ".manifest.json", manifest.encoded())
+        store.commit(save_id)
+    return manifest
+
+
+def introduced(store: LocalStore, peers: Sequence[AgentAddress]) -> None:
+    """Writes the address book of a store whose agent does not run, as if it had met these peers."""
+    entries = [peer.to_json() for peer in peers if peer.node_id != store.node_id()]
+    (store.agent_directory() / "peers.json").write_text(json.dumps(entries))
+
+
+def findings(store: LocalStore) -> list[Finding]:
+    return list(Inspector(store, store.node_id()).inspected())
+
+
+def held(store: LocalStore, checkpoint_id: str = "step-1") -> set[str]:
+    """The shards that lie in a store intact, every byte read."""
+    inspector = Inspector(store, store.node_id())
+    list(inspector.inspected(checkpoint_id))
+    return {name for holding in inspector.holdings for name in holding.sizes if name not in holding.damaged}
+
+
+def quarantined(store: LocalStore) -> list[str]:
+    """Names of the files that were set aside."""
+    folder = store.root / ".quarantine"
+    return sorted(
+        path.name.rpartition(".")[0] for path in folder.rglob("*") if path.is_file() and path.suffix != ".json"
+    )

@@ -1,0 +1,207 @@
+"""Agents alone, without a training job: lost copies are made anew, bad ones set aside and restored."""
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.stores.local import LocalStore
+from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
+from tests.agent.checkpoints import checkpointed, findings, held, quarantined, shard
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+QUICK = ("--lost-after-s", "1.5", "--away-after-s", "3600")
+RING = {shard(0): (0, 1), shard(1): (1, 2), shard(2): (2, 0)}
+PAIR = {shard(0): (0, 1), shard(1): (1, 0)}
+
+
+def stores(folder: Path, count: int) -> list[LocalStore]:
+    return [LocalStore(folder / f"node{index}") for index in range(count)]
+
+
+@contextmanager
+def agents(of: Sequence[LocalStore], *options: str) -> Iterator[list[RunningAgent]]:
+    with ExitStack() as stack:
+        running = [stack.enter_context(running_agent(store.root, *QUICK, *options)) for store in of]
+        meet(*running)
+        yield running
+
+
+def meet(*running: RunningAgent) -> None:
+    for agent in running:
+        with agent.client() as client:
+            client.call("POST", "/v1/peers", {"peers": peers_of(*running), "session": "meeting"})
+
+
+def status(agent: RunningAgent) -> dict[str, Any]:
+    with agent.client() as client:
+        return client.call("GET", "/v1/status")
+
+
+def protected(*running: RunningAgent) -> Callable[[], bool]:
+    """Whether all these agents say that everything has its copies, and are at rest."""
+    return lambda: all(found["protection"]["is_complete"] and not found["restoring"] for found in map(status, running))
+
+
+def test_a_lost_nodes_copies_are_made_anew(tmp_path: Path) -> None:
+    """One of three nodes vanishes with its disk: the two that are left make up for its copies by themselves, and say so."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, RING)
+    checkpointed(nodes, 2, RING, checkpoint_id="step-2")
+    with agents(nodes) as running:
+        running[2].signal(signal.SIGKILL)
+        running[2].process.wait()
+        shutil.rmtree(nodes[2].root)
+        wait_for(
+            lambda: all(held(store, i) == set(RING) for store in nodes[:2] for i in ("step-1", "step-2")), 30, "copies"
+        )
+        wait_for(protected(*running[:2]), 30, "being done")
+        assert "re-protection is done" in (nodes[0].root / "agent.out").read_text()
+    assert [findings(store) for store in nodes[:2]] == [[], []]
+    assert not list((nodes[0].root / ".incoming").glob("*"))
+
+
+def test_a_blank_node_is_filled(tmp_path: Path) -> None:
+    """A node with an empty disk that is introduced gets every checkpoint's metadata, and the lost node's copies."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes[:2], 1, PAIR)
+    with agents([nodes[0], nodes[2]]) as running:
+        wait_for(lambda: held(nodes[2]) == set(PAIR), 30, "the copies of the blank node")
+        wait_for(protected(*running), 30, "being done")
+    assert findings(nodes[2]) == []
+
+
+def test_a_node_that_says_goodbye_is_not_replaced(tmp_path: Path) -> None:
+    """An agent that leaves in good order leaves its disk intact: nobody copies anything, although it is silent for long."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, RING)
+    with agents(nodes) as running:
+        running[2].signal(signal.SIGTERM)
+        assert running[2].process.wait(10) == 0
+        for _ in range(3):  # rounds, well beyond the time after which a silent one counts as lost
+            rounds = wait_for(lambda: status(running[0])["uptime_s"], 5, "an answer")
+            with pytest.raises(AssertionError, match="a copy"):
+                wait_for(lambda: held(nodes[0]) == set(RING), 2.5, f"a copy, after {rounds} s")
+        assert status(running[0])["protection"]["bytes_copied"] == 0
+    assert [findings(store) for store in nodes] == [[], [], []]
+
+
+DAMAGES: dict[str, Callable[[bytearray], bytes]] = {
+    "flipped": lambda raw: bytes(raw[:200]) + bytes([raw[200] ^ 1]) + bytes(raw[201:]),
+    "truncated": lambda raw: bytes(raw[:-9]),
+    "empty": lambda _: b"",
+    "footer": lambda raw: bytes(raw[:-40]) + bytes([raw[-40] ^ 1]) + bytes(raw[-39:]),
+}
+
+
+@pytest.mark.parametrize("name", [shard(0), ".metadata", ".manifest.json"])
+def test_damaged_files_are_set_aside_and_restored(tmp_path: Path, name: str) -> None:
+    """The scrub finds every kind of damage; the bad file is kept in the quarantine, a good copy takes its place."""
+    nodes = stores(tmp_path, 2)
+    kinds = [kind for kind in DAMAGES if not (name != shard(0) and kind == "footer")]
+    for number, kind in enumerate(kinds, 1):
+        checkpointed(nodes, number, PAIR, checkpoint_id=kind)
+        path = nodes[0].root / kind / name
+        path.write_bytes(DAMAGES[kind](bytearray(path.read_bytes())))
+    checkpointed(nodes, 9, PAIR, checkpoint_id="removed")
+    (nodes[0].root / "removed" / name).unlink()
+    with agents(nodes, "--scrub-every-s", "0.5", "--scrub-mib-per-s", "500") as running:
+        wait_for(lambda: not findings(nodes[0]), 40, "being whole again")
+        wait_for(protected(*running), 30, "being done")
+        assert status(running[0])["scrub"]["passes"] > 0
+    assert findings(nodes[0]) == findings(nodes[1]) == []
+    assert quarantined(nodes[0]) == [name] * len(kinds)
+    assert quarantined(nodes[1]) == []
+    assert (nodes[0].root / "flipped" / name).read_bytes() == (nodes[1].root / "flipped" / name).read_bytes()
+
+
+def test_swapped_shards_are_found(tmp_path: Path) -> None:
+    """Two files that have changed their names are both bad, and both restored."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    first, second = (nodes[0].root / "step-1" / shard(rank) for rank in (0, 1))
+    spare = first.with_name("spare")
+    first.rename(spare)
+    second.rename(first)
+    spare.rename(second)
+    with agents(nodes, "--scrub-every-s", "0.5"):
+        wait_for(lambda: held(nodes[0]) == set(PAIR), 40, "both shards")
+    assert quarantined(nodes[0]) == [shard(0), shard(1)]
+
+
+def test_a_good_file_that_is_suspected_stays(tmp_path: Path) -> None:
+    """A reader may have met a bad wire, not a bad disk: the agent believes only what it reads itself."""
+    nodes = stores(tmp_path, 2)
+    manifest = checkpointed(nodes, 1, PAIR)
+    with agents(nodes) as running:
+        with running[0].client() as client:
+            client.call(
+                "POST", "/v1/suspects", {"checkpoint_id": "step-1", "save_id": manifest.save_id, "name": shard(0)}
+            )
+        wait_for(protected(*running), 30, "being done")
+    assert quarantined(nodes[0]) == []
+    assert held(nodes[0]) == set(PAIR)
+
+
+def test_two_copies_damaged_in_different_blocks_make_a_good_one(tmp_path: Path) -> None:
+    """A third node gets a whole copy although no source has one: every block is intact somewhere."""
+    nodes = stores(tmp_path, 3)
+    manifest = checkpointed(nodes, 1, {shard(0): (0, 1, 2)}, copies=3, on=(0, 1))
+    for store, position in ((nodes[0], 1000), (nodes[1], 600_000)):
+        path = store.root / "step-1" / shard(0)
+        raw = bytearray(path.read_bytes())
+        raw[position] ^= 1
+        path.write_bytes(raw)
+    with agents(nodes) as running:
+        wait_for(lambda: held(nodes[2]) == {shard(0)}, 30, "the third copy")
+        wait_for(lambda: all(held(store) == {shard(0)} for store in nodes), 30, "all three")
+        wait_for(protected(*running), 30, "being done")
+    assert [quarantined(store) for store in nodes] == [[shard(0)], [shard(0)], []]
+    assert manifest.copies == 3
+
+
+def test_an_agent_that_comes_back_elsewhere_is_found(tmp_path: Path) -> None:
+    """Its port was taken meanwhile: it tells its peers where it is now, with the token that they know."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    with agents(nodes) as running:
+        running[1].signal(signal.SIGKILL)
+        running[1].process.wait()
+        (nodes[1].root / "step-1" / shard(0)).unlink()
+        with running_agent(nodes[1].root, *QUICK, "--port", str(_free_port())) as back:
+            assert back.endpoint.port != running[1].endpoint.port
+            assert back.endpoint.incarnation == running[1].endpoint.incarnation + 1
+            wait_for(lambda: held(nodes[1]) == set(PAIR), 30, "its copy")
+            wait_for(protected(running[0], back), 30, "being done")
+            with running[0].client() as client:
+                (known,) = client.call("GET", "/v1/peers")["peers"]
+            assert known["port"] == back.endpoint.port
+
+
+def test_a_checkpoint_removed_on_every_node_stays_removed(tmp_path: Path) -> None:
+    """Somebody who clears old checkpoints node by node is not undone by re-protection."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    checkpointed(nodes, 2, PAIR, checkpoint_id="step-2")
+    with agents(nodes, "--lost-after-s", "20") as running:
+        wait_for(protected(*running), 30, "being done")
+        shutil.rmtree(nodes[0].root / "step-1")
+        meet(*running)  # has a round begin
+        wait_for(lambda: status(running[0])["protection"]["planned"] > 0, 10, "a plan that is held back")
+        shutil.rmtree(nodes[1].root / "step-1")
+        meet(*running)
+        wait_for(protected(*running), 30, "being done")
+        assert not (nodes[0].root / "step-1").exists()
+        assert not (nodes[1].root / "step-1").exists()
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
