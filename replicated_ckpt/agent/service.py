@@ -90,8 +90,9 @@ class NodeService:
     def leftovers(self, session: str, by: Intent | None = None) -> tuple[Leftover, ...]:
         """Staged saves that are over.
 
-        They are of a session that has gone on (to the save `by`, or to a load), they are overtaken by the save `by` of
-        the same checkpoint, or the processes that made them are gone.
+        They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same
+        checkpoint, or the processes that made them are gone. A load (no `by`) leaves alone what is being worked on: a
+        trainer may load while it saves in the background.
         """
         found = []
         for intent in self.store.staged():
@@ -99,7 +100,7 @@ class NodeService:
                 continue
             if by is not None and intent.checkpoint_id == by.checkpoint_id:
                 found.append(Leftover(intent, f"save {by.save_id} of {by.checkpoint_id!r} overtook it"))
-            elif intent.session == session:
+            elif by is not None and intent.session == session:
                 found.append(Leftover(intent, "its process group has gone on without it"))
             elif not self._is_alive(intent):
                 found.append(Leftover(intent, "the processes that made it are gone"))
