@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.processes import end, processes_of
+from tests.multiprocess.zygote import stop_the_zygote
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_agent_survives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fails the suite if an agent of one of its stores still runs at its end."""
+    """Fails the suite if an agent of one of its stores still runs at its end; ends what forked its ranks."""
     yield
+    stop_the_zygote()
     base = f"{tmp_path_factory.getbasetemp()}{os.sep}"
     agents = [pid for pid in processes_of(base) if b"replicated_ckpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     end(agents)

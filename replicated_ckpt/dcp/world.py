@@ -6,6 +6,7 @@ meet with a deadline. A nonce in every post, repeated in the decision, makes sur
 """
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,20 @@ from replicated_ckpt.errors import MeetingFailed
 _POLL_S = 0.005
 _POLL_MAX_S = 0.1
 _PREFIX = "replicated_ckpt"
-_SESSION = uuid.uuid4().hex
+
+
+class _Session:
+    """Names this process. A process that is forked from it is another one and draws a name of its own."""
+
+    def __init__(self) -> None:
+        self._draw()
+        os.register_at_fork(after_in_child=self._draw)
+
+    def _draw(self) -> None:
+        self.name = uuid.uuid4().hex
+
+
+_SESSION = _Session()
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,7 @@ class World:
     @property
     def session(self) -> str:
         """Names the saves that this process coordinates on this group: one that is not committed is over with the next."""
-        return f"{_SESSION}/{self.group_name}"
+        return f"{_SESSION.name}/{self.group_name}"
 
     @property
     def is_coordinator(self) -> bool:

@@ -1,10 +1,28 @@
 """The harness itself: worlds have the shape that was asked for, and what hangs or fails is seen and ended."""
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
-from tests.multiprocess.processes import is_running, processes_of
+from tests.multiprocess.launch import base_environment
+from tests.multiprocess.processes import is_running, processes_of, wait_until_gone
+
+HARNESS_THAT_IS_KILLED = """
+import json, pathlib, sys, time
+from tests.multiprocess.zygote import Zygote
+folder = pathlib.Path(sys.argv[1])
+spec = {"calls": [["harness.sleep", {}]], "roots": [str(folder)]}
+(folder / "spec.json").write_text(json.dumps(spec))
+zygote = Zygote()
+rank = zygote.fork({"REPLICATED_CKPT_TEST_NODE": "0"}, folder, folder / "log")
+print(zygote._process.pid, rank.pid, flush=True)
+time.sleep(600)
+"""
 
 
 def test_a_world_has_the_shape_that_was_asked_for(cluster_of: ClusterOf) -> None:
@@ -21,7 +39,7 @@ def test_a_hanging_rank_fails_with_its_stack(cluster_of: ClusterOf) -> None:
     """A hang ends at the time-out, the message shows where each rank was, and no process is left."""
     cluster = cluster_of(2)
     with pytest.raises(AssertionError, match="hung") as failure:
-        cluster.launch([call("harness.hang")], nodes=[0, 1], timeout_s=12)
+        cluster.launch([call("harness.hang")], nodes=[0, 1], timeout_s=5)
     assert "a_place_to_hang" in str(failure.value)
     assert processes_of(cluster.marker) == []
 
@@ -33,3 +51,31 @@ def test_a_failing_rank_fails_with_its_traceback(cluster_of: ClusterOf) -> None:
     with pytest.raises(AssertionError, match="rank 1 raises on purpose"):
         cluster.launch(calls, nodes=[0, 1])
     assert processes_of(cluster.marker) == []
+
+
+def test_a_rank_has_nothing_of_the_process_that_forked_it(cluster_of: ClusterOf) -> None:
+    """Ranks share an import and no more: environment, session, working directory and connections are their own."""
+    cluster = cluster_of(2, environment={"ONLY_HERE": "yes"})
+    cluster.nodes[1].environment["ONLY_THERE"] = "too"
+    (single,) = cluster.launch([call("harness.process")], nodes=[0], launcher="single").of(0)
+    both = cluster.launch([call("harness.process")], nodes=[0, 1]).of(0)
+    assert not single["has_group"]
+    assert single["sockets"] == []
+    assert single["cwd"] == str(cluster.base / "launch1")
+    own = {"ONLY_HERE", "REPLICATED_CKPT_TEST_LAUNCH", "REPLICATED_CKPT_TEST_NODE"}
+    assert single["environment"].keys() - base_environment().keys() == {"TMPDIR", *own}
+    assert [found["environment"].get("ONLY_THERE") for found in both] == [None, "too"]
+    assert all("ONLY_HERE=yes" in found["shown"] for found in both)
+    assert len({found["session"] for found in [single, *both]}) == 3
+
+
+def test_no_rank_outlives_the_harness(tmp_path: Path) -> None:
+    """However pytest ends, with SIGKILL even: the process that forks the ranks ends, and every rank that it forked."""
+    command = [sys.executable, "-c", HARNESS_THAT_IS_KILLED, str(tmp_path)]
+    with subprocess.Popen(command, env=base_environment(), stdout=subprocess.PIPE, text=True) as harness:
+        assert harness.stdout is not None
+        pids = [int(pid) for pid in harness.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
+        harness.send_signal(signal.SIGKILL)
+    assert wait_until_gone(pids, timeout_s=20) == []

@@ -1,0 +1,136 @@
+"""The harness's end of the zygote: one for a whole pytest session, started when the first rank is wanted."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120.0  # for importing torch on a busy machine
+STOP_TIMEOUT_S = 10.0
+_ROOM_BYTES = 16 << 10  # for the environments of ranks that are longer than the zygote's own
+
+
+class Rank:
+    """A forked rank, with what the harness uses of a `subprocess.Popen`."""
+
+    def __init__(self, zygote: "Zygote", pid: int) -> None:
+        self._zygote = zygote
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        self._zygote.listen(0.0)
+        return self.returncode
+
+    def wait(self) -> int:
+        while self.returncode is None:
+            self._zygote.listen(START_TIMEOUT_S)
+        return self.returncode
+
+
+class Zygote:
+    """A process that forks ranks. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the process runs
+        self._rank_by_pid: dict[int, Rank] = {}
+        self._started: list[Rank] = []
+        command = [sys.executable, "-m", "tests.multiprocess.forking", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                cwd="/",
+                env=_own_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(
+        self,
+        environment: Mapping[str, str],
+        folder: Path,
+        log: Path,
+        *,
+        mount: Sequence[str] = (),
+        netns: str | None = None,
+    ) -> Rank:
+        """Starts a rank of the launch in `folder`. `mount`: (disk, root) that only it and its children see."""
+        request: dict[str, Any] = {"environment": dict(environment), "folder": str(folder), "log": str(log)}
+        self._socket.send(json.dumps({**request, "mount": list(mount), "netns": netns}).encode())
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._started:
+            assert time.monotonic() < deadline, f"no rank was forked within {START_TIMEOUT_S:.0f} s"
+            self.listen(1.0)
+        return self._started.pop()
+
+    def listen(self, timeout_s: float) -> None:
+        """Takes what the zygote has reported; waits for the first report up to `timeout_s`."""
+        self._socket.settimeout(timeout_s)
+        try:
+            while report := self._socket.recv(1 << 10):
+                self._take(json.loads(report))
+                self._socket.settimeout(0.0)
+        except (TimeoutError, BlockingIOError):
+            return
+        self._errors.seek(0)
+        raise AssertionError(f"the zygote has ended: {self._errors.read()[-4000:].decode(errors='replace')}")
+
+    def _take(self, report: Mapping[str, int]) -> None:
+        if "started" in report:
+            rank = self._rank_by_pid[report["started"]] = Rank(self, report["started"])
+            self._started.append(rank)
+        else:
+            self._rank_by_pid.pop(report["ended"]).returncode = report["code"]
+
+    def stop(self) -> None:
+        """Ends it and whatever ranks it still has."""
+        self._socket.close()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._errors.close()
+
+
+def _own_environment() -> dict[str, str]:
+    """As the ranks' own will be, where it matters while modules are imported; nothing in it names a test or a store."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("REPLICATED_CKPT_", "PYTEST_"))}
+    paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
+    return {
+        **{name: value for name, value in kept.items() if name not in {"RANK", "WORLD_SIZE"}},
+        "PYTHONPATH": ":".join([*paths, str(REPOSITORY)]),
+        "OMP_NUM_THREADS": "1",
+        "ROOM": "." * _ROOM_BYTES,
+    }
+
+
+_running: list[Zygote] = []
+
+
+def the_zygote() -> Zygote:
+    """The session's zygote, started if there is none."""
+    if not _running or not _running[0].is_running:
+        _running[:] = [Zygote()]
+    return _running[0]
+
+
+def stop_the_zygote() -> None:
+    """At the end of a session. Without it the zygote ends with the process that started it."""
+    while _running:
+        _running.pop().stop()
