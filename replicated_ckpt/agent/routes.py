@@ -79,7 +79,8 @@ class Routes:
     def _save(self, request: Request, save_id: str, rest: list[str]) -> Answer:
         match (request.method, *rest):
             case ("GET",):
-                return json_answer(**self._service.state_of(save_id))
+                with request.heartbeat:
+                    return json_answer(**self._service.state_of(save_id))
             case ("POST",):
                 return self._begin(request, save_id)
             case ("PUT", name):

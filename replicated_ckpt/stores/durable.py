@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -131,6 +132,20 @@ def _exchange(first: Path, second: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), str(first), None, str(second))
+
+
+@contextlib.contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """One thread or process at a time is in the block; nobody is kept out while there is no such directory.
+
+    Two that give the same names to the same directories would undo each other's work.
+    """
+    with contextlib.ExitStack() as held:
+        if directory.is_dir():
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
 
 
 def remove_tree(path: Path) -> None:

@@ -30,6 +30,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.catalog import Catalog
 from replicated_ckpt.stores.durable import (
+    exclusive,
     fsync_directory,
     make_directories,
     publish_directory,
@@ -175,10 +176,10 @@ class LocalStore:
             ManifestInvalid, ObjectCorrupt: what was staged as the decision is not believed; nothing changed.
         """
         staging = self.staging(save_id)
-        with translated(str(self.root), "commit", save_id):
+        with translated(str(self.root), "commit", save_id), exclusive(self.root / STAGING_DIR):
             if not staging.is_dir() or self._is_published(save_id):
                 held = self._already_committed(save_id)
-                self.abort(save_id)  # after a crash, what it replaced may still be staged under its name
+                self._discard(save_id)  # after a crash, what it replaced may still be staged under its name
                 return held
             manifest = self._decision(save_id)
             final = self.final(manifest.checkpoint_id)
@@ -235,16 +236,18 @@ class LocalStore:
 
     def abort(self, save_id: str) -> None:
         """Removes a staged save. What is committed stays. Aborting what is not there changes nothing."""
-        staging = self.staging(save_id)
-        with translated(str(self.root), "abort", save_id):
-            trash = self.root / TRASH_DIR / save_id
-            if staging.is_dir():
-                make_directories(trash.parent, self.root)
-                remove_tree(trash)
-                staging.rename(trash)
-                failpoints.reach("abort.trashed")
-                remove_tree(trash)
-            self.intent_path(save_id).unlink(missing_ok=True)
+        with translated(str(self.root), "abort", save_id), exclusive(self.root / STAGING_DIR):
+            self._discard(save_id)
+
+    def _discard(self, save_id: str) -> None:
+        staging, trash = self.staging(save_id), self.root / TRASH_DIR / save_id
+        if staging.is_dir():
+            make_directories(trash.parent, self.root)
+            remove_tree(trash)
+            staging.rename(trash)
+            failpoints.reach("abort.trashed")
+            remove_tree(trash)
+        self.intent_path(save_id).unlink(missing_ok=True)
 
     def empty_trash(self) -> None:
         """Removes what a crash kept from being removed."""

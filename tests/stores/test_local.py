@@ -1,11 +1,15 @@
 """The local store: a save counts entirely or not at all, and never replaces what it should not."""
 
+import contextlib
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.core.checksum import crc32c, table_of
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
@@ -148,6 +152,29 @@ def test_one_save_that_cannot_be_completed_does_not_stop_the_others(tmp_path: Pa
     assert content(store) == b"there"
     assert content(store, "step-3") == b"good"
     assert [intent.save_id for intent in store.staged()] == [blocked]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_two_threads_that_publish_one_save_do_not_undo_it(
+    tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer's question and a load's settling may complete a replacement at once: the new one is there, and no litter."""
+    if not can_exchange:
+        monkeypatch.setattr(durable, "_exchange", lambda *_: False)
+    store = LocalStore(tmp_path)
+    store.commit(staged(store, 1, b"old"))
+    name = staged(store, 2, b"new", overwrite=True)
+    both = threading.Barrier(2)
+
+    def meet(_: str) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.5)
+
+    with failpoints.armed("commit.checked", meet), ThreadPoolExecutor(2) as threads:
+        held = [threads.submit(LocalStore(tmp_path).commit, name) for _ in range(2)]
+        assert [future.result(timeout=20) for future in held] == [(SHARD,), (SHARD,)]
+    assert content(store) == b"new"
+    assert list((tmp_path / ".trash").iterdir()) == list((tmp_path / ".staging").iterdir()) == []
 
 
 def test_a_decided_leftover_is_completed_before_the_next_save_begins(tmp_path: Path) -> None:
