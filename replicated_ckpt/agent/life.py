@@ -128,9 +128,9 @@ class Agent:
                 __version__,
                 identity.incarnation,
             )
+            self._hello = saying_hello(self._service, self._endpoint)
             write_endpoint(directory, self._endpoint)
             log.info("serving %s as %r, completed %d saves", self.config.root, self._endpoint, len(completed))
-            self._hello = saying_hello(self._service, self._endpoint)
             self._reprotector.start()
             self._scrubber.start()
             self._wait(directory, lock)

@@ -271,7 +271,8 @@ def test_a_decided_save_is_never_taken_for_a_given_up_one(tmp_path: Path) -> Non
         sent(other, name, DATA)
         staged(LocalStore(decider.root), 1, DATA)
         with other.client() as client:
-            client.call("POST", "/v1/peers", {"peers": peers_of(decider, other), "session": "job"})
+            document = {"checkpoint_id": "step-2", "session": "job", "overwrite": False}
+            client.call("POST", f"/v1/saves/{save_id(2)}", {**document, "peers": peers_of(decider, other)})
         for agent in (decider, other):
             with agent.client() as client:
                 assert client.call("GET", f"/v1/saves/{name}") == {"state": "committed", "checkpoint_id": "step-1"}
