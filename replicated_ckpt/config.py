@@ -38,6 +38,11 @@ class WriterConfig:
     on_degraded: OnDegraded
     overwrite: bool
 
+    @property
+    def must_have_all_copies(self) -> bool:
+        """Whether a save with fewer copies than wanted fails; with ack="local" the copies follow later anyway."""
+        return self.on_degraded == "raise" and self.ack != "local"
+
     @classmethod
     def checked(
         cls,

@@ -12,6 +12,7 @@ from replicated_ckpt.agent.endpoint import LOG_NAME, Endpoint, FileLock, client_
 from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.version import __version__
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
@@ -24,8 +25,9 @@ _client_lock_by_root: dict[Path, FileLock] = {}
 def ensured_agent(store: LocalStore, bind_host: str) -> Endpoint:
     """This node's running agent, started if there was none; it stays at least as long as this process.
 
-    `bind_host` is where an agent that is started listens; one that listens on loopback only is replaced if other hosts
-    must reach it. Safe to call from several processes and threads.
+    `bind_host` is where an agent that is started listens. One that listens on loopback only is replaced if other hosts
+    must reach it, and one of an older version of this package is replaced by this one; both first finish what they are
+    asked at that moment, and the new one has the old one's address. Safe to call from several processes and threads.
 
     Raises:
         AgentUnavailable: it could not be started or does not answer.
@@ -73,13 +75,22 @@ def _answering(directory: Path, bind_host: str) -> Endpoint | None:
     try:
         with AgentClient(endpoint.local_address()) as client:
             client.call("GET", "/v1/status")
-            if endpoint.host in ("127.0.0.1", "::1") and endpoint.host != bind_host:
+            is_deaf = endpoint.host in ("127.0.0.1", "::1") and endpoint.host != bind_host
+            if is_deaf or _is_older(endpoint.version, __version__):
                 client.call("POST", "/v1/shutdown")
                 _wait_until_gone(directory)
                 return None
     except ReplicatedCkptError:
         return None
     return endpoint
+
+
+def _is_older(version: str, than: str) -> bool:
+    """Whether a released version comes before another; anything else is let be."""
+    try:
+        return [int(part) for part in version.split(".")] < [int(part) for part in than.split(".")]
+    except ValueError:
+        return False
 
 
 def _wait_until_gone(directory: Path) -> None:

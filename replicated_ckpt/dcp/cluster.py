@@ -12,6 +12,7 @@ from replicated_ckpt.stores.fanout import FanOut
 from replicated_ckpt.stores.local import Intent, LocalStore
 
 COMMIT_TIMEOUT_S = 10.0
+COMMIT_DEADLINE_S = 120.0
 
 
 class Cluster(Protocol):
@@ -67,7 +68,7 @@ class AgentCluster:
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
         def committed(node: str) -> tuple[str, ...]:
-            with AgentClient(self._by_node[node], COMMIT_TIMEOUT_S) as client:
+            with AgentClient(self._by_node[node], COMMIT_TIMEOUT_S) as client, client.within(COMMIT_DEADLINE_S):
                 if node != self._own_node:
                     client.put("PUT", f"/v1/saves/{save_id}/{METADATA_NAME}", metadata)
                     client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", manifest)

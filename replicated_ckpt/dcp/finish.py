@@ -7,6 +7,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
@@ -22,7 +23,7 @@ def commit_save(
     store: LocalStore,
     cluster: Cluster,
     decision: SaveDecision,
-    copies: int,
+    config: WriterConfig,
     receipts: Sequence[Receipt],
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
@@ -34,11 +35,12 @@ def commit_save(
 
     Raises:
         SaveAborted: an item lies in a shard that no rank has written.
-        AckNotReached: the decision is durable here, but no holder of some shard has published it.
+        AckNotReached: the decision is durable here, but no holder of some shard has published it; or, if
+        `on_degraded` says so, fewer holders than acknowledged their copies have. It will be completed all the same.
         StoreError: the decision could not be made durable.
     """
     try:
-        raw_metadata, manifest = _described(decision, copies, receipts, metadata, results)
+        raw_metadata, manifest = _described(decision, config.copies, receipts, metadata, results)
         raw_manifest = manifest.encoded()
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
@@ -50,7 +52,7 @@ def commit_save(
     failpoints.reach("coordinator.decided")
     committed = cluster.commit(decision.save_id, raw_metadata, raw_manifest)
     failpoints.reach("coordinator.published")
-    _check_reached(manifest, committed)
+    _check_reached(manifest, committed, must_have_all=config.must_have_all_copies)
     return [
         f"node {node} has not published the checkpoint yet: {error}" for node, error in committed.error_by_node.items()
     ]
@@ -104,8 +106,10 @@ def _shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mappi
     return entries
 
 
-def _check_reached(manifest: Manifest, committed: Committed) -> None:
-    unreached = {name: 0 for name in manifest.shards if not committed.holders_of(name)}
-    if unreached or not committed.held_by_node:
+def _check_reached(manifest: Manifest, committed: Committed, *, must_have_all: bool) -> None:
+    have = {name: len(committed.holders_of(name)) for name in manifest.shards}
+    wanted = min(manifest.copies, len(manifest.nodes)) if must_have_all else 1
+    short = {name: count for name, count in have.items() if count < wanted}
+    if short or not committed.held_by_node:
         why = "; ".join(f"node {node}: {error}" for node, error in committed.error_by_node.items())
-        raise AckNotReached(manifest.copies, unreached, f"The decision is durable and will be completed. {why}")
+        raise AckNotReached(manifest.copies, short, f"The decision is durable and will be completed. {why}")

@@ -23,6 +23,8 @@ from replicated_ckpt.stores.local import LocalStore
 
 log = logging.getLogger(__name__)
 
+ASK_TIMEOUT_S = 3.0
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -101,7 +103,7 @@ class Surveyor:
         path = "/v1/holdings" + (f"?checkpoint_id={checkpoint_id}" if checkpoint_id else "")
 
         def asked(node: str) -> list[Holding]:
-            with AgentClient(self._by_node[node]) as client:
+            with AgentClient(self._by_node[node], ASK_TIMEOUT_S) as client:
                 answer = client.call("GET", path)
             try:
                 return [Holding.from_json(fields) for fields in answer["holdings"]]

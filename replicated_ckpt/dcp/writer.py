@@ -204,9 +204,7 @@ class ReplicatedWriter(StorageWriter):
             aborted = [f"rank {rank}: {receipt.aborted}" for rank, receipt in enumerate(receipts) if receipt.aborted]
             if aborted:
                 raise SaveAborted(f"Save {self._decision.save_id} was given up: {'; '.join(aborted)}")
-            problems = commit_save(
-                self._store, self._cluster, self._decision, self.config.copies, receipts, metadata, results
-            )
+            problems = commit_save(self._store, self._cluster, self._decision, self.config, receipts, metadata, results)
         finally:
             self._held.close()
         self._degraded(problems)

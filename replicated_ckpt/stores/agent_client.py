@@ -27,8 +27,11 @@ from replicated_ckpt.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from replicated_ckpt.stores.deadline import given_up_after
 
 PROGRESS_TIMEOUT_S = 5.0
+ACK_TIMEOUT_S = 120.0
+"""A peer that lives and has not made a shard durable by then is given up: its disk hangs."""
 ANSWER_BYTES_MAX = 256 << 20
 _SLICE_BYTES = 1 << 20
 
@@ -113,6 +116,15 @@ class AgentClient:
         if not isinstance(answer, dict):
             raise PeerProtocolError(f"{self.address.label} answered {method} {path} with {type(answer).__name__}.")
         return answer
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """The requests of the block, the peer's work included, end within so many seconds or raise StoreUnavailable."""
+        if self._connection.sock is None:
+            with self.translated("CONNECT", "/"):
+                self._connection.connect()
+        with given_up_after(self._connection.sock, seconds):
+            yield
 
     def fetch(self, method: str, path: str, body: bytes | None = None) -> bytes:
         """Body of the answer to a request, as bytes, at most ANSWER_BYTES_MAX of them."""
@@ -208,8 +220,8 @@ class Upload:
                 raise
 
     def finish(self) -> dict[str, Any]:
-        """Ends the body and returns the agent's JSON answer."""
-        with self._client.translated("PUT", self._path):
+        """Ends the body and returns the agent's JSON answer, which comes within ACK_TIMEOUT_S."""
+        with self._client.translated("PUT", self._path), given_up_after(self._connection.sock, ACK_TIMEOUT_S):
             try:
                 self._connection.send(b"0\r\n\r\n")
             except ConnectionError:

@@ -1,9 +1,14 @@
 """A peer's store, through its agent: a sink for copies, and a source of verified ranges."""
 
+import time
+
 from replicated_ckpt.core.checksum import BlockTable
-from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError
+from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, Upload, file_path
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
+
+SLOW_WINDOW_S = 10.0
+SLOW_BYTES_PER_S = 1 << 20
 
 
 class PeerSink:
@@ -18,6 +23,8 @@ class PeerSink:
         self._path = f"/v1/saves/{save_id}/{name}"
         self._headers = {"X-Rckpt-Ack": "durable" if durable else "memory"}
         self._upload: Upload | None = None
+        self._blocked_s = 0.0
+        self._taken_bytes = 0
 
     @property
     def label(self) -> str:
@@ -26,7 +33,22 @@ class PeerSink:
     def write(self, piece: memoryview) -> None:
         if self._upload is None:
             self._upload = self._client.start_upload(self._path, self._headers)
+        started = time.monotonic()
         self._upload.send(piece)
+        self._check_rate(time.monotonic() - started, len(piece))
+
+    def _check_rate(self, blocked_s: float, size_bytes: int) -> None:
+        """A peer that takes bytes, and too slowly, would hold the whole save up: it is given up like one that is gone."""
+        self._blocked_s += blocked_s
+        self._taken_bytes += size_bytes
+        if self._blocked_s < SLOW_WINDOW_S:
+            return
+        if self._taken_bytes < SLOW_BYTES_PER_S * self._blocked_s:
+            rate = self._taken_bytes / self._blocked_s / 1024
+            raise StoreUnavailable(
+                self.label, "PUT", self._path, f"too slow: {rate:.0f} KiB/s over the last {self._blocked_s:.0f} s"
+            )
+        self._blocked_s, self._taken_bytes = 0.0, 0
 
     def finish(self, table: BlockTable) -> None:
         if self._upload is None:

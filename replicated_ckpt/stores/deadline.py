@@ -1,0 +1,24 @@
+"""A deadline over a whole exchange: heartbeats show that a peer lives, not that its work will ever end."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+
+@contextmanager
+def given_up_after(connected: socket.socket | None, seconds: float) -> Iterator[None]:
+    """Breaks the connection when the block lasts longer: whoever waits on it then gets an OSError or an early end."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        if not ended.wait(seconds) and connected is not None:
+            with suppress(OSError):  # closed meanwhile: there is nothing to break
+                connected.shutdown(socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=watch, name="rckpt-deadline", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
