@@ -29,10 +29,14 @@ _FENCED_MAX = 1024
 
 @dataclass(frozen=True)
 class Leftover:
-    """A save that is staged here and over: to be completed if any peer committed it, else removed."""
+    """A save that is staged here and over: to be completed if it was decided anywhere, else removed.
+
+    One that `may_live` is left as it is where it was not decided.
+    """
 
     intent: Intent
     why: str
+    may_live: bool = False
 
 
 class NodeService:
@@ -84,14 +88,16 @@ class NodeService:
         with self._lock:
             self._opened_at[intent.save_id] = time.monotonic()
             for leftover in leftovers:
-                self._fence(leftover.intent.save_id, leftover.why)
+                if not leftover.may_live:
+                    self._fence(leftover.intent.save_id, leftover.why)
         return self.store.catalog.sequence_max(), leftovers
 
     def leftovers(self, session: str, by: Intent | None = None) -> tuple[Leftover, ...]:
-        """Staged saves that are over.
+        """Staged saves that are over, and those of which only a decision can tell that they are.
 
         They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same
-        checkpoint, or the processes that made them are gone. A load (no `by`) leaves alone what is being worked on: a
+        checkpoint, or the processes that made them are gone. Of a save that was opened just now the processes may be on
+        their way; but where it is decided, they have been here. A load (no `by`) leaves alone what is being worked on: a
         trainer may load while it saves in the background.
         """
         found = []
@@ -102,8 +108,9 @@ class NodeService:
                 found.append(Leftover(intent, f"save {by.save_id} of {by.checkpoint_id!r} overtook it"))
             elif by is not None and intent.session == session:
                 found.append(Leftover(intent, "its process group has gone on without it"))
-            elif not self._is_alive(intent):
-                found.append(Leftover(intent, "the processes that made it are gone"))
+            elif not self._is_held(intent):
+                may_live = self._was_opened_within(_OPEN_GRACE_S, intent)
+                found.append(Leftover(intent, "the processes that made it are gone", may_live))
         return tuple(found)
 
     def abandoned(self, grace_s: float) -> tuple[Leftover, ...]:
@@ -111,17 +118,18 @@ class NodeService:
         return tuple(
             Leftover(intent, "the processes that made it are gone")
             for intent in self.store.staged()
-            if not self._is_alive(intent, grace_s)
+            if not self._was_opened_within(grace_s, intent) and not self._is_held(intent)
         )
 
-    def _is_alive(self, intent: Intent, grace_s: float = _OPEN_GRACE_S) -> bool:
-        """Whether a rank of this node still works on the save (it holds a lock), or it was opened just now."""
+    def _was_opened_within(self, grace_s: float, intent: Intent) -> bool:
         with self._lock:
             opened_at = self._opened_at.get(intent.save_id)
         if opened_at is None and grace_s > _OPEN_GRACE_S:
             opened_at = self._started_at
-        if opened_at is not None and time.monotonic() - opened_at < grace_s:
-            return True
+        return opened_at is not None and time.monotonic() - opened_at < grace_s
+
+    def _is_held(self, intent: Intent) -> bool:
+        """Whether a rank of this node still works on the save. Each takes a lock on it before it writes."""
         try:
             fd = os.open(self.store.intent_path(intent.save_id), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

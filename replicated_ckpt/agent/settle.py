@@ -15,13 +15,15 @@ def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[
     """Ends each save that is over. `peers` are the nodes of the save or load that found it, other than this one.
 
     Holds afterwards: it is committed here if it is on any peer that answered, or if its decision lies here; else nothing
-    of it is left here. A save is acknowledged to the trainer only after agents committed it, so one that no node of the
-    present world has committed was never acknowledged, or is beyond the failures that its copies cover.
+    of it is left here, unless it may live. A save is acknowledged to the trainer only after agents committed it, so one
+    that no node of the present world has committed was never acknowledged, or is beyond the failures that its copies cover.
     """
     for leftover in leftovers:
         save_id = leftover.intent.save_id
         try:
             if not service.store.is_decided(save_id) and not _decision_fetched(service, save_id, peers):
+                if leftover.may_live:
+                    continue
                 service.abort(save_id, leftover.why)
                 log.warning(
                     "removed unfinished save %s of %r: %s", save_id, leftover.intent.checkpoint_id, leftover.why

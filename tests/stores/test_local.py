@@ -11,6 +11,7 @@ import pytest
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.core.checksum import crc32c, table_of
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import (
@@ -189,6 +190,18 @@ def test_a_decided_leftover_is_completed_before_the_next_save_begins(tmp_path: P
     assert service.begin(Intent(save_id(4), "step-4", "session", overwrite=False)) == (3, ())
     assert content(store, "step-3") == b"also"
     assert service.state_of(decided)["state"] == service.state_of(also)["state"] == "committed"
+
+
+def test_a_load_right_after_a_crash_completes_what_was_decided(tmp_path: Path) -> None:
+    """Of two saves that were opened a moment ago and nobody holds, the decided one is published, the other let be."""
+    store = LocalStore(tmp_path)
+    service = NodeService(store)
+    for number in (1, 2):
+        service.begin(Intent(save_id(number), f"step-{number}", f"session {number}", overwrite=False))
+    staged(store, 1, b"decided")
+    settle(service, service.leftovers("a load's"), ())
+    assert content(store) == b"decided"
+    assert [intent.save_id for intent in store.staged()] == [save_id(2)]
 
 
 def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:
