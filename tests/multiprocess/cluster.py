@@ -35,17 +35,21 @@ AGENT_STOP_S = 10.0
 
 @dataclass
 class Cluster:
-    """Nodes under `base`, which must be this cluster's own. `close` ends every process that was ever started here."""
+    """Nodes under `base`, which must be this cluster's own. `close` ends every process that was ever started here.
+
+    With `quick_exit` ranks end without the end of an interpreter, which takes as long as a small save does.
+    """
 
     base: Path
     node_count: int
     private_mounts: bool = False
     environment: dict[str, str] = field(default_factory=dict)
+    quick_exit: bool = False
 
     def __post_init__(self) -> None:
         self.marker = f"replicated-ckpt-test-{uuid.uuid4().hex}"
         self._launches = 0
-        self._agents: list[subprocess.Popen[bytes]] = []
+        self._agent_by_node: dict[int, subprocess.Popen[bytes]] = {}
         (self.base / "tmp").mkdir(parents=True)
         same_root = self.base / "nvme"
         disks = [self.base / f"node{index}" for index in range(self.node_count)]
@@ -102,7 +106,7 @@ class Cluster:
         folder = self.base / f"launch{self._launches}"
         folder.mkdir()
         spec = {"calls": [[c.step, c.arguments] for c in calls], "roots": [str(node.root) for node in self.nodes]}
-        (folder / "spec.json").write_text(json.dumps(spec))
+        (folder / "spec.json").write_text(json.dumps({**spec, "quick_exit": self.quick_exit}))
         launch = Launch(self.nodes, folder, f"{self.marker}-{folder.name}", self._environment())
         try:
             launch.start(nodes, counts, launcher)
@@ -113,34 +117,45 @@ class Cluster:
     def _environment(self) -> dict[str, str]:
         return {**base_environment(), "TMPDIR": str(self.base / "tmp"), **self.environment}
 
-    def start_agent(
-        self, index: int, *, idle_exit_s: float = 60.0, environment: Mapping[str, str] | None = None
-    ) -> None:
-        """Starts a node's agent before any rank does, with an environment of its own; it serves when this returns."""
+    def start_agents(self, environment_by_node: Mapping[int, Mapping[str, str]], *, idle_exit_s: float = 60.0) -> None:
+        """Starts the agents of some nodes before any rank does, each with an environment of its own.
+
+        They serve when this returns, and the ranks of later launches find them.
+        """
+        for index, environment in environment_by_node.items():
+            self._agent_by_node[index] = self._started_agent(index, environment, idle_exit_s)
+        deadline = time.monotonic() + AGENT_START_S
+        for index in environment_by_node:
+            process, node = self._agent_by_node[index], self.nodes[index]
+            while node.agent_pid() != process.pid:
+                log = tail(self.base / f"agent{index}.log")
+                assert process.poll() is None, f"the agent ended with {process.returncode}: {log}"
+                assert time.monotonic() < deadline, f"the agent did not start: {log}"
+                time.sleep(0.01)
+
+    def _started_agent(
+        self, index: int, environment: Mapping[str, str], idle_exit_s: float
+    ) -> "subprocess.Popen[bytes]":
         node = self.nodes[index]
         arguments = ["--root", str(node.root), "--host", node.address, "--idle-exit-s", str(idle_exit_s)]
-        log_path = self.base / f"agent{index}.log"
-        with log_path.open("ab") as log:
-            process = subprocess.Popen(
+        own = {"REPLICATED_CKPT_TEST_LAUNCH": self.marker, **node.environment, **environment}
+        with (self.base / f"agent{index}.log").open("ab") as log:
+            return subprocess.Popen(
                 [*inside(node), sys.executable, "-m", "replicated_ckpt.agent", *arguments],
                 cwd=self.base,
-                env={
-                    "REPLICATED_CKPT_TEST_LAUNCH": self.marker,
-                    **self._environment(),
-                    **node.environment,
-                    **(environment or {}),
-                },
+                env={**self._environment(), **own},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._agents.append(process)
-        deadline = time.monotonic() + AGENT_START_S
-        while node.agent_pid() is None:
-            assert process.poll() is None, f"the agent ended with {process.returncode}: {tail(log_path)}"
-            assert time.monotonic() < deadline, f"the agent did not start: {tail(log_path)}"
-            time.sleep(0.01)
+
+    def agent_code(self, index: int, timeout_s: float = 15.0) -> int | None:
+        """How the agent ended that `start_agents` started; None if it still runs after `timeout_s`."""
+        try:
+            return self._agent_by_node[index].wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     def stop_agents(self) -> None:
         """SIGTERM to every agent, which must be enough."""
@@ -161,6 +176,6 @@ class Cluster:
                 Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left if is_running(pid)
             ]
             end(left)
-            for process in self._agents:
+            for process in self._agent_by_node.values():
                 process.wait()
         assert not left, f"processes outlived their cluster: {commands}"

@@ -16,7 +16,7 @@ HARNESS_THAT_IS_KILLED = """
 import json, pathlib, sys, time
 from tests.multiprocess.zygote import Zygote
 folder = pathlib.Path(sys.argv[1])
-spec = {"calls": [["harness.sleep", {}]], "roots": [str(folder)]}
+spec = {"calls": [["harness.sleep", {}]], "roots": [str(folder)], "quick_exit": False}
 (folder / "spec.json").write_text(json.dumps(spec))
 zygote = Zygote()
 rank = zygote.fork({"REPLICATED_CKPT_TEST_NODE": "0"}, folder, folder / "log")
