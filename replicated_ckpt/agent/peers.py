@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.stores.agent_client import AgentAddress
-from replicated_ckpt.stores.durable import translated, write_file
+from replicated_ckpt.stores.durable import fsync_directory, translated, write_file
 
 _PEERS_NAME = "peers.json"
 _PEERS_MAX = 8192
@@ -57,6 +57,7 @@ class PeerBook:
             entries = [{**peer.to_json(), "away": peer.node_id in still_away} for peer in latest]
             with translated(str(self._path.parent), "write", _PEERS_NAME):
                 write_file(self._path, json.dumps(entries).encode(), mode=0o600)
+                fsync_directory(self._path.parent.parent)  # the directory may be as new as the file
 
     def _read(self) -> tuple[dict[str, AgentAddress], set[str]]:
         try:
