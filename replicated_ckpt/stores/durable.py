@@ -59,12 +59,28 @@ def flush_file(path: Path) -> None:
 
 
 def make_directories(path: Path, above: Path) -> None:
-    """Creates `path` below the existing `above`, durably: each new name is fsynced in its parent."""
-    if path == above or path.is_dir():
+    """Creates `path` below the existing `above`, durably: each name on the way is fsynced in its parent.
+
+    Also a name that is there already: whoever made it may have been killed, or not have come, before its fsync.
+    """
+    if path == above:
         return
     make_directories(path.parent, above)
     path.mkdir(exist_ok=True)
     fsync_directory(path.parent)
+
+
+def make_root(path: Path) -> None:
+    """Creates a directory and what is missing above it, durably: every name up to the mount point is fsynced.
+
+    A directory above that may not be read cannot be fsynced; it was there before, as nobody makes names in it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    for inner, outer in zip((path, *path.parents), path.parents, strict=False):
+        if inner.is_mount():
+            return
+        with contextlib.suppress(PermissionError):
+            fsync_directory(outer)
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -110,7 +126,6 @@ def publish_directory(staged: Path, final: Path, discarded: Path) -> None:
         staged.rename(final)
     elif _exchange(staged, final):
         failpoints.reach("commit.replaced")
-        fsync_directory(final.parent)
         staged.rename(discarded)
     else:
         final.rename(discarded)
@@ -146,6 +161,17 @@ def exclusive(directory: Path) -> Iterator[None]:
             held.callback(os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
+
+
+def remove_moved(path: Path, *origins: Path) -> None:
+    """Removes the directory `path`, if it is there, that was moved from one of `origins`, once the move is durable.
+
+    Else a power loss could undo the move and not the removals, and leave a part of it under its old name.
+    """
+    if path.is_dir():
+        for directory in {*origins, path.parent}:
+            fsync_directory(directory)
+        remove_tree(path)
 
 
 def remove_tree(path: Path) -> None:

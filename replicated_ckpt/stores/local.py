@@ -2,7 +2,7 @@
 
 import json
 import os
-import uuid
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,10 +34,12 @@ from replicated_ckpt.stores.durable import (
     fsync_directory,
     make_directories,
     publish_directory,
+    remove_moved,
     remove_tree,
     translated,
     write_file,
 )
+from replicated_ckpt.stores.identity import made_identity, read_identity
 
 PART_SUFFIX = ".part"
 
@@ -76,30 +78,11 @@ class LocalStore:
             ConfigInvalid: node.json is there and holds no identity.
             StoreError: the root cannot be created or written.
         """
-        path = self.root / NODE_NAME
-        with translated(str(self.root), "identify", NODE_NAME):
-            self.root.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                fresh = path.with_name(f".{NODE_NAME}.{uuid.uuid4().hex}")
-                write_file(fresh, json.dumps({"node_id": uuid.uuid4().hex[:12]}).encode())
-                try:
-                    os.link(fresh, path)
-                except FileExistsError:
-                    pass  # another rank of this node was first; its identity is the node's
-                finally:
-                    fresh.unlink()
-                fsync_directory(self.root)
-            raw = path.read_bytes()
-        try:
-            return str(json.loads(raw)["node_id"])
-        except (ValueError, KeyError, TypeError) as exc:
-            raise ConfigInvalid(
-                f"{path} holds no node identity: {raw[:80]!r}.", "Remove the file if the store is a fresh one."
-            ) from exc
+        return made_identity(self.root)
 
     def known_node_id(self) -> str:
         """This store's identity as `node_id` gives it, or "none" where none was made; never writes."""
-        return self.node_id() if (self.root / NODE_NAME).exists() else "none"
+        return read_identity(self.root) if (self.root / NODE_NAME).exists() else "none"
 
     def agent_directory(self) -> Path:
         """The agent's directory, private to this user; created if need be."""
@@ -185,16 +168,16 @@ class LocalStore:
             final = self.final(manifest.checkpoint_id)
             self._check_free(manifest.checkpoint_id, overwrite=self._intent(save_id).overwrite)
             failpoints.reach("commit.checked")
-            for leftover in staging.glob(f"*{PART_SUFFIX}"):
-                leftover.unlink()
+            for leftover in staging.iterdir():
+                if not is_checkpoint_file(leftover.name):
+                    leftover.unlink()
             make_directories(final.parent, self.root)
-            trash = self.root / TRASH_DIR
-            make_directories(trash, self.root)
-            remove_tree(trash / save_id)
-            publish_directory(staging, final, trash / save_id)
+            trash = self._trash(save_id)
+            remove_moved(trash, final.parent, staging.parent)
+            publish_directory(staging, final, trash)
             failpoints.reach("commit.durable")
-            remove_tree(trash / save_id)
-            self.intent_path(save_id).unlink(missing_ok=True)
+            remove_tree(trash)  # a part of it that came back under this save's staged name would be no decision of it
+            self._forget(save_id)
         failpoints.reach("commit.done")
         return tuple(sorted(self.catalog.shard_sizes(manifest.checkpoint_id)))
 
@@ -203,6 +186,17 @@ class LocalStore:
             return self.catalog.manifest(self._intent(save_id).checkpoint_id).save_id == save_id
         except (ObjectMissing, ManifestInvalid):
             return False
+
+    def _trash(self, save_id: str) -> Path:
+        """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""
+        directory = self.root / TRASH_DIR
+        directory.mkdir(exist_ok=True)
+        return directory / save_id
+
+    def _forget(self, save_id: str) -> None:
+        """Removes the intent, and what a process left that died while it wrote it."""
+        for path in (self.root / STAGING_DIR).glob(f"{save_id}.*"):
+            path.unlink(missing_ok=True)
 
     def _already_committed(self, save_id: str) -> tuple[str, ...]:
         for checkpoint_id, manifest in self.catalog.committed():
@@ -240,19 +234,28 @@ class LocalStore:
             self._discard(save_id)
 
     def _discard(self, save_id: str) -> None:
-        staging, trash = self.staging(save_id), self.root / TRASH_DIR / save_id
+        staging = self.staging(save_id)
+        for place in self._places([self._intent(save_id)]):
+            fsync_directory(place)  # a commit that was cut off may be seen and not be durable: the intent goes last
         if staging.is_dir():
-            make_directories(trash.parent, self.root)
-            remove_tree(trash)
+            trash = self._trash(save_id)
+            remove_moved(trash, staging.parent)
             staging.rename(trash)
             failpoints.reach("abort.trashed")
-            remove_tree(trash)
-        self.intent_path(save_id).unlink(missing_ok=True)
+            remove_moved(trash, staging.parent)
+        self._forget(save_id)
 
     def empty_trash(self) -> None:
         """Removes what a crash kept from being removed."""
         with translated(str(self.root), "remove", TRASH_DIR):
-            remove_tree(self.root / TRASH_DIR)
+            trash = self.root / TRASH_DIR
+            remove_moved(trash, trash, *self._places(self.staged()))
+
+    def _places(self, intents: Iterable[Intent]) -> list[Path]:
+        """The directories in which these saves may have moved names: the staging area, and where their checkpoints lie."""
+        named = [intent.checkpoint_id for intent in intents if is_checkpoint_id(intent.checkpoint_id)]
+        places = (self.root / STAGING_DIR, *(self.final(checkpoint_id).parent for checkpoint_id in named))
+        return [place for place in places if place.is_dir()]
 
     def staged(self) -> tuple[Intent, ...]:
         """The saves that are not committed. An unreadable intent counts as one without a name."""

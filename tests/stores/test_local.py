@@ -259,6 +259,7 @@ def test_a_file_counts_only_when_it_is_complete(tmp_path: Path) -> None:
     name = staged(store, 1, b"data")
     sink = FileSink(store.staged_file(name, "__1_0.distcp"))
     sink.write(memoryview(b"half"))
+    (store.staging(name) / ".metadata.77.tmp").write_bytes(b"half")
     assert not store.staged_file(name, "__1_0.distcp").exists()
     assert store.commit(name) == (SHARD,)
     assert sorted(path.name for path in (tmp_path / "step-1").iterdir()) == [".manifest.json", ".metadata", SHARD]
