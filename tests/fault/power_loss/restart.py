@@ -1,0 +1,125 @@
+"""What a node does after a power loss, and whether what it then holds keeps what was promised."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.settle import settle
+from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.layout import is_checkpoint_file
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.errors import ObjectCorrupt
+from replicated_ckpt.stores import verified
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.shard_file import ShardFile
+from replicated_ckpt.stores.verified import Expected
+from tests.fault.power_loss.replay import Promises
+from tests.fault.power_loss.scenarios import CHECKPOINT, LAST, no_mark, receive_copy, save, shard_data, shard_file
+
+OTHER_PID = 4_000_000
+"""The process that starts after the power loss has another pid than the one that was lost."""
+
+
+def restart(store: LocalStore) -> NodeService:
+    """What an agent does when it starts, and what the next load has it do when there is nobody to ask."""
+    with mock.patch("os.getpid", return_value=OTHER_PID):
+        service = NodeService(store)
+        service.recover()
+        settle(service, service.leftovers(""), ())
+    return service
+
+
+def problems(root: Path, promises: Promises) -> list[str]:
+    """Restarts a node on what a power loss left of its store; returns what is wrong then, and after a next save."""
+    with mock.patch("os.fsync", _unneeded), mock.patch.object(verified, "SCRATCH_BYTES", 1 << 14):
+        lost = list(_lost_shards(root, promises))
+        if lost:
+            return lost
+        store = LocalStore(root)
+        node = restart(store).node_id
+        if promises.get("node", (node,)) != (node,):
+            return [f"the identity was {promises['node']}, it is {node}"]
+        found = [*_left_behind(root), *_broken_promises(store, promises)]
+        if not found:
+            save(store, no_mark, LAST, before="any", write=receive_copy)
+            promised = {f"checkpoint {CHECKPOINT}": (LAST,)}
+            found = [f"after the next save: {problem}" for problem in _broken_promises(LocalStore(root), promised)]
+    return found
+
+
+def _unneeded(fd: int) -> None:
+    """In place of os.fsync where no power will be lost any more."""
+
+
+def _lost_shards(root: Path, promises: Promises) -> Iterator[str]:
+    """Shards that were acknowledged as durable and are neither staged nor in the checkpoint, whole."""
+    in_memory = promises.get(f"memory {CHECKPOINT}", ())
+    for subject, acknowledged in promises.items():
+        kind, _, shard = subject.partition(" ")
+        for save_id in map(str, acknowledged if kind == "durable" and shard not in in_memory else ()):
+            places = (root / ".staging" / save_id / shard, root / CHECKPOINT / shard)
+            expected = shard_file(save_id, shard)
+            if not any(path.is_file() and path.read_bytes() == expected for path in places):
+                yield f"{shard} of save {save_id} was acknowledged and is not there"
+
+
+def _left_behind(root: Path) -> Iterator[str]:
+    for name in (".staging", ".trash"):
+        if (root / name).is_dir():
+            yield from (f"{name}/{path.name} is left" for path in (root / name).iterdir())
+
+
+def _broken_promises(store: LocalStore, promises: Promises) -> Iterator[str]:
+    listed = dict(store.catalog.committed())
+    for subject, allowed in promises.items():
+        kind, _, name = subject.partition(" ")
+        if kind == "checkpoint":
+            found = listed[name].save_id if name in listed else None
+            if found not in allowed:
+                yield f"checkpoint {name} is of save {found}, and should be of {allowed}"
+        elif kind == "peers":
+            known = PeerBook(store.root_agent_directory()).known()
+            if known not in allowed:
+                yield f"the peers known are {known}, and should be one of {allowed}"
+    for name, manifest in listed.items():
+        yield from _damage(store, name, manifest, promises)
+
+
+def _damage(store: LocalStore, name: str, manifest: Manifest, promises: Promises) -> Iterator[str]:
+    """What a listed checkpoint lacks, or holds that is wrong."""
+    directory = store.final(name)
+    yield from (f"{path.name} in {name}" for path in directory.iterdir() if not _belongs(path.name))
+    if crc32c((directory / ".metadata").read_bytes()) != manifest.metadata_crc32c:
+        yield f"{name}: .metadata fails its checksum"
+    sizes = store.catalog.shard_sizes(name)
+    in_memory = promises.get(f"memory {name}", ())
+    for shard, entry in manifest.shards.items():
+        if sizes.get(shard) != entry.size_bytes:
+            if shard not in (*promises.get(f"missing {name}", ()), *in_memory):
+                yield f"{name}: {shard} has {sizes.get(shard)} bytes instead of {entry.size_bytes}"
+            continue
+        try:
+            found = _data(store, name, manifest, shard)
+        except ObjectCorrupt as exc:
+            if shard not in in_memory:
+                yield f"{name}: {exc}"
+        else:
+            if found != shard_data(manifest.save_id, shard):
+                yield f"{name}: {shard} holds wrong bytes that are believed"
+
+
+def _belongs(name: str) -> bool:
+    """A part of a copy that is being made up may lie there until the next attempt at it."""
+    return is_checkpoint_file(name.removesuffix(".part"))
+
+
+def _data(store: LocalStore, name: str, manifest: Manifest, shard: str) -> bytes:
+    entry = manifest.shards[shard]
+    fd = store.open_file(name, manifest.save_id, shard)
+    file = ShardFile(fd, "here", shard, Expected(entry.size_bytes, entry.crc32c))
+    try:
+        return bytes(file.read(0, file.table.data_bytes))
+    finally:
+        file.close()

@@ -1,0 +1,262 @@
+"""What is recorded: each thing that a node does with its store, with what it promises while it goes on.
+
+Subjects of the promises: `node` (the identity), `checkpoint X` (the save ids that may be found under that id; None: no
+checkpoint), `durable X` (the save whose shard X was acknowledged), `missing X` (shards that X may lack), `memory X` (shards
+of X that were acknowledged in memory only), `peers`.
+"""
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from email.message import Message
+from pathlib import Path
+from typing import Protocol
+from unittest import mock
+
+from replicated_ckpt.agent.body import Body
+from replicated_ckpt.agent.receive import received
+from replicated_ckpt.agent.restore import copy_shard
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.stores import durable
+from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.shard_file import FileSink
+from replicated_ckpt.stores.tee import Buffers, Tee
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
+from tests.fault.power_loss.recorder import Recorder
+
+CHECKPOINT = "runs/seed-0/step-1"
+SHARDS = ("__0_0.distcp", "__1_0.distcp")
+METADATA = b"metadata of the checkpoint, as long as this"
+STORE = "disks/node"
+"""Path of the store's root below the directory that is recorded; it does not exist at first."""
+OLD, NEW, NEXT, LAST = "1" * 32, "2" * 32, "3" * 32, "4" * 32
+
+
+class Marker(Protocol):
+    """Notes what is promised from now on."""
+
+    def __call__(self, subject: str, *allowed: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`prepare` is durable when `run` begins; `run` is recorded."""
+
+    name: str
+    prepare: Callable[[LocalStore], None]
+    run: Callable[[LocalStore, Marker], None]
+    can_exchange: bool = True
+
+
+def shard_data(save_id: str, shard: str) -> bytes:
+    """A shard's data, different for each save and shard; longer than a few buffers."""
+    return f"{save_id[:4]} {shard} ".encode() * 90
+
+
+def shard_file(save_id: str, shard: str) -> bytes:
+    """The whole file of a shard, footer included."""
+    data = shard_data(save_id, shard)
+    return data + table_of([data]).encoded()
+
+
+def manifest_of(node_id: str, save_id: str, checkpoint_id: str) -> Manifest:
+    tables = {shard: table_of([shard_data(save_id, shard)]) for shard in SHARDS}
+    return Manifest(
+        save_id=save_id,
+        checkpoint_id=checkpoint_id,
+        sequence=int(save_id[0]),
+        created_unix_s=0.0,
+        world_size=2,
+        copies=1,
+        metadata_bytes=len(METADATA),
+        metadata_crc32c=crc32c(METADATA),
+        nodes=(NodeEntry(node_id, "host", None, (0, 1)),),
+        shards={
+            shard: ShardEntry(table.file_bytes, table.file_crc(), rank, node_id, (node_id,))
+            for rank, (shard, table) in enumerate(tables.items())
+        },
+    )
+
+
+def no_mark(subject: str, *allowed: object) -> None:
+    """Nothing is promised: nobody records."""
+
+
+def nothing(store: LocalStore) -> None:
+    """The store does not exist yet."""
+
+
+def write_own(store: LocalStore, save_id: str, shard: str) -> None:
+    """A rank's shard, as the writer writes it."""
+    tee = Tee([FileSink(store.staged_file(save_id, shard))], Buffers(2, 1024))
+    tee.write(shard_data(save_id, shard))
+    for outcome in tee.finish()[1]:
+        if outcome.error is not None:
+            raise outcome.error
+
+
+def receive_copy(store: LocalStore, save_id: str, shard: str, *, in_memory: bool = False) -> None:
+    """A copy from a peer, as the agent receives it."""
+    raw = shard_file(save_id, shard)
+    headers = Message()
+    headers["Content-Length"] = str(len(raw))
+    received(store.staged_file(save_id, shard), Body(io.BytesIO(raw), headers), durable=not in_memory)
+
+
+def save(
+    store: LocalStore,
+    mark: Marker,
+    save_id: str,
+    *,
+    checkpoint_id: str = CHECKPOINT,
+    before: str | None = None,
+    write: Callable[[LocalStore, str, str], None] = write_own,
+) -> None:
+    """One save from its opening to its commit. `before`: the save that it overwrites."""
+    subject = f"checkpoint {checkpoint_id}"
+    mark(subject, before)
+    service = NodeService(store)
+    mark("node", service.node_id)
+    service.begin(Intent(save_id, checkpoint_id, "session", overwrite=before is not None))
+    for shard in SHARDS:
+        write(store, save_id, shard)
+        mark(f"durable {shard}", save_id)
+    store.put_small(save_id, ".metadata", METADATA)
+    mark(subject, before, save_id)
+    store.put_small(save_id, ".manifest.json", manifest_of(service.node_id, save_id, checkpoint_id).encoded())
+    mark(subject, save_id)
+    service.commit(save_id)
+
+
+def first_save(store: LocalStore, mark: Marker) -> None:
+    save(store, mark, NEW)
+
+
+def buddy_save(store: LocalStore, mark: Marker) -> None:
+    save(store, mark, NEW, write=receive_copy)
+
+
+def memory_save(store: LocalStore, mark: Marker) -> None:
+    """With ack="peer-memory" the bytes of copies are not fsynced before the commit."""
+    mark(f"memory {CHECKPOINT}", SHARDS[1])
+
+    def write(store: LocalStore, save_id: str, shard: str) -> None:
+        receive_copy(store, save_id, shard, in_memory=shard == SHARDS[1])
+
+    save(store, mark, NEW, write=write)
+
+
+def committed(store: LocalStore) -> None:
+    save(store, no_mark, OLD)
+
+
+def overwrite(store: LocalStore, mark: Marker) -> None:
+    save(store, mark, NEW, before=OLD)
+
+
+def aborted_early(store: LocalStore, mark: Marker) -> None:
+    """Given up before the decision: nothing of it may ever be found."""
+    mark(f"checkpoint {CHECKPOINT}", OLD)
+    service = NodeService(store)
+    mark("node", service.node_id)
+    service.begin(Intent(NEW, CHECKPOINT, "session", overwrite=True))
+    write_own(store, NEW, SHARDS[0])
+    receive_copy(store, NEW, SHARDS[1])
+    store.put_small(NEW, ".metadata", METADATA)
+    service.abort(NEW, "a rank failed")
+
+
+def aborted_late(store: LocalStore, mark: Marker) -> None:
+    """Given up although the decision lies here, as by a coordinator that could not tell: found whole, or not at all."""
+    mark(f"checkpoint {CHECKPOINT}", None, NEW)
+    service = NodeService(store)
+    mark("node", service.node_id)
+    service.begin(Intent(NEW, CHECKPOINT, "session", overwrite=False))
+    for shard in SHARDS:
+        write_own(store, NEW, shard)
+    store.put_small(NEW, ".metadata", METADATA)
+    store.put_small(NEW, ".manifest.json", manifest_of(service.node_id, NEW, CHECKPOINT).encoded())
+    service.abort(NEW, "the coordinator failed")
+
+
+def identity(store: LocalStore, mark: Marker) -> None:
+    mark("node", store.node_id())
+
+
+def one_shard_missing(store: LocalStore) -> None:
+    committed(store)
+    (store.final(CHECKPOINT) / SHARDS[1]).unlink()
+
+
+class MemoryShard(VerifiedShard):
+    """A peer's copy of a shard."""
+
+    def __init__(self, save_id: str, shard: str) -> None:
+        self._raw = shard_file(save_id, shard)
+        super().__init__("peer", shard, Expected(len(self._raw), crc32c(self._raw)))
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        target[:] = self._raw[offset : offset + len(target)]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def restored(store: LocalStore, mark: Marker) -> None:
+    """A missing copy is pulled into a committed checkpoint."""
+    mark(f"checkpoint {CHECKPOINT}", OLD)
+    mark(f"missing {CHECKPOINT}", SHARDS[1])
+    mark("node", store.node_id())
+    copy_shard(MemoryShard(OLD, SHARDS[1]), store.final(CHECKPOINT) / SHARDS[1])
+    mark(f"missing {CHECKPOINT}")
+
+
+def peers_of(*ports: int) -> tuple[AgentAddress, ...]:
+    return tuple(AgentAddress(f"{port:012x}", "host", port, "token") for port in ports)
+
+
+def met_peers(store: LocalStore, mark: Marker) -> None:
+    """The addresses of peers, learned and learned anew."""
+    service = NodeService(store)
+    mark("node", service.node_id)
+    mark("peers", (), peers_of(1))
+    service.learn_peers([peer.to_json() for peer in peers_of(1)])
+    mark("peers", peers_of(1), peers_of(1, 2))
+    service.learn_peers([peer.to_json() for peer in peers_of(2)])
+    mark("peers", peers_of(1, 2))
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("identity", nothing, identity),
+        Scenario("first save", nothing, first_save),
+        Scenario("buddy's side", nothing, buddy_save),
+        Scenario("copies in memory", nothing, memory_save),
+        Scenario("overwrite", committed, overwrite),
+        Scenario("overwrite without exchange", committed, overwrite, can_exchange=False),
+        Scenario("abort before the decision", committed, aborted_early),
+        Scenario("abort after the decision", nothing, aborted_late),
+        Scenario("restore of a missing copy", one_shard_missing, restored),
+        Scenario("peers", nothing, met_peers),
+    )
+}
+
+
+def recorded(scenario: Scenario, base: Path) -> Recorder:
+    """Runs a scenario below `base`, an empty directory, and returns what was recorded."""
+    store = LocalStore(base / STORE)
+    exchange = durable._exchange if scenario.can_exchange else _cannot_exchange
+    with mock.patch.object(durable, "_exchange", exchange):
+        scenario.prepare(store)
+        with Recorder(base) as recorder:
+            scenario.run(LocalStore(base / STORE), recorder.mark)
+    return recorder
+
+
+def _cannot_exchange(first: Path, second: Path) -> bool:
+    """A file system on which names cannot be exchanged."""
+    return False

@@ -1,0 +1,197 @@
+"""Power loss: whatever is lost that was not fsynced, a restart finds what was promised, and nothing else passes for it."""
+
+import os
+import random
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.stores import durable, local, shard_file
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.shard_file import FileSink
+from tests.fault.power_loss.nested import (
+    committed_again,
+    gone_on_after_kill,
+    restarted,
+    restarted_after_power_loss,
+    saved_again,
+    settled_by_next_save,
+)
+from tests.fault.power_loss.operations import Log, Mark, Names, Sync
+from tests.fault.power_loss.replay import crash_states
+from tests.fault.power_loss.scenarios import SCENARIOS, recorded
+from tests.fault.power_loss.verdict import Judge
+
+pytestmark = pytest.mark.fault
+
+NESTED = [name for name in SCENARIOS if name not in {"buddy's side", "copies in memory"}]
+"""The two that are left out restart as a first save does."""
+GoOn = Callable[[LocalStore], None]
+SAMPLED = 25
+"""Power losses, drawn with a fixed seed, after which the restart is itself cut off."""
+
+UNNEEDED = {
+    "disks/node": "after the temporary name of the identity, which nobody relies on",
+    "disks/node/.staging": "after the intent, before the staging directory; and after the commit, which a restart repeats",
+    "disks/node/.staging/SAVE.json.PID.tmp": "an intent that cannot be read is removed as one without a name",
+    "disks/node/.staging/SAVE": "after .metadata, before the manifest; and before the commit if nothing was dropped",
+    "disks/node/runs/seed-0": "after the commit, which a restart repeats",
+}
+"""Fsyncs of a first save one of which may be left out, and why. They stay: not every caller goes on as a save does."""
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory where there is one: thousands of states are built there."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=shared) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_after_a_power_loss_a_node_holds_what_it_promised(name: str, base: Path, memory: Path) -> None:
+    """Every state that any moment can leave: no half checkpoint, no lost one, no leftover; and the next save works."""
+    assert Judge(memory).findings(crash_states(recorded(SCENARIOS[name], base).log)) == []
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_restart_after_a_kill_can_itself_lose_power(name: str, base: Path, memory: Path) -> None:
+    """What a killed process had not made durable is not taken for durable by the one that comes after it."""
+    assert findings_after_kills(recorded(SCENARIOS[name], base).log, memory, restarted) == []
+
+
+@pytest.mark.parametrize("name", ["overwrite", "overwrite without exchange"])
+@pytest.mark.parametrize("go_on", [settled_by_next_save, committed_again])
+def test_whoever_goes_on_after_a_kill_can_lose_power(name: str, go_on: GoOn, base: Path, memory: Path) -> None:
+    """A next save without a restart, and a commit that is repeated, stand on nothing that is not durable."""
+    log = recorded(SCENARIOS[name], base).log
+    assert findings_after_kills(log, memory, go_on, {"rename", "exchange", "unlink"}) == []
+
+
+def test_a_save_after_a_kill_makes_all_durable_that_it_stands_on(base: Path, memory: Path) -> None:
+    """A directory or an identity that a killed process made, and did not come to fsync, is not lost under a later save."""
+    log = recorded(SCENARIOS["first save"], base).log
+    assert findings_after_kills(log, memory, saved_again, {"mkdir", "link"}) == []
+
+
+def findings_after_kills(log: Log, memory: Path, go_on: GoOn, after: Collection[str] = ()) -> list[str]:
+    """What is wrong when the process is killed after any operation, or any of these, another goes on, and power is lost."""
+    found, judge = [], Judge(memory)
+    for position, operation in enumerate(log.operations, 1):
+        what = operation.what if isinstance(operation, Names) else ""
+        if isinstance(operation, Mark) or (after and what not in after):
+            continue
+        states = crash_states(gone_on_after_kill(log, position, memory / "killed", go_on), start=position)
+        found += [f"killed after {operation}, then {finding}" for finding in judge.findings(states)]
+        shutil.rmtree(memory / "killed")
+    return found
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_restart_after_a_power_loss_can_itself_lose_power(name: str, base: Path, memory: Path) -> None:
+    """What a restart completed or removed stays so, and one that was cut off is repeated by the next."""
+    states = list(crash_states(recorded(SCENARIOS[name], base).log))
+    judge = Judge(memory)
+    for state in random.Random(0).sample(states, min(SAMPLED, len(states))):
+        log = restarted_after_power_loss(state, memory / "lost")
+        assert judge.findings(crash_states(log)) == [], state
+        shutil.rmtree(memory / "lost")
+
+
+# The tests can fail ----------------------------------------------------------------------------------------------
+
+
+class WithoutFileFsync:
+    """The module `os`, in which fsync does nothing for files."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def fsync(self, fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            os.fsync(fd)
+
+
+def without_directory_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (durable, local, shard_file):
+        monkeypatch.setattr(module, "fsync_directory", lambda path: None)
+
+
+def without_shard_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileSink, "sync", lambda sink: None)
+
+
+def without_small_file_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "os", WithoutFileFsync())
+
+
+@pytest.mark.parametrize("leave_out", [without_directory_fsync, without_shard_fsync, without_small_file_fsync])
+@pytest.mark.parametrize("name", ["first save", "buddy's side", "overwrite"])
+def test_a_missing_kind_of_fsync_is_found(
+    name: str, leave_out: Any, base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the fsync of directories, of shards or of small files the replay finds promises that are broken."""
+    with monkeypatch.context() as patched:
+        leave_out(patched)
+        log = recorded(SCENARIOS[name], base).log
+    assert Judge(memory).findings(crash_states(log)) != []
+
+
+def test_each_fsync_of_a_save_is_needed_or_known_not_to_be(base: Path, memory: Path) -> None:
+    """Taking any one fsync out of a first save is found, but for those whose work another one does as well."""
+    recorder = recorded(SCENARIOS["first save"], base)
+    operations = recorder.log.operations
+    paths = iter([call[1] for call in recorder.calls if call[0] == "fsync"])
+    judge = Judge(memory)
+    assert judge.findings(crash_states(recorder.log)) == []
+    needed: set[str] = set()
+    unneeded: set[str] = set()
+    for position, operation in enumerate(operations):
+        if isinstance(operation, Sync):
+            log = Log(recorder.log.initial, operations[:position] + operations[position + 1 :])
+            path = next(paths).replace("2" * 32, "SAVE").replace(str(os.getpid()), "PID")
+            (needed if judge.findings(crash_states(log)) else unneeded).add(path)
+    assert unneeded <= set(UNNEEDED)
+    assert {"", "disks", "disks/node", "disks/node/.staging", "disks/node/.staging/SAVE"} <= needed
+    assert len(needed) == 11, (
+        "those, the parent of the checkpoint, the identity, two shards, .metadata and the manifest"
+    )
+
+
+def test_removing_before_the_move_to_the_trash_is_durable_is_found(
+    base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that is given up would come back in part, decided and without its shards."""
+    monkeypatch.setattr(local, "remove_moved", lambda path, *origins: durable.remove_tree(path))
+    log = recorded(SCENARIOS["abort after the decision"], base).log
+    assert any("distcp" in finding for finding in Judge(memory).findings(crash_states(log)))
+
+
+def test_trusting_a_directory_that_a_killed_process_made_is_found(
+    base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that is there need not be durable: without its fsync a committed save is lost with it."""
+    log = recorded(SCENARIOS["first save"], base).log
+    make_directories = durable.make_directories
+
+    def only_new(path: Path, above: Path) -> None:
+        if not path.is_dir():
+            make_directories(path, above)
+
+    monkeypatch.setattr(local, "make_directories", only_new)
+    assert any("is of save None" in finding for finding in findings_after_kills(log, memory, saved_again, {"mkdir"}))
