@@ -22,7 +22,7 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.committed import Committed, committed_directory, committed_save, incoming_path
-from replicated_ckpt.stores.inspection import Inspector
+from replicated_ckpt.stores.inspection import Inspector, Paced
 from replicated_ckpt.stores.local import Intent
 from replicated_ckpt.stores.peer import PeerShard
 from replicated_ckpt.stores.shard_file import FileSink, ShardFile
@@ -151,7 +151,7 @@ class Mender:
                 return
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
             try:
-                self._pulled(sources, action, FileSink(path))
+                pulled(sources, action.shard, FileSink(path), self._pace.take)
             finally:
                 sources.close()
             directory.place(path, action.shard)
@@ -184,20 +184,6 @@ class Mender:
         expected = Expected(entry.size_bytes, entry.crc32c)
         return ShardFile(fd, f"node {self._service.node_id}", f"{action.checkpoint_id}/{action.shard}", expected)
 
-    def _pulled(self, sources: AnySource, action: CopyShard, sink: FileSink) -> None:
-        """Copies a shard into a file, every block verified. The file is whole and durable afterwards, or not there."""
-        try:
-            table = _table(sources, action)
-            for offset in range(0, table.data_bytes, PIECE_BYTES):
-                length = min(PIECE_BYTES, table.data_bytes - offset)
-                self._pace.take(length)
-                sink.write(_intact(sources, action, offset, length))
-            sink.write(memoryview(table.encoded()))
-            sink.finish(table)
-        except BaseException:
-            sink.discard()
-            raise
-
     def _tell(self, action: CopyShard, node_id: str, error: ReplicatedCkptError) -> None:
         """Tells a source that its copy seems to be bad."""
         log.warning("copy of %s/%s on node %s: %s", action.checkpoint_id, action.shard, node_id, error)
@@ -210,17 +196,36 @@ class Mender:
         return [known[node] for node in nodes if node in known]
 
 
-def _table(sources: AnySource, action: CopyShard) -> BlockTable:
+def pulled(sources: AnySource, shard: str, sink: FileSink, paced: Paced) -> None:
+    """Copies a shard into a file, every block verified. The file is whole and durable afterwards, or not there.
+
+    Raises:
+        StoreUnavailable: no source could be opened. ObjectCorrupt: some bytes are intact nowhere. StoreFull, StoreError
+    """
+    try:
+        table = _table(sources, shard)
+        for offset in range(0, table.data_bytes, PIECE_BYTES):
+            length = min(PIECE_BYTES, table.data_bytes - offset)
+            paced(length)
+            sink.write(_intact(sources, shard, offset, length))
+        sink.write(memoryview(table.encoded()))
+        sink.finish(table)
+    except BaseException:
+        sink.discard()
+        raise
+
+
+def _table(sources: AnySource, shard: str) -> BlockTable:
     opened = sources.any_opened()
     if opened is None:
-        raise StoreUnavailable("the peers", "copy", action.shard, "none of them could give its checksums")
+        raise StoreUnavailable("the peers", "copy", shard, "none of them could give its checksums")
     return opened.table
 
 
-def _intact(sources: AnySource, action: CopyShard, offset: int, length: int) -> memoryview:
+def _intact(sources: AnySource, shard: str, offset: int, length: int) -> memoryview:
     piece = sources.read(offset, length)
     if piece is None:
-        raise ObjectCorrupt("the peers", "copy", action.shard, f"no intact bytes {offset} to {offset + length}")
+        raise ObjectCorrupt("the peers", "copy", shard, f"no intact bytes {offset} to {offset + length}")
     return piece
 
 

@@ -7,7 +7,7 @@ opened directory, and only after its manifest was seen to be of the save that is
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,6 +75,9 @@ class Committed:
 
     def set_aside(self, name: str, why: str) -> Path | None:
         """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there."""
+        return self._quarantined(name, why, self._moved)
+
+    def _quarantined(self, name: str, why: str, into: Callable[[str, Path], None]) -> Path | None:
         save = self._save_id_or_unknown()
         folder = self._root / QUARANTINE_DIR / save
         with self._translated("set aside", name):
@@ -82,12 +85,25 @@ class Committed:
             target = folder / f"{name}.{uuid.uuid4().hex[:8]}"
             note = {"checkpoint_id": self.checkpoint_id, "save_id": save, "name": name, "why": why}
             try:
-                os.rename(name, target, src_dir_fd=self._fd)
+                into(name, target)
             except FileNotFoundError:
                 return None
-            os.fsync(self._fd)
             write_file(target.with_name(f"{target.name}.json"), json.dumps(note).encode())
         return target
+
+    def _moved(self, name: str, target: Path) -> None:
+        os.rename(name, target, src_dir_fd=self._fd)
+        fsync_directory(target.parent)
+        os.fsync(self._fd)
+
+    def _linked(self, name: str, target: Path) -> None:
+        """Gives the file a second name, so that the first is never without a file; moves it where that cannot be."""
+        try:
+            os.link(name, target, src_dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            self._moved(name, target)
 
     def _save_id_or_unknown(self) -> str:
         try:
@@ -98,10 +114,11 @@ class Committed:
 
     def place(self, incoming: Path, name: str) -> None:
         """Gives a file that is complete and durable its name in the checkpoint, durably. What was there is set aside."""
-        self.set_aside(name, "a verified copy replaces it")
+        self._quarantined(name, "a verified copy replaces it", self._linked)
         with self._translated("place", name):
             os.rename(incoming, name, dst_dir_fd=self._fd)
             os.fsync(self._fd)
+            fsync_directory(incoming.parent)
 
     def put_small(self, name: str, data: bytes) -> None:
         """Writes a small file into the checkpoint, durably. What was there is set aside."""

@@ -10,6 +10,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import (
     AGENT_DIR,
+    INCOMING_DIR,
     MANIFEST_NAME,
     METADATA_NAME,
     NODE_NAME,
@@ -246,8 +247,9 @@ class LocalStore:
         self._forget(save_id)
 
     def empty_trash(self) -> None:
-        """Removes what a crash kept from being removed."""
+        """Removes what a crash kept from being removed, and what it kept from getting into a checkpoint."""
         with translated(str(self.root), "remove", TRASH_DIR):
+            remove_tree(self.root / INCOMING_DIR)
             trash = self.root / TRASH_DIR
             remove_moved(trash, trash, *self._places(self.staged()))
 

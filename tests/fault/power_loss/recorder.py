@@ -218,11 +218,10 @@ class Recorder(Places):
         return exchanged
 
     def _link(self, real: Callable[..., None]) -> Callable[..., None]:
-        def linked(source: Any, target: Any, **options: Any) -> None:
+        def linked(source: Any, target: Any, *, src_dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
             with self._lock:
-                assert not options, "links with options are not recorded"
-                inode, new = self._inode(source), self._entry(target, None)
-                real(source, target)
+                inode, new = self._inode(source, src_dir_fd), self._entry(target, None)
+                real(source, target, src_dir_fd=src_dir_fd, follow_symlinks=follow_symlinks)
                 if inode is not None and new is not None:
                     call = "link", self._path(inode), self._named(new)
                     self._done(Names("link", ((new, inode),)), *call)

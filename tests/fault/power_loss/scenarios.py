@@ -6,6 +6,7 @@ of X that were acknowledged in memory only), `peers`.
 """
 
 import io
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.message import Message
@@ -14,13 +15,17 @@ from typing import Protocol
 from unittest import mock
 
 from replicated_ckpt.agent.body import Body
+from replicated_ckpt.agent.mend import pulled
 from replicated_ckpt.agent.receive import received
-from replicated_ckpt.agent.restore import copy_shard
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.stores import durable
 from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.any_source import AnySource, Source
+from replicated_ckpt.stores.committed import committed_save, incoming_path
+from replicated_ckpt.stores.inspection import at_once
 from replicated_ckpt.stores.local import Intent, LocalStore
 from replicated_ckpt.stores.shard_file import FileSink
 from replicated_ckpt.stores.tee import Buffers, Tee
@@ -191,6 +196,12 @@ def one_shard_missing(store: LocalStore) -> None:
     (store.final(CHECKPOINT) / SHARDS[1]).unlink()
 
 
+def one_shard_short(store: LocalStore) -> None:
+    committed(store)
+    path = store.final(CHECKPOINT) / SHARDS[1]
+    os.truncate(path, path.stat().st_size - 1)
+
+
 class MemoryShard(VerifiedShard):
     """A peer's copy of a shard."""
 
@@ -210,8 +221,22 @@ def restored(store: LocalStore, mark: Marker) -> None:
     mark(f"checkpoint {CHECKPOINT}", OLD)
     mark(f"missing {CHECKPOINT}", SHARDS[1])
     mark("node", store.node_id())
-    copy_shard(MemoryShard(OLD, SHARDS[1]), store.final(CHECKPOINT) / SHARDS[1])
+    path = incoming_path(store.root)
+    with committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
+        sources = AnySource([Source("peer", lambda: MemoryShard(OLD, SHARDS[1]))], lambda *_: None)
+        pulled(sources, SHARDS[1], FileSink(path), at_once)
+        directory.place(path, SHARDS[1])
     mark(f"missing {CHECKPOINT}")
+
+
+def manifest_restored(store: LocalStore, mark: Marker) -> None:
+    """A manifest is set aside, and put back where it was."""
+    mark(f"checkpoint {CHECKPOINT}", OLD)
+    mark("node", store.node_id())
+    raw = (store.final(CHECKPOINT) / MANIFEST_NAME).read_bytes()
+    with committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
+        directory.put_small(MANIFEST_NAME, raw)
+    mark(f"checkpoint {CHECKPOINT}", OLD)
 
 
 def peers_of(*ports: int) -> tuple[AgentAddress, ...]:
@@ -241,6 +266,8 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario("abort before the decision", committed, aborted_early),
         Scenario("abort after the decision", nothing, aborted_late),
         Scenario("restore of a missing copy", one_shard_missing, restored),
+        Scenario("restore of a short copy", one_shard_short, restored),
+        Scenario("restore of a manifest", committed, manifest_restored),
         Scenario("peers", nothing, met_peers),
     )
 }

@@ -71,6 +71,8 @@ def _as_noted(base: Path, call: str, arguments: str, result: str) -> Iterator[Ca
         places, kind, details = _places(base, arguments), _KINDS.get(call, call), []
         if call == "renameat2":
             kind = "exchange" if "RENAME_EXCHANGE" in arguments else "rename"
+        elif call == "truncate":
+            details = [arguments.rpartition(", ")[2]]
         elif call == "unlinkat":
             kind = "rmdir" if "AT_REMOVEDIR" in arguments else "unlink"
     found = [place for place in places if place is not None]
