@@ -163,9 +163,10 @@ class Agent:
         )
 
     def _leave(self, server: AgentServer) -> None:
-        """Ends in good order: no new connection, what is under way gets a moment, the peers hear goodbye."""
+        """Ends in good order: new connections are refused, what is under way gets a moment, the peers hear goodbye."""
         self._stopping.set()
         server.shutdown()
+        server.server_close()  # else whoever connects now, a peer that leaves too, waits for an answer in vain
         deadline = time.monotonic() + _LEAVE_GRACE_S
         while not self._activity.is_idle and time.monotonic() < deadline:
             time.sleep(_LEAVE_POLL_S)

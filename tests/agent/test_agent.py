@@ -11,10 +11,12 @@ import subprocess
 import threading
 import time
 import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.agent.endpoint import client_lock, read_endpoint
 from replicated_ckpt.agent.launch import ensured_agent
 from replicated_ckpt.core.checksum import crc32c, table_of
@@ -297,6 +299,29 @@ def test_it_stops_cleanly_on_sigterm(tmp_path: Path) -> None:
         agent.signal(signal.SIGTERM)
         assert agent.process.wait(5) == 0
         assert read_endpoint(agent.root / ".agent") is None
+
+
+def test_an_agent_that_leaves_refuses_and_does_not_keep_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it ends what is under way, a new connection is refused at once, and the request under way is answered."""
+    monkeypatch.setenv(failpoints.ENV, "store.opened=sleep:2")
+    with running_agent(tmp_path / "a") as agent, ThreadPoolExecutor(1) as threads:
+        under_way = threads.submit(begin, agent, 1)
+        wait_for(lambda: list((agent.root / ".staging").glob("*.json")), 10, "the request")
+        agent.signal(signal.SIGTERM)
+
+        def refused() -> bool:
+            try:
+                socket.create_connection(("127.0.0.1", agent.endpoint.port), timeout=1).close()
+            except ConnectionRefusedError:
+                return True
+            return False
+
+        wait_for(refused, 1.5, "the refusal")
+        assert agent.process.poll() is None
+        assert under_way.result(timeout=10) == save_id(1)
+        assert agent.process.wait(5) == 0
 
 
 def test_it_leaves_when_nobody_needs_it(tmp_path: Path) -> None:
