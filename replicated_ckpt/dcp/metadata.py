@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.dcp.pickle_scan import Named, scan
+from replicated_ckpt.dcp.torch_private import StorageInfo
 from replicated_ckpt.errors import MetadataUnsafe
 
 _DCP_METADATA = "torch.distributed.checkpoint.metadata"
@@ -43,11 +46,21 @@ class _Unpickler(pickle.Unpickler):
     """Finds the classes of DCP metadata and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED or (module, name) in _registered:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise MetadataUnsafe(f".metadata names {module}.{name}, which DCP metadata does not consist of.")
+        known = _known(module, name)
+        return super().find_class(known.module, known.name)
+
+
+def _known(module: str, name: str) -> Named:
+    """What a pickle may name.
+
+    Raises:
+        MetadataUnsafe: anything else.
+    """
+    is_registered = (module, name) in _registered
+    is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+    if is_registered or is_dtype or (module, name) in _ALLOWED:
+        return Named(module, name, may_build=is_registered)
+    raise MetadataUnsafe(f".metadata names {module[:200]}.{name[:200]}, which DCP metadata does not consist of.")
 
 
 def encoded_metadata(metadata: Metadata) -> bytes:
@@ -62,11 +75,28 @@ def decoded_metadata(raw: bytes, source: str) -> Metadata:
         MetadataUnsafe: it names anything beyond DCP's metadata and the registered classes, or is no metadata at all.
     """
     try:
+        scan(raw, _known)
         metadata = _Unpickler(io.BytesIO(raw)).load()
     except MetadataUnsafe:
         raise
     except Exception as exc:
         raise MetadataUnsafe(f"The .metadata from {source} does not unpickle: {type(exc).__name__}: {exc}.") from exc
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "storage_data", None), dict):
         raise MetadataUnsafe(f"The .metadata from {source} holds a {type(metadata).__name__}, no DCP metadata.")
+    if not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
+        raise MetadataUnsafe(f"The .metadata from {source} describes no state dict.")
+    bad = next((info for info in metadata.storage_data.values() if not _is_place(info)), None)
+    if bad is not None:
+        raise MetadataUnsafe(
+            f"The .metadata from {source} says that an item lies in {str(bad)[:200]}, which is no shard."
+        )
     return metadata
+
+
+def _is_place(info: object) -> bool:
+    """Whether an item can lie there: in a shard, at an offset and with a length in bytes. Old ones carry no `__dict__`."""
+    if type(info) is not StorageInfo:
+        return False
+    name, offset, length = (info.__dict__.get(field) for field in ("relative_path", "offset", "length"))
+    is_shard = isinstance(name, str) and ShardName.parse(name) is not None
+    return is_shard and type(offset) is int and type(length) is int and offset >= 0 and length >= 0
