@@ -33,10 +33,11 @@ Outcome: TypeAlias = tuple[Adopt | CopyShard, str]
 
 @dataclass(frozen=True)
 class Protection:
-    """What one round found. `is_complete`: every checkpoint has its number of copies, as far as this node can see.
+    """What one round found. `is_complete`: every checkpoint has its number of copies, and no silent node is waited for.
 
     `planned`: what all nodes together have to do. `failed`: what this node could not do, in words. `short` and `lost`:
-    shards that nothing can be done for now, for want of nodes or of any copy.
+    shards that nothing can be done for now, for want of nodes or of any copy. `in_doubt`: a node fell silent and is not
+    given up yet.
     """
 
     is_complete: bool
@@ -160,17 +161,19 @@ class Reprotector:
         self._settle_old_leftovers()
         others = self._watch.looked()
         views = (self._own_view(), *others)
+        self._service.hear_of(holding.sequence for view in others for holding in view.holdings or ())
         plan = planned(self._manifests.of(views), views)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         done, failed = self._carried_out(plan.of_node(self._service.node_id))
+        in_doubt = self._watch.has_doubt(others)
         found = Protection(
-            is_complete=not plan.actions and not plan.short,
+            is_complete=not plan.actions and not plan.short and not in_doubt,
             planned=len(plan.actions),
             done=done,
             failed=tuple(failed),
             short=len(plan.short),
             lost=len(plan.lost),
-            in_doubt=self._watch.has_doubt(others),
+            in_doubt=in_doubt,
         )
         self._say(found, plan)
         return found

@@ -51,6 +51,12 @@ _STATUS_BY_ERROR: Mapping[type[ReplicatedCkptError], HTTPStatus] = {
 }
 
 
+def status_of(error: ReplicatedCkptError) -> int:
+    """HTTP status that a refusal is answered with."""
+    found = next((code for kind, code in _STATUS_BY_ERROR.items() if isinstance(error, kind)), None)
+    return int(found or HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
 class AgentServer(ThreadingHTTPServer):
     """Listens for one agent. At most CONNECTIONS_MAX connections are open at once; more are closed unanswered."""
 
@@ -123,9 +129,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise StoreDenied("this agent", self.command, self.path.partition("?")[0], "no valid token")
 
     def _refuse(self, exc: ReplicatedCkptError, body: Body | None) -> None:
-        status = next((code for kind, code in _STATUS_BY_ERROR.items() if isinstance(exc, kind)), None)
-        code = status or HTTPStatus.INTERNAL_SERVER_ERROR
-        log.log(logging.INFO if status else logging.ERROR, "%s %s: %d %s", self.command, self.path, code, exc)
+        code = status_of(exc)
+        is_ours = code != HTTPStatus.INTERNAL_SERVER_ERROR
+        log.log(logging.INFO if is_ours else logging.ERROR, "%s %s: %d %s", self.command, self.path, code, exc)
         self.close_connection = True
         document = {"error": exc.message, "kind": type(exc).__name__}
         self._send_bytes(code, json.dumps(document).encode(), "application/json")

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class NodeService:
         self._lock = threading.Lock()
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
+        self._sequence_heard = 0
         self._fenced: dict[str, str] = {}
 
     def recover(self) -> tuple[str, ...]:
@@ -77,7 +78,7 @@ class NodeService:
     def begin(self, intent: Intent) -> tuple[int, tuple[Leftover, ...]]:
         """Opens a save and fences: bytes of any other attempt at this checkpoint are refused from now on.
 
-        Returns the largest sequence committed here, and the saves left behind that this one shows to be over.
+        Returns the largest sequence committed here or heard of, and the saves left behind that this one shows to be over.
 
         Raises:
             CheckpointExists, StoreError
@@ -90,7 +91,11 @@ class NodeService:
             for leftover in leftovers:
                 if not leftover.may_live:
                     self._fence(leftover.intent.save_id, leftover.why)
-        return self.store.catalog.sequence_max(), leftovers
+        return max(self.store.catalog.sequence_max(), self._sequence_heard), leftovers
+
+    def hear_of(self, sequences: Iterable[int]) -> None:
+        """Keeps the largest sequence that any other node has committed: what is saved next is newer than that, too."""
+        self._sequence_heard = max([self._sequence_heard, *sequences])
 
     def leftovers(self, session: str, by: Intent | None = None) -> tuple[Leftover, ...]:
         """Staged saves that are over, and those of which only a decision can tell that they are.

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
+from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest
 
 
@@ -165,6 +166,7 @@ class _Save:
     manifest: Manifest
     holders_by_shard: Mapping[str, set[str]]
     damaged_by_shard: Mapping[str, set[str]]
+    trusted: set[str]
 
     @classmethod
     def of(cls, found: SaveFound, manifest: Manifest, unknown: set[str]) -> "_Save":
@@ -176,7 +178,7 @@ class _Save:
             for shard, size in holding.sizes.items():
                 if shard in holders and size == manifest.shards[shard].size_bytes:
                     (damaged if shard in bad else holders)[shard].add(holding.node_id)
-        return cls(found, manifest, holders, damaged)
+        return cls(found, manifest, holders, damaged, unknown)
 
     @property
     def is_whole(self) -> bool:
@@ -215,11 +217,18 @@ class _Planning:
         self.short: list[ShortShard] = []
 
     def add(self, save: _Save) -> None:
-        self._add_adoptions(save.found)
+        self._add_adoptions(save)
         for shard in sorted(save.manifest.shards):
             self._add_copies(save, shard)
 
-    def _add_adoptions(self, save: SaveFound) -> None:
+    def _add_adoptions(self, saved: _Save) -> None:
+        save = saved.found
+        holders = {h.node_id for h in save.holdings if h.has_metadata} | saved.trusted
+        if not holders:
+            owner = "every node of the save"
+            self.short.append(
+                ShortShard(save.checkpoint_id, save.save_id, METADATA_NAME, owner, saved.manifest.copies, 0)
+            )
         sources = tuple(h.node_id for h in save.holdings if h.has_metadata and h.node_id in self._up_ids)
         if not sources:
             return
@@ -254,13 +263,16 @@ class _Planning:
         domains = {node.node_id: node.domain for node in manifest.nodes}
         domains.update({node.node_id: node.domain for node in self._nodes if node.domain is not None})
         taken, chosen = set(holders), list[str]()
+        seen = {holding.node_id for holding in save.found.holdings}
+        can_adopt = any(holding.has_metadata and holding.node_id in self._up_ids for holding in save.found.holdings)
+        able = self._up_ids if can_adopt else self._up_ids & seen
 
         def rank(node: str) -> tuple[bool, bool, int, str]:
             shares_domain = domains.get(node) is not None and any(domains.get(n) == domains[node] for n in taken)
             return (node not in first, shares_domain, self._bytes_by_node[node], node)
 
         while len(chosen) < count:
-            candidates = [node.node_id for node in self._up if node.node_id not in taken]
+            candidates = [node for node in sorted(able) if node not in taken]
             if not candidates:
                 break
             best = min(candidates, key=rank)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
@@ -24,6 +25,7 @@ from replicated_ckpt.stores.local import LocalStore
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 3.0
+_seen_by_root: dict[Path, int] = {}
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Surveyor:
         """
         holdings = self._holdings(None if checkpoint_id == LATEST else checkpoint_id)
         saves = saves_found(holdings)
+        _seen_by_root[self._store.root] = max([seen_sequence(self._store), *(save.sequence for save in saves)])
         lost: list[tuple[SaveFound, str]] = []
         for save in saves:
             raw = self._manifest_raw(save)
@@ -149,6 +152,11 @@ class Surveyor:
             )
         what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
         return CheckpointNotFound(f"{what} was found. Searched: {where}.")
+
+
+def seen_sequence(store: LocalStore) -> int:
+    """The largest sequence that a load of this process has seen anywhere: what it saves next is newer than that."""
+    return _seen_by_root.get(store.root, 0)
 
 
 def _parsed(raw: str) -> Manifest:

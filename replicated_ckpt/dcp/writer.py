@@ -26,6 +26,7 @@ from replicated_ckpt.dcp.finish import commit_save
 from replicated_ckpt.dcp.node import lone_post, node_post
 from replicated_ckpt.dcp.report import SaveReport
 from replicated_ckpt.dcp.shard_writer import ShardWriter, WrittenShard
+from replicated_ckpt.dcp.survey import seen_sequence
 from replicated_ckpt.dcp.world import world_of_call
 from replicated_ckpt.errors import AckNotReached, AgentUnavailable, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
 from replicated_ckpt.stores.agent_client import AgentAddress
@@ -152,7 +153,7 @@ class ReplicatedWriter(StorageWriter):
         intent = Intent(decision.save_id, decision.checkpoint_id, self._world.session, self.config.overwrite)
         failpoints.reach("coordinator.drawn")
         try:
-            sequence = self._cluster.begin(intent) + 1
+            sequence = max(self._cluster.begin(intent), seen_sequence(self._store)) + 1
         except BaseException as exc:
             self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
             raise
