@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from tests.multiprocess.processes import end, processes_of, signal_if_running
 from tests.multiprocess.zygote import REPOSITORY, Rank, the_zygote
 
 FIRST_FAILURE_GRACE_S = 10.0  # how long the other ranks may take to end after the first one failed
+COLLECTIVE_TIMEOUT_ENV = "REPLICATED_CKPT_TEST_COLLECTIVE_S"  # seconds, of the process group of a launch
 _POLL_S = 0.02
 
 Launcher = Literal["direct", "torchrun", "single"]  # ranks from the zygote; torchrun per node; one rank and no group
@@ -220,10 +220,6 @@ def inside(node: Node) -> list[str]:
         return network
     script = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
     return [*network, "unshare", "--mount", "sh", "-c", script, "sh", str(node.disk), str(node.root)]
-
-
-def can_make_namespaces() -> bool:
-    return os.geteuid() == 0 and all(map(shutil.which, ("unshare", "ip")))
 
 
 def _torchrun(nodes: int, node_rank: int, count: int, master: str, port: int) -> list[str]:

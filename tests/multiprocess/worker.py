@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from replicated_ckpt.errors import ReplicatedCkptWarning
 from tests.multiprocess.context import Context
+from tests.multiprocess.launch import COLLECTIVE_TIMEOUT_ENV
 
 # A gloo thread that drops the last reference to a tensor while the interpreter ends aborts the process (seen on torch
 # 2.13: ~AsyncAllgatherCoalescedWork in ProcessGroupGloo::runLoop waits for the GIL of a finalizing interpreter).
 GLOO_SETTLE_S = 0.2
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+COLLECTIVE_TIMEOUT_S = 60.0
 
 
 def run(call: str, arguments: dict[str, Any], context: Context) -> tuple[Any, list[str]]:
@@ -49,7 +50,8 @@ def main(spec_path: Path) -> int:
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     if "RANK" in os.environ:
-        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+        timeout_s = float(os.environ.get(COLLECTIVE_TIMEOUT_ENV, COLLECTIVE_TIMEOUT_S))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     node = int(os.environ["REPLICATED_CKPT_TEST_NODE"])
     context = Context(rank, int(os.environ.get("WORLD_SIZE", "1")), node, [Path(root) for root in spec["roots"]])
     report: dict[str, Any] = {"values": [], "warnings": [], "failure": None}

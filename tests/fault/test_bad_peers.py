@@ -1,0 +1,158 @@
+"""Nodes that are cut off, each in a network namespace: a save goes on without them, and what they missed is made up."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiprocess.cluster import Call, Cluster, call
+from tests.multiprocess.launch import COLLECTIVE_TIMEOUT_ENV
+from tests.multiprocess.network import Network, network_of, why_no_network
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
+
+COUNT = 24  # MiB for each rank: several buffers
+MIDDLE = f"rank.writing@{COUNT // 2}"
+MADE_UP_WITHIN_S = 60.0
+LITTER_WITHIN_S = 30.0
+LITTER = call("fault.litter", within_s=LITTER_WITHIN_S)
+
+
+@dataclass(frozen=True)
+class Site:
+    cluster: Cluster
+    network: Network
+
+    def change(self, how: str, *nodes: int) -> Call:
+        return call("network.change", network=self.network.name, how=how, nodes=nodes)
+
+    def save_while(self, how: str, *nodes: int, point: str) -> Call:
+        """A save of step-2 during which the network changes at a failpoint of rank 0."""
+        where = {"network": self.network.name, "how": how, "nodes": nodes, "point": point}
+        return call("network.save_while_cut_off", checkpoint_id="step-2", count=COUNT, **where)
+
+
+@pytest.fixture
+def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+    """As many nodes as the test's parameter says, or three, in a network of their own."""
+    if why := why_no_network():
+        pytest.skip(why)
+    bare = Cluster(tmp_path / "cluster", getattr(request, "param", 3), quick_exit=True)
+    with network_of(bare) as network, bare as cluster:
+        yield Site(cluster, network)
+
+
+def save(checkpoint_id: str, **writer: Any) -> Call:
+    return call("peers.save_pieces", checkpoint_id=checkpoint_id, count=COUNT, **writer)
+
+
+def load(checkpoint_id: str, ranks: int) -> Call:
+    return call("peers.load_pieces", checkpoint_id=checkpoint_id, count=COUNT, ranks=ranks)
+
+
+def copies_made(checkpoint_id: str, ranks: int) -> Call:
+    names = [f"__{rank}_0.distcp" for rank in range(ranks)]
+    return call("peers.copies_made", checkpoint_id=checkpoint_id, names=names, copies=2, within_s=MADE_UP_WITHIN_S)
+
+
+def assert_whole_everywhere(site: Site, checkpoint_id: str) -> None:
+    """It loads in the whole world, without litter, and in a world that has lost the coordinator's node."""
+    nodes = len(site.cluster.nodes)
+    calls = [copies_made(checkpoint_id, nodes), load("latest", nodes), LITTER]
+    results = site.cluster.launch(calls, nodes=range(nodes), timeout_s=150)
+    assert min(results.of(0)) >= 2
+    assert all(found["same"] and found["report"]["checkpoint_id"] == checkpoint_id for found in results.of(1))
+    assert results.of(2) == [[]] * nodes
+    assert all(checkpoint_id in node.checkpoints() for node in site.cluster.nodes)
+    site.cluster.nodes[0].lose()
+    survivors = site.cluster.launch([load(checkpoint_id, nodes)], nodes=range(1, nodes))
+    assert all(found["same"] for found in survivors.of(0))
+
+
+@pytest.mark.parametrize("point", ["coordinator.placed", MIDDLE])
+def test_another_node_takes_the_copy_of_an_unreachable_buddy(site: Site, point: str) -> None:
+    """The coordinator's buddy can be reached by others only: its copy goes to the third node, and the save succeeds."""
+    calls = [save("step-1"), site.save_while("cut_between", 0, 1, point=point), site.change("heal_between", 0, 1)]
+    results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=100)
+    assert [outcome["report"]["copies_made"] for outcome in results.of(1)] == [2, 2, 2]
+    assert any("step-2" in text and "not published" in text for text in results.all_warnings)
+    assert_whole_everywhere(site, "step-2")
+
+
+def test_a_store_that_is_cut_off_after_the_transfer_publishes_later(site: Site) -> None:
+    """Every copy is made when the link goes down: the save succeeds, says who has not published, and that one makes up."""
+    calls = [save("step-1"), site.save_while("cut_store", 1, point="rank.written"), site.change("heal", 1)]
+    results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=100)
+    assert all("report" in outcome for outcome in results.of(1)), results.of(1)
+    assert any("step-2" in text and "not published" in text for text in results.all_warnings)
+    assert_whole_everywhere(site, "step-2")
+
+
+@pytest.mark.parametrize("site", [2], indirect=True, ids=["2nodes"])
+def test_a_shard_that_only_the_store_cut_off_has_is_not_acknowledged(site: Site) -> None:
+    """Its node cannot publish and nobody else has it: every rank is told, and the save is whole once the link is back."""
+    calls = [save("step-1"), site.save_while("cut_store", 1, point=MIDDLE), site.change("heal", 1)]
+    results = site.cluster.launch(calls, nodes=[0, 1], timeout_s=100)
+    for outcome in results.of(1):
+        assert outcome["types"] == ["AckNotReached"]
+        assert "__1_0.distcp" in outcome["message"]
+        assert "will be completed" in outcome["message"]
+    assert_whole_everywhere(site, "step-2")
+
+
+def test_a_store_that_is_cut_off_before_the_save_fails_it_and_nothing_else(site: Site) -> None:
+    """A node that cannot open the save: every rank learns it within seconds, the old one loads, the next save works."""
+    calls = [
+        save("step-1"),
+        site.save_while("cut_store", 1, point="rank.presented"),
+        site.change("heal", 1),
+        load("latest", 3),
+        save("step-2"),
+    ]
+    results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=100)
+    for outcome in results.of(1):
+        assert outcome["types"] == ["StoreUnavailable"]
+        assert outcome["seconds"] < 30
+    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(3))
+    assert_whole_everywhere(site, "step-2")
+
+
+def test_a_node_that_vanishes_in_the_middle_of_a_save_costs_that_save_only(site: Site) -> None:
+    """Ranks and store of one node are unreachable at once: the others go on from the old checkpoint without it."""
+    site.cluster.environment[COLLECTIVE_TIMEOUT_ENV] = "6"
+    site.cluster.launch([save("step-1")], nodes=[0, 1, 2])
+    attempt = site.cluster.attempt([site.save_while("cut", 1, point=MIDDLE)], nodes=[0, 1, 2], timeout_s=100)
+    assert 0 not in attempt.codes, attempt
+    assert re.search("gloo.*([Tt]imed out|[Tt]imeout|closed by peer)", attempt.failures[0] + attempt.failures[2]), (
+        attempt
+    )
+    results = site.cluster.launch([load("latest", 3), save("step-2"), LITTER], nodes=[0, 2], timeout_s=100)
+    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(0))
+    assert results.of(2) == [[], []]
+    site.network.heal(1)
+    results = site.cluster.launch([load("latest", 2), LITTER], nodes=[0, 1, 2], timeout_s=100)
+    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-2" for found in results.of(0))
+    assert results.of(1) == [[], [], []]
+
+
+def test_a_load_does_without_a_node_that_is_cut_off(site: Site) -> None:
+    """A world of the other nodes: whoever does not answer is not waited for longer than seconds, and nothing is missing."""
+    site.cluster.launch([save("step-1")], nodes=[0, 1, 2])
+    site.network.cut(1)
+    results = site.cluster.launch([load("latest", 3)], nodes=[0, 2], timeout_s=60)
+    assert all(found["same"] for found in results.of(0))
+
+
+def test_a_source_that_is_cut_off_in_the_middle_of_a_load_is_replaced(site: Site) -> None:
+    """A blank node reads from two others when one of them vanishes: the other gives the rest, bit for bit."""
+    site.cluster.launch([save("step-1", copies=3)], nodes=[0, 1, 2])
+    site.cluster.nodes[2].lose()
+    where = {"network": site.network.name, "node": 1, "by_rank": 2}
+    calls = [call("network.load_while_cut_off", checkpoint_id="step-1", count=COUNT, ranks=3, **where)]
+    results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=100)
+    assert all(found["same"] for found in results.of(0))
+    assert results.of(0)[2]["report"]["bytes_peer"] > 0
+    assert "is not used" in (site.cluster.base / "launch2" / "rank2.log").read_text()
