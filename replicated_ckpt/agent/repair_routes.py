@@ -15,6 +15,7 @@ from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.inspection import Inspector
 
 _NODE_ID = re.compile(r"[0-9a-zA-Z_-]{1,64}")
+_SEQUENCE_MAX = 1 << 53
 _PROBLEMS = (KeyError, TypeError, ValueError, AttributeError)
 
 
@@ -34,6 +35,7 @@ class RepairRoutes:
         by_verb: Mapping[str, Callable[[Mapping[str, Any], Request], Answer]] = {
             "hello": self._hello,
             "bye": self._bye,
+            "hear": self._hear,
             "suspects": self._suspect,
             "verify": self._verify,
             "repair": self._carry_out,
@@ -58,6 +60,12 @@ class RepairRoutes:
     def _bye(self, fields: Mapping[str, Any], request: Request) -> Answer:
         del request
         self._service.peers.leave(str(fields["node_id"]))
+        return json_answer()
+
+    def _hear(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """A load has seen a checkpoint of this sequence somewhere."""
+        del request
+        self._service.heard.hear(min(int(fields["sequence"]), _SEQUENCE_MAX))
         return json_answer()
 
     def _suspect(self, fields: Mapping[str, Any], request: Request) -> Answer:

@@ -161,7 +161,7 @@ class Reprotector:
         self._settle_old_leftovers()
         others = self._watch.looked()
         views = (self._own_view(), *others)
-        self._service.hear_of(holding.sequence for view in others for holding in view.holdings or ())
+        self._service.heard.hear(max((h.sequence for view in others for h in view.holdings or ()), default=0))
         plan = planned(self._manifests.of(views), views)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         done, failed = self._carried_out(plan.of_node(self._service.node_id))

@@ -70,7 +70,7 @@ class Routes:
                 return self._file(request, query.get("checkpoint_id", ""), save_id, name)
             case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
                 return self._save(request, save_id, rest)
-            case ("POST", "v1", "hello" | "bye" | "suspects" | "verify" | "repair" as verb):
+            case ("POST", "v1", "hello" | "bye" | "hear" | "suspects" | "verify" | "repair" as verb):
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
                 return Answer(b"{}\n", after=self._stop)

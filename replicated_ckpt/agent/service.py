@@ -5,13 +5,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.body import Body
 from replicated_ckpt.agent.damage import DamageBook
+from replicated_ckpt.agent.heard import HeardSequence
 from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.agent.receive import Received, received
 from replicated_ckpt.core.inventory import Holding
@@ -47,11 +48,11 @@ class NodeService:
         self.node_id = store.node_id()
         self.peers = PeerBook(store.agent_directory())
         self.damage = DamageBook(store)
+        self.heard = HeardSequence(store.agent_directory())
         self.own_address: AgentAddress | None = None
         self._lock = threading.Lock()
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
-        self._sequence_heard = 0
         self._fenced: dict[str, str] = {}
 
     def recover(self) -> tuple[str, ...]:
@@ -91,11 +92,7 @@ class NodeService:
             for leftover in leftovers:
                 if not leftover.may_live:
                     self._fence(leftover.intent.save_id, leftover.why)
-        return max(self.store.catalog.sequence_max(), self._sequence_heard), leftovers
-
-    def hear_of(self, sequences: Iterable[int]) -> None:
-        """Keeps the largest sequence that any other node has committed: what is saved next is newer than that, too."""
-        self._sequence_heard = max([self._sequence_heard, *sequences])
+        return max(self.store.catalog.sequence_max(), self.heard.largest), leftovers
 
     def leftovers(self, session: str, by: Intent | None = None) -> tuple[Leftover, ...]:
         """Staged saves that are over, and those of which only a decision can tell that they are.

@@ -7,7 +7,7 @@ from typing import Any
 from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.core.layout import LATEST, checkpoint_id_under
 from replicated_ckpt.dcp.node import NodePost, node_post
-from replicated_ckpt.dcp.survey import Survey, Surveyor
+from replicated_ckpt.dcp.survey import Survey, Surveyor, seen_sequence
 from replicated_ckpt.dcp.world import Blackboard, World
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
@@ -84,7 +84,20 @@ def _surveyed(store: LocalStore, world: World, posts: Sequence[Mapping[str, Any]
     addresses = [node.address for node in nodes.values()]
     _introduced(addresses, world.session)
     absent = [peer for peer in PeerBook(store.agent_directory()).known() if peer.node_id not in nodes]
-    return Surveyor(store, own, [*addresses, *absent]).surveyed(ids[0])
+    survey = Surveyor(store, own, [*addresses, *absent]).surveyed(ids[0])
+    _tell_sequence(addresses, survey, seen_sequence(store))
+    return survey
+
+
+def _tell_sequence(addresses: Sequence[AgentAddress], survey: Survey, sequence: int) -> None:
+    """Tells the agents that do not hold the newest checkpoint that there is one: what they save next must be newer."""
+    knowing = {holding.node_id for holding in survey.holdings if holding.sequence >= sequence}
+
+    def told(address: AgentAddress) -> None:
+        with AgentClient(address) as client:
+            client.call("POST", "/v1/hear", {"sequence": sequence})
+
+    FanOut[AgentAddress, None]().run([address for address in addresses if address.node_id not in knowing], told)
 
 
 def _introduced(addresses: Sequence[AgentAddress], session: str) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -9,6 +10,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from tests.fault.torture.schedule import Schedule
@@ -34,6 +38,27 @@ def run_seed(seed: int) -> tuple[Schedule, str]:
     return schedule, ""
 
 
+Outcome = tuple[list[str], str, Counter[str]]
+
+
+def outcome_of(seed: int) -> Outcome:
+    schedule, problem = run_seed(seed)
+    return schedule.lines, problem, schedule.counts
+
+
+def outcomes(seeds: Sequence[int]) -> Iterator[Outcome]:
+    """What became of each seed, in order; many are simulated on all cores."""
+    if len(seeds) == 1:
+        yield outcome_of(seeds[0])
+        return
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=_quiet) as pool:
+        yield from pool.map(outcome_of, seeds)
+
+
+def _quiet() -> None:
+    logging.basicConfig(level=logging.CRITICAL)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fault.torture", description=__doc__)
     parser.add_argument("--seed", type=int, help="replay this one, and tell it step by step")
@@ -45,11 +70,11 @@ def main() -> int:
     seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
     counts: Counter[str] = Counter()
     failed, started = [], time.monotonic()
-    for seed in seeds:
-        schedule, problem = run_seed(seed)
-        counts += schedule.counts
+    for seed, outcome in zip(seeds, outcomes(seeds), strict=True):
+        lines, problem, counted = outcome
+        counts += counted
         if problem or arguments.verbose or arguments.seed is not None:
-            print("\n".join(schedule.lines), problem, sep="\n", flush=True)
+            print("\n".join(lines), problem, sep="\n", flush=True)
         if problem:
             failed.append(seed)
             print(f"FAILED: seed {seed}; replay: python -m tests.fault.torture --seed {seed}", flush=True)

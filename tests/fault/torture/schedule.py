@@ -226,7 +226,7 @@ class Schedule:
         found = self._load(group, "latest", readers=2)
         if safe and (found is None or found < safe[0].attempt):
             raise Violation(f'"latest" gave {found}, and attempt {safe[0].attempt} was acknowledged; safe: {safe}')
-        for save in safe[:2]:
+        for save in self.random.sample(safe, min(1, len(safe))):
             found = self._load(group, save.checkpoint_id, readers=1)
             if found is None or found < save.attempt:
                 raise Violation(f"{save.checkpoint_id} gave {found}, and attempt {save.attempt} was acknowledged")

@@ -1,0 +1,78 @@
+"""The cluster torture: some seeds of the simulation on every run, and proof that it finds what it should."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from unittest import mock
+
+import pytest
+
+from replicated_ckpt.agent.mend import Mender
+from replicated_ckpt.core.sources import SourceOrder, source_orders
+from replicated_ckpt.dcp import shard_reader
+from replicated_ckpt.stores import verified
+from replicated_ckpt.stores.peer import PeerSink
+from tests.fault.torture.__main__ import outcomes, run_seed
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
+SEEDS = range(40)
+MUTATION_SEEDS = range(1000, 1030)
+
+
+def test_no_schedule_loses_anything() -> None:
+    """Saves, kills, losses, cuts and damage in random order: what is inside the fault envelope loads bit for bit."""
+    failed = {
+        seed: "\n".join([*lines, problem])
+        for seed, (lines, problem, _) in zip(SEEDS, outcomes(SEEDS), strict=True)
+        if problem
+    }
+    assert not failed, "\n\n".join(failed.values())
+
+
+def test_a_seed_replays_exactly() -> None:
+    """The same seed tells the same story, word for word, so that a failure can be looked into."""
+    first, second = run_seed(4)[0].lines, run_seed(4)[0].lines
+    assert [line.replace("rckpt-torture-", "") for line in first][:3] == second[:3]
+    assert [line.partition(": ShardLost")[0] for line in first] == [line.partition(": ShardLost")[0] for line in second]
+
+
+@contextmanager
+def checksums_are_not_compared() -> Iterator[None]:
+    with mock.patch.object(verified, "_first_bad_block", return_value=None):
+        yield
+
+
+@contextmanager
+def copies_are_reported_and_not_made() -> Iterator[None]:
+    with mock.patch.object(PeerSink, "write"), mock.patch.object(PeerSink, "finish"):
+        yield
+
+
+@contextmanager
+def only_the_own_store_is_asked() -> Iterator[None]:
+    def first_only(*arguments: object) -> tuple[SourceOrder, ...]:
+        return tuple(SourceOrder(order.shard, order.nodes[:1]) for order in real(*arguments))  # type: ignore[arg-type]
+
+    real = source_orders
+    with mock.patch.object(shard_reader, "source_orders", first_only):
+        yield
+
+
+@contextmanager
+def re_protection_only_says_so() -> Iterator[None]:
+    with mock.patch.object(Mender, "_copy"), mock.patch("replicated_ckpt.core.repair._Planning._add_copies"):
+        yield
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        checksums_are_not_compared,
+        copies_are_reported_and_not_made,
+        only_the_own_store_is_asked,
+        re_protection_only_says_so,
+    ],
+)
+def test_broken_code_is_found(mutation: Callable[[], AbstractContextManager[None]]) -> None:
+    """Each of these defects is found within a few seeds."""
+    with mutation():
+        assert any(run_seed(seed)[1] for seed in MUTATION_SEEDS)
