@@ -1,10 +1,14 @@
 # `make test` and `make drill` need Python 3.11+, git, make and a package index; they make their own virtual environment.
 #   make test [TORCH=2.13.0] [ARGS="-k placement"]     the whole suite, pytest's closing line last
 #   make drill [ARGS="--scenario replace"]             several nodes on this machine, broken on purpose
+#   make torture [SEEDS=200] [REAL_SEEDS=20] [FIRST=0] random schedules of faults: simulated, then with real processes
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
 ARGS   ?=
+SEEDS  ?= 1000
+FIRST  ?= 0
+REAL_SEEDS ?= $(shell expr $(SEEDS) / 10)
 
 # Another torch gets an environment of its own, without torchvision: its wheels want exactly the torch they were built for.
 VENV    := .venv$(if $(TORCH),-$(TORCH))
@@ -15,7 +19,7 @@ FAST    := not multiprocess and not fault and not slow
 # Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill check fast lint types install clean
+.PHONY: test drill torture check fast lint types install clean
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -23,6 +27,10 @@ test: $(STAMP)
 
 drill: $(STAMP)
 	@$(BIN)/replicated-ckpt drill $(ARGS)
+
+torture: $(STAMP)
+	@$(BIN)/python -m tests.fault.torture --first $(FIRST) --seeds $(SEEDS)
+	@$(BIN)/python -m tests.fault.torture --first $(FIRST) --seeds $(REAL_SEEDS) --processes
 
 check: lint types fast
 

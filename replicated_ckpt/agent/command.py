@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 
 from replicated_ckpt.agent.life import Agent
@@ -27,8 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--copy-mib-per-s", type=float, help="pace at which missing copies are made up (default: %(default)s)")
     add("--scrub-mib-per-s", type=float, help="pace of the scrub, which re-reads the store (default: %(default)s)")
     add("--scrub-every-s", type=float, help="pause between two passes of the scrub (default: %(default)s)")
-    parser.set_defaults(**{name: getattr(AgentConfig, name) for name in _BACKGROUND})
+    parser.set_defaults(**{name: _default(name) for name in _BACKGROUND})
     parser.add_argument("--verbose", action="store_true", help="log every request")
+
+
+def _default(name: str) -> str | float:
+    """What an option is if it is not given: of the environment, which agents that ranks start inherit, else the usual."""
+    usual: float = getattr(AgentConfig, name)
+    return os.environ.get(f"REPLICATED_CKPT_AGENT_{name.upper()}", usual)
 
 
 def run(arguments: argparse.Namespace) -> int:

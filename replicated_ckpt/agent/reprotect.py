@@ -79,6 +79,7 @@ class Reprotector:
         self._gone_since: dict[str, float] = {}
         self._stale: tuple[RepairPlan, int] = (RepairPlan(), 0)
         self._began_at: float | None = None
+        self._rounds = 0
         self.last = Protection(is_complete=True)
         self._thread = threading.Thread(target=self._run, name="rckpt-reprotect", daemon=True)
 
@@ -111,7 +112,7 @@ class Reprotector:
         return self._busy.is_set()
 
     def status(self) -> Mapping[str, object]:
-        return {**asdict(self.last), "bytes_copied": self._mender.bytes_copied}
+        return {**asdict(self.last), "bytes_copied": self._mender.bytes_copied, "rounds": self._rounds}
 
     def carried_out(self, part: RepairPlan) -> list[Outcome]:
         """Has this node's part of a plan done by the thread of re-protection, and waits for it; each action's error or "".
@@ -135,6 +136,7 @@ class Reprotector:
             try:
                 self._do_orders()
                 self.last = self.round()
+                self._rounds += 1
             except Stopped:
                 return
             except ReplicatedCkptError as exc:

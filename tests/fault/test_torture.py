@@ -11,10 +11,11 @@ from replicated_ckpt.core.sources import SourceOrder, source_orders
 from replicated_ckpt.dcp import shard_reader
 from replicated_ckpt.stores import verified
 from replicated_ckpt.stores.peer import PeerSink
-from tests.fault.torture.__main__ import outcomes, run_seed
+from tests.fault.torture.__main__ import outcomes, real_outcome, run_seed
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 SEEDS = range(40)
+REAL_SEEDS = (4, 7)
 MUTATION_SEEDS = range(1000, 1030)
 
 
@@ -26,6 +27,15 @@ def test_no_schedule_loses_anything() -> None:
         if problem
     }
     assert not failed, "\n\n".join(failed.values())
+
+
+@pytest.mark.multiprocess
+def test_no_schedule_with_real_processes_loses_anything() -> None:
+    """The same with real agents, real ranks and real signals: `make torture` runs any number of them."""
+    for seed in REAL_SEEDS:
+        lines, problem, counts = real_outcome(seed)
+        assert not problem, "\n".join([*lines, problem])
+        assert counts["acknowledged"] > 0
 
 
 def test_a_seed_replays_exactly() -> None:

@@ -15,7 +15,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from tests.fault.torture.schedule import Schedule
+from tests.fault.torture.processes import REAL
+from tests.fault.torture.schedule import SIMULATION, STEPS, Backend, Schedule
+
+REAL_STEPS = 6
 
 
 def fast_directory() -> Path:
@@ -23,14 +26,14 @@ def fast_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="rckpt-torture-", dir=shm if shm.is_dir() else None))
 
 
-def run_seed(seed: int) -> tuple[Schedule, str]:
+def run_seed(seed: int, backend: Backend = SIMULATION, steps: int = STEPS) -> tuple[Schedule, str]:
     """Runs one schedule; returns it, and what went wrong, or ""."""
     base = fast_directory()
-    schedule = Schedule(seed, base)
+    schedule = Schedule(seed, base, backend)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            schedule.run()
+            schedule.run(steps)
     except Exception:  # noqa: BLE001 - whatever it was, it is a failure of this seed
         return schedule, traceback.format_exc()
     finally:
@@ -43,6 +46,11 @@ Outcome = tuple[list[str], str, Counter[str]]
 
 def outcome_of(seed: int) -> Outcome:
     schedule, problem = run_seed(seed)
+    return schedule.lines, problem, schedule.counts
+
+
+def real_outcome(seed: int) -> Outcome:
+    schedule, problem = run_seed(seed, REAL, REAL_STEPS)
     return schedule.lines, problem, schedule.counts
 
 
@@ -64,22 +72,26 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="replay this one, and tell it step by step")
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1000, help="how many (default: %(default)s)")
+    parser.add_argument("--processes", action="store_true", help="with real agents and ranks instead of a simulation")
     parser.add_argument("-v", "--verbose", action="store_true", help="tell every schedule step by step, with the logs")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
     seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
     counts: Counter[str] = Counter()
     failed, started = [], time.monotonic()
-    for seed, outcome in zip(seeds, outcomes(seeds), strict=True):
+    found = (real_outcome(seed) for seed in seeds) if arguments.processes else outcomes(seeds)
+    for seed, outcome in zip(seeds, found, strict=True):
         lines, problem, counted = outcome
         counts += counted
         if problem or arguments.verbose or arguments.seed is not None:
             print("\n".join(lines), problem, sep="\n", flush=True)
         if problem:
             failed.append(seed)
-            print(f"FAILED: seed {seed}; replay: python -m tests.fault.torture --seed {seed}", flush=True)
+            option = " --processes" if arguments.processes else ""
+            print(f"FAILED: seed {seed}; replay: python -m tests.fault.torture --seed {seed}{option}", flush=True)
+    how = "with real processes" if arguments.processes else "simulated"
     print(
-        f"{len(seeds)} schedules simulated in {time.monotonic() - started:.0f} s: "
+        f"{len(seeds)} schedules {how} in {time.monotonic() - started:.0f} s: "
         + ", ".join(f"{counts[name]} {name}" for name in ("steps", "saves", "acknowledged", "kills", "loads"))
         + f", {counts['beyond']} times a checkpoint was beyond its envelope; failed: {failed or 'none'}"
     )

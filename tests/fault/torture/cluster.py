@@ -22,6 +22,7 @@ from replicated_ckpt.agent.routes import Routes
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.watch import Patience
 from replicated_ckpt.core.checksum import BlockHasher
+from replicated_ckpt.dcp import shard_writer
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores import agent_client, fanout, tee, verified
 from replicated_ckpt.stores.agent_client import AgentAddress
@@ -56,6 +57,9 @@ class Node:
     @property
     def is_up(self) -> bool:
         return self.agent is not None and not self.agent.is_dead
+
+    def node_id(self) -> str:
+        return self.service.node_id
 
     def boot(self) -> None:
         """Starts the agent, if none runs, as `agent.life` does."""
@@ -126,6 +130,7 @@ class Cluster:
                 mock.patch.object(tee._SinkThread, "start"),
                 mock.patch.object(tee._SinkThread, "join", tee._SinkThread.run),
                 mock.patch.object(tee, "BlockHasher", partial(BlockHasher, BLOCK_BYTES)),
+                mock.patch.object(shard_writer, "Buffers", partial(tee.Buffers, 4, 1 << 16)),
                 mock.patch.object(os, "fsync"),  # nothing loses power here
                 mock.patch.object(verified, "SCRATCH_BYTES", 1 << 16),
             ):

@@ -23,19 +23,8 @@ from replicated_ckpt.dcp.world import Blackboard, World
 from replicated_ckpt.errors import ReplicatedCkptError, ReplicatedCkptWarning, StoreUnavailable
 from replicated_ckpt.stores.local import LocalStore
 from tests.fault.torture.cluster import Cluster
+from tests.fault.torture.contents import State, contents, part_of
 from tests.fault.torture.network import Actor, Killed
-
-State = dict[str, torch.Tensor]
-
-
-def contents(attempt: int, ranks: int) -> State:
-    """What attempt number so-and-so saves: of each rank two tensors, a function of both numbers."""
-    state = {"attempt": torch.tensor([attempt, ranks])}
-    for rank in range(ranks):
-        generator = torch.Generator().manual_seed(1000 * attempt + rank)
-        state[f"rank{rank}"] = torch.randint(0, 1 << 30, (150 + 40 * rank,), generator=generator)
-        state[f"small{rank}"] = torch.full((3,), attempt * 100 + rank)
-    return state
 
 
 @dataclass(frozen=True)
@@ -101,8 +90,7 @@ class Job:
             writer, planner = writers[rank], planners[rank]
             writer.reset(checkpoint_id)
             writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-            own = {name: value for name, value in state.items() if name == "attempt" or name.endswith(str(rank))}
-            planner.set_up_planner(own, writer.storage_meta(), rank == 0)
+            planner.set_up_planner(part_of(state, rank), writer.storage_meta(), rank == 0)
             return writer.prepare_local_plan(planner.create_local_plan())
 
         def planned(rank: int) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.fault.torture.jobs import State, contents
+from tests.fault.torture.contents import State, contents
 
 
 class Violation(AssertionError):

@@ -3,8 +3,10 @@
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.errors import CheckpointNotFound, MeetingFailed, ReplicatedCkptError, ShardLost
@@ -19,15 +21,27 @@ RANK_POINTS = sorted(name for name in POINTS if not name.startswith(("agent.", "
 AGENT_POINTS = sorted(name for name in POINTS if name.startswith(("agent.", "commit.", "store.", "abort.", "restore.")))
 
 
+@dataclass(frozen=True)
+class Backend:
+    """What schedules run on: a cluster of nodes, and jobs on it. The simulated and the real one have the same methods."""
+
+    cluster: Callable[[Path, int, int], Any]
+    job: Callable[[Any, Sequence[int], int], Any]
+
+
+SIMULATION = Backend(Cluster, Job)
+
+
 class Schedule:
     """What happens is a function of the seed alone. `lines` tells it step by step, `counts` what there was."""
 
-    def __init__(self, seed: int, base: Path) -> None:
+    def __init__(self, seed: int, base: Path, backend: "Backend") -> None:
         self.random = random.Random(seed)
         self.copies = self.random.choice([2, 2, 3])
-        self.cluster = Cluster(base, self.random.randint(3, 5), seed)
+        self._backend = backend
+        self.cluster = backend.cluster(base, self.random.randint(3, 5), seed)
         self.oracle = Oracle()
-        self.job: Job | None = None
+        self.job: Any = None
         self.lines: list[str] = [f"seed {seed}: {len(self.cluster.nodes)} nodes, {self.copies} copies"]
         self.counts: Counter[str] = Counter()
         self._ids = 0
@@ -72,9 +86,10 @@ class Schedule:
         return [node.index for node in self.cluster.nodes if node.index not in self.cluster.network.cut]
 
     def _out_of_reach(self) -> set[int]:
-        return {node.index for node in self.cluster.nodes if not node.is_up} | self.cluster.network.cut
+        cut: set[int] = self.cluster.network.cut
+        return {node.index for node in self.cluster.nodes if not node.is_up} | cut
 
-    def _current_job(self) -> Job | None:
+    def _current_job(self) -> Any:
         """The job that goes on, or a new one on some of the nodes that can reach each other, in any order."""
         if self.job is not None and not self.job.is_dead and self.random.random() < 0.6:
             return None if set(self.job.nodes) & self.cluster.network.cut else self.job
@@ -84,7 +99,7 @@ class Schedule:
             return None
         chosen = self.random.sample(nodes, self.random.randint(min(2, len(nodes)), len(nodes)))
         world = [node for node in chosen for _ in range(self.random.choice([1, 1, 2]))]
-        self.job = Job(self.cluster, world, self.copies)
+        self.job = self._backend.job(self.cluster, world, self.copies)
         return self.job
 
     def _end_job(self) -> None:
@@ -106,7 +121,7 @@ class Schedule:
         self.cluster.plan_kill(name, node, is_agent=is_agent)
         self._saved(job, f", {'agent' if is_agent else 'rank'} of node {node} to be killed at {name}")
 
-    def _saved(self, job: Job | None, with_what: str = "") -> None:
+    def _saved(self, job: Any, with_what: str = "") -> None:
         job = job or self._current_job()
         if job is None:
             return
@@ -132,8 +147,8 @@ class Schedule:
         elif isinstance(saved.error, ReplicatedCkptError | Killed) and killed is None:
             raise Violation(f"a save failed outside of DCP's steps: {saved.error!r}")
 
-    def _acknowledge(self, job: Job, checkpoint_id: str, attempt: int, saved: Saved) -> None:
-        ids = {self.cluster.nodes[node].service.node_id: node for node in job.nodes}
+    def _acknowledge(self, job: Any, checkpoint_id: str, attempt: int, saved: Saved) -> None:
+        ids = {self.cluster.nodes[node].node_id(): node for node in job.nodes}
         unpublished = {
             ids[node_id] for node_id in ids for text in saved.warnings if f"node {node_id} has not published" in text
         }
@@ -233,7 +248,7 @@ class Schedule:
 
     def _load(self, group: list[int], checkpoint_id: str, readers: int = 9) -> int | None:
         """Loads on these nodes; the attempt that was found, None if the load said that it is lost. Never wrong bytes."""
-        job = Job(self.cluster, group, self.copies)
+        job = self._backend.job(self.cluster, group, self.copies)
         self.counts["loads"] += 1
         try:
             loaded = job.load(checkpoint_id, readers)
@@ -250,7 +265,7 @@ class Schedule:
             raise Violation(f"the ranks of one load got different attempts: {attempts}")
         for attempt, state in loaded:
             self.oracle.check_bytes(checkpoint_id, attempt, state)
-        return attempts.pop()
+        return int(attempts.pop())
 
     def _end(self) -> None:
         """When all is quiet nothing is left half done."""

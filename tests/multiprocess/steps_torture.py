@@ -1,0 +1,47 @@
+"""Steps of the torture with real processes: one save, one load, and what came of it."""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt.errors import ReplicatedCkptError, ReplicatedCkptWarning
+from tests.fault.torture.contents import contents, part_of
+from tests.multiprocess.context import Context
+from tests.multiprocess.steps_state import failure
+
+
+def save(context: Context, checkpoint_id: str, attempt: int, *, overwrite: bool, copies: int) -> dict[str, Any]:
+    """Saves what this attempt holds; says how many copies were made, or how it failed."""
+    state = part_of(contents(attempt, context.world_size), context.rank)
+    writer = context.writer(overwrite=overwrite, copies=copies)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ReplicatedCkptWarning)
+        try:
+            dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
+        except (CheckpointException, ReplicatedCkptError) as exc:
+            return failure(exc)
+    assert writer.last_save is not None
+    said = [str(entry.message) for entry in caught if issubclass(entry.category, ReplicatedCkptWarning)]
+    return {"copies_made": writer.last_save.copies_made, "warnings": said}
+
+
+def load(context: Context, checkpoint_id: str) -> dict[str, Any]:
+    """Loads which attempt it is, then all of it; says whether every bit is that attempt's, or how it failed."""
+    reader = context.reader()
+    which = {"attempt": torch.zeros(2, dtype=torch.int64)}
+    try:
+        dcp.load(which, checkpoint_id=checkpoint_id, storage_reader=reader)
+        attempt, ranks = which["attempt"].tolist()
+        wanted = contents(attempt, ranks)
+        found = {name: torch.full_like(value, -1) for name, value in wanted.items()}
+        assert reader.last_load is not None
+        dcp.load(found, checkpoint_id=reader.last_load.checkpoint_id, storage_reader=reader)
+    except (CheckpointException, ReplicatedCkptError) as exc:
+        return failure(exc)
+    again = int(found["attempt"][0])
+    wanted = wanted if again == attempt else contents(again, int(found["attempt"][1]))
+    same = all(torch.equal(found[name], wanted[name]) for name in wanted)
+    return {"attempt": again, "ranks": int(found["attempt"][1]), "same": same}
