@@ -9,7 +9,7 @@ from replicated_ckpt.agent.mend import tell_suspect
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.sources import source_orders
 from replicated_ckpt.dcp.survey import Survey
-from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.local import LocalStore
@@ -44,6 +44,7 @@ class ShardReader:
         self._open: dict[str, AnySource] = {}
         self._failed: dict[str, list[str]] = {}
         self._suspects: set[tuple[str, str]] = set()
+        self._silent: set[str] = set()
         self.traffic = Traffic()
 
     def _ordered(self, shards: Sequence[str], reader_key: str) -> Mapping[str, tuple[str, ...]]:
@@ -70,7 +71,8 @@ class ShardReader:
         return raw
 
     def _opened(self, shard: str) -> AnySource:
-        sources = [Source(node, partial(self._shard_at, shard, node)) for node in self._nodes_by_shard[shard]]
+        nodes = sorted(self._nodes_by_shard[shard], key=self._silent.__contains__)  # it would cost a time-out again
+        sources = [Source(node, partial(self._shard_at, shard, node)) for node in nodes]
         self._open[shard] = AnySource(sources, partial(self._note, shard))
         return self._open[shard]
 
@@ -88,6 +90,8 @@ class ShardReader:
         self.traffic.bad_copies.append(f"{shard} on node {node}: {error.message}")
         if isinstance(error, ObjectCorrupt | ObjectMissing):
             self._suspects.add((node, shard))
+        if isinstance(error, StoreUnavailable):
+            self._silent.add(node)
         log.warning("%s of %s on node %s is not used: %s", shard, self._manifest.checkpoint_id, node, error)
 
     def done_with(self, shard: str) -> None:

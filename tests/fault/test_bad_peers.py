@@ -147,7 +147,7 @@ def test_a_load_does_without_a_node_that_is_cut_off(site: Site) -> None:
 
 
 def test_a_source_that_is_cut_off_in_the_middle_of_a_load_is_replaced(site: Site) -> None:
-    """A blank node reads from two others when one of them vanishes: the other gives the rest, bit for bit."""
+    """A blank node reads from two others when one of them vanishes: the other gives the rest, after one time-out."""
     site.cluster.launch([save("step-1", copies=3)], nodes=[0, 1, 2])
     site.cluster.nodes[2].lose()
     where = {"network": site.network.name, "node": 1, "by_rank": 2}
@@ -155,4 +155,4 @@ def test_a_source_that_is_cut_off_in_the_middle_of_a_load_is_replaced(site: Site
     results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=100)
     assert all(found["same"] for found in results.of(0))
     assert results.of(0)[2]["report"]["bytes_peer"] > 0
-    assert "is not used" in (site.cluster.base / "launch2" / "rank2.log").read_text()
+    assert (site.cluster.base / "launch2" / "rank2.log").read_text().count("is not used") == 1
