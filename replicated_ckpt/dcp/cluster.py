@@ -1,12 +1,13 @@
 """The nodes of one save, as the coordinator commands them: through their agents, or directly on one process alone."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
 from replicated_ckpt.stores.local import Intent, LocalStore
@@ -18,11 +19,11 @@ COMMIT_DEADLINE_S = 120.0
 class Cluster(Protocol):
     """All nodes of a save."""
 
-    def begin(self, intent: Intent) -> int:
-        """Opens the save on every node; returns the largest sequence that any has committed.
+    def begin(self, intent: Intent) -> "Opened":
+        """Opens the save on every node that answers.
 
         Raises:
-            CheckpointExists, StoreError, StoreUnavailable: some node could not; the caller aborts.
+            CheckpointExists, StoreError: some node refused, or none answered; the caller aborts.
         """
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> "Committed":
@@ -30,6 +31,14 @@ class Cluster(Protocol):
 
     def abort(self, save_id: str, why: str) -> None:
         """Has every node that can be reached give the save up. Never raises a StoreError."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What became of the opening of a save: the largest sequence that any node has committed, and who did not answer."""
+
+    sequence_max: int
+    unreached: tuple[str, ...] = ()
 
 
 class Committed:
@@ -52,7 +61,7 @@ class AgentCluster:
         self._by_node = {address.node_id: address for address in addresses}
         self._own_node = own_node
 
-    def begin(self, intent: Intent) -> int:
+    def begin(self, intent: Intent) -> Opened:
         document = {
             "checkpoint_id": intent.checkpoint_id,
             "session": intent.session,
@@ -64,7 +73,11 @@ class AgentCluster:
             with AgentClient(self._by_node[node]) as client:
                 return int(client.call("POST", f"/v1/saves/{intent.save_id}", document)["sequence_max"])
 
-        return max(FanOut[str, int]().run(self._by_node, opened).raise_first().values())
+        outcome = FanOut[str, int]().run(self._by_node, opened)
+        for node, error in outcome.errors.items():
+            if node == self._own_node or not isinstance(error, StoreUnavailable):
+                raise error
+        return Opened(max(outcome.results.values()), tuple(outcome.errors))
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
         def committed(node: str) -> tuple[str, ...]:
@@ -91,10 +104,10 @@ class LoneNode:
     def __init__(self, store: LocalStore) -> None:
         self._service = NodeService(store)
 
-    def begin(self, intent: Intent) -> int:
+    def begin(self, intent: Intent) -> Opened:
         sequence_max, leftovers = self._service.begin(intent)
         settle(self._service, leftovers, ())
-        return sequence_max
+        return Opened(sequence_max)
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:  # noqa: ARG002 - staged here already
         return Committed({self._service.node_id: self._service.commit(save_id)}, {})

@@ -8,11 +8,16 @@ from replicated_ckpt.core.placement import PlacedNode, Placement, placed
 from replicated_ckpt.dcp.node import NodePost
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.local import Intent
 
 
 @dataclass(frozen=True)
 class SaveDecision:
-    """One attempt at one save. `nodes` are in rank order; `nodes[node_by_rank[r]]` is the node of rank r."""
+    """One attempt at one save. `nodes` are in rank order; `nodes[node_by_rank[r]]` is the node of rank r.
+
+    `unreached` are nodes whose agents did not answer when the save was opened: their ranks open it in their own stores
+    themselves, as `session` and `overwrite` say, and they hold copies for nobody.
+    """
 
     save_id: str
     checkpoint_id: str
@@ -20,6 +25,22 @@ class SaveDecision:
     nodes: tuple[NodePost, ...]
     node_by_rank: tuple[int, ...]
     placement: Placement
+    session: str = ""
+    overwrite: bool = False
+    unreached: tuple[str, ...] = ()
+
+    def holders_for(self, node_id: str) -> tuple[str, ...]:
+        """All nodes that may take copies for a node, in the order of preference: its buddies first."""
+        order = (*self.placement.buddies_by_node[node_id], *self.placement.substitutes(node_id))
+        return tuple(node for node in order if node not in self.unreached)
+
+    def buddies_of(self, node_id: str) -> tuple[str, ...]:
+        """The nodes that are to hold copies for a node."""
+        return self.holders_for(node_id)[: self.placement.copies - 1]
+
+    @property
+    def intent(self) -> Intent:
+        return Intent(self.save_id, self.checkpoint_id, self.session, self.overwrite)
 
     def node_of(self, rank: int) -> NodePost:
         return self.nodes[self.node_by_rank[rank]]
@@ -47,6 +68,9 @@ class SaveDecision:
                 tuple(tuple(group) for group in placement["groups"]),
                 tuple(placement["shared_domain"]),
             ),
+            fields["session"],
+            fields["overwrite"],
+            tuple(fields["unreached"]),
         )
 
 
@@ -105,7 +129,7 @@ def _check_same_store(known: NodePost, other: NodePost) -> None:
 def weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePost]) -> list[str]:
     """In words, what protects less than was asked for."""
     placement = decision.placement
-    found = []
+    found = [f"node {node} did not answer when the save began" for node in decision.unreached]
     if placement.copies < copies:
         found.append(f"{copies} copies are wanted, and {placement.copies} node(s) can hold {placement.copies}")
     if placement.shared_domain and any(node.domain for node in decision.nodes):

@@ -98,7 +98,7 @@ def _shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mappi
     for rank, receipt in enumerate(receipts):
         own = decision.node_of(rank).node_id
         for shard in receipt.shards:
-            wanted = decision.placement.buddies_by_node[own]
+            wanted = decision.buddies_of(own)
             missing = [node for node in wanted if node not in shard.holders]
             lacking = decision.placement.copies - len(shard.holders)
             holders = (*shard.holders, *missing[: max(0, lacking)])

@@ -1,15 +1,20 @@
 """This process's node: its store, its agent, and what the others must know of it."""
 
 import ipaddress
+import logging
 import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.agent.endpoint import read_endpoint
 from replicated_ckpt.agent.launch import ensured_agent
+from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.local import LocalStore
+
+log = logging.getLogger(__name__)
 
 HOST_ENV = "REPLICATED_CKPT_HOST"
 _DOCUMENTATION_ADDRESS = "192.0.2.1"
@@ -46,13 +51,20 @@ class NodePost:
 
 
 def node_post(store: LocalStore, domain: str | None) -> NodePost:
-    """Presents this node; its agent runs when this returns.
+    """Presents this node; its agent runs when this returns, or hangs: then it is presented where it should answer.
 
     Raises:
         AgentUnavailable, StoreError, ConfigInvalid
     """
     host = advertised_host()
-    endpoint = ensured_agent(store, host if _is_loopback(host) else _any_address(host))
+    try:
+        endpoint = ensured_agent(store, host if _is_loopback(host) else _any_address(host))
+    except AgentUnavailable as exc:
+        known = read_endpoint(store.agent_directory())
+        if known is None:
+            raise
+        log.warning("this node's agent does not answer, and the others go on without it: %s", exc)
+        endpoint = known
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     return NodePost(
         endpoint.node_id, socket.gethostname(), boot_id, _inode(store), domain, endpoint.address(host, domain)

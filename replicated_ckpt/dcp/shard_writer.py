@@ -62,7 +62,7 @@ class ShardWriter:
             self._buffers = Buffers()
         name = str(ShardName(rank, 0))
         own = decision.node_of(rank).node_id
-        buddies = decision.placement.buddies_by_node[own] if stream_to_peers else ()
+        buddies = decision.buddies_of(own) if stream_to_peers else ()
         path = self._store.staged_file(decision.save_id, name)
         sinks: list[Sink] = [FileSink(path)]
         sinks += [PeerSink(decision.address_of(node), decision.save_id, name, durable=durable) for node in buddies]
@@ -102,7 +102,7 @@ class ShardWriter:
         holders = [node for node, outcome in zip(buddies, outcomes, strict=True) if outcome.error is None]
         failed = [(node, outcome.error) for node, outcome in zip(buddies, outcomes, strict=True) if outcome.error]
         missed = []
-        spare = list(decision.placement.substitutes(own))
+        spare = [node for node in decision.holders_for(own) if node not in buddies]
         for node, error in failed:
             _raise_if_aborted_or_bug(error)
             log.warning("copy of %s to node %s failed: %s", name, node, error)

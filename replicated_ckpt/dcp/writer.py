@@ -30,7 +30,7 @@ from replicated_ckpt.dcp.survey import seen_sequence
 from replicated_ckpt.dcp.world import world_of_call
 from replicated_ckpt.errors import AckNotReached, AgentUnavailable, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
 from replicated_ckpt.stores.agent_client import AgentAddress
-from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.local import LocalStore
 
 log = logging.getLogger(__name__)
 
@@ -150,15 +150,16 @@ class ReplicatedWriter(StorageWriter):
             posts = [SavePost.from_json(post) for post in raw_posts]
         decision = decided(posts, self.config.copies, uuid.uuid4().hex)
         self._cluster = self._cluster_of(decision)
-        intent = Intent(decision.save_id, decision.checkpoint_id, self._world.session, self.config.overwrite)
+        decision = replace(decision, session=self._world.session, overwrite=self.config.overwrite)
         failpoints.reach("coordinator.drawn")
         try:
-            sequence = max(self._cluster.begin(intent), seen_sequence(self._store)) + 1
+            opened = self._cluster.begin(decision.intent)
         except BaseException as exc:
             self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
             raise
         failpoints.reach("coordinator.opened")
-        self._decision = replace(decision, sequence=sequence)
+        sequence = max(opened.sequence_max, seen_sequence(self._store)) + 1
+        self._decision = replace(decision, sequence=sequence, unreached=opened.unreached)
         if board is not None:
             board.decide("save", raw_posts, self._decision.to_json())
         failpoints.reach("coordinator.placed")
@@ -214,6 +215,8 @@ class ReplicatedWriter(StorageWriter):
 
     def _written(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Receipt]:
         decision, rank = self._decision, self._world.rank
+        if decision.node_of(rank).node_id in decision.unreached:
+            self._store.begin(decision.intent)
         self._hold(decision.save_id)
         shard: WrittenShard | None = None
         if plan.items:

@@ -137,7 +137,7 @@ class LocalStore:
                 raise CheckpointExists(f"{checkpoint_id!r} would lie inside the checkpoint {str(parent)!r}.")
         if not final.exists():
             return
-        if not (final / METADATA_NAME).exists():
+        if not (final / METADATA_NAME).exists() and not (final / MANIFEST_NAME).exists():
             raise CheckpointExists(f"{final} exists and is no checkpoint; it is not replaced.", "Use another id.")
         if not overwrite:
             raise CheckpointExists(f"Checkpoint {checkpoint_id!r} exists already in {self.root}.")
