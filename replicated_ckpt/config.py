@@ -98,7 +98,7 @@ class AgentConfig:
     `port` 0: the one that this root's agent had last, or any free one. `idle_exit_s` None: it stays until it is told to
     stop. `lost_after_s`: so long a peer that fell silent is taken to hold its copies; `away_after_s`: the same for one
     that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`: pace of re-protection and scrub, in MiB a second;
-    `scrub_every_s`: pause between two passes of the scrub.
+    `scrub_every_s`: pause between two passes of the scrub. `tls_cert`, `tls_key`: PEM files; with them it speaks TLS only.
     """
 
     root: str
@@ -110,6 +110,8 @@ class AgentConfig:
     copy_mib_per_s: float = 256.0
     scrub_mib_per_s: float = 32.0
     scrub_every_s: float = 86400.0
+    tls_cert: str = ""
+    tls_key: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -119,4 +121,6 @@ class AgentConfig:
         for name in ("lost_after_s", "away_after_s", "copy_mib_per_s", "scrub_mib_per_s", "scrub_every_s"):
             if not getattr(self, name) > 0:
                 raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigInvalid("tls_cert and tls_key are both needed for TLS, or neither.")
         object.__setattr__(self, "root", _checked_root(self.root))

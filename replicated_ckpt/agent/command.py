@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 
+from replicated_ckpt.agent.launch import TLS_CERT_ENV, TLS_KEY_ENV
 from replicated_ckpt.agent.life import Agent
 from replicated_ckpt.config import AgentConfig
 
@@ -28,6 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--copy-mib-per-s", type=float, help="pace at which missing copies are made up (default: %(default)s)")
     add("--scrub-mib-per-s", type=float, help="pace of the scrub, which re-reads the store (default: %(default)s)")
     add("--scrub-every-s", type=float, help="pause between two passes of the scrub (default: %(default)s)")
+    add(
+        "--tls-cert", default=os.environ.get(TLS_CERT_ENV, ""), metavar="FILE", help="certificate (PEM): speak TLS only"
+    )
+    add("--tls-key", default=os.environ.get(TLS_KEY_ENV, ""), metavar="FILE", help="its private key (PEM)")
     parser.set_defaults(**{name: _default(name) for name in _BACKGROUND})
     parser.add_argument("--verbose", action="store_true", help="log every request")
 
@@ -49,6 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
         level=logging.DEBUG if arguments.verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    background = {name: getattr(arguments, name) for name in _BACKGROUND}
-    Agent(AgentConfig(arguments.root, arguments.host, arguments.port, arguments.idle_exit_s, **background)).run()
+    options = {name: getattr(arguments, name) for name in (*_BACKGROUND, "tls_cert", "tls_key")}
+    Agent(AgentConfig(arguments.root, arguments.host, arguments.port, arguments.idle_exit_s, **options)).run()
     return 0

@@ -29,13 +29,16 @@ class Endpoint:
     pid: int
     version: str
     incarnation: int = 0
+    tls_sha256: str = ""
 
     def __repr__(self) -> str:
         return f"Endpoint(node {self.node_id} at {self.host}:{self.port}, pid {self.pid})"
 
     def address(self, host: str | None = None, domain: str | None = None) -> AgentAddress:
         """The agent's address, as seen from other nodes under the name `host`."""
-        return AgentAddress(self.node_id, host or self.host, self.port, self.token, self.incarnation, domain)
+        return AgentAddress(
+            self.node_id, host or self.host, self.port, self.token, self.incarnation, domain, self.tls_sha256
+        )
 
     def local_address(self) -> AgentAddress:
         """The agent's address for a process on this host."""
@@ -67,6 +70,7 @@ def read_endpoint(directory: Path) -> Endpoint | None:
             int(fields["pid"]),
             str(fields["version"]),
             int(fields.get("incarnation", 0)),
+            str(fields.get("tls_sha256", "")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

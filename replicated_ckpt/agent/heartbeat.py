@@ -12,14 +12,24 @@ class Writable(Protocol):
     def write(self, data: bytes, /) -> object: ...
 
 
+class Ending(Protocol):
+    """A body that says when all of it was read."""
+
+    done: bool
+
+
 class Heartbeat:
     """Sends an interim HTTP response every second inside its `with` block, and nothing once the block has ended.
+
+    While the request's body still comes in it is silent: the peer is sending and waits for nothing, and one TLS
+    connection must not be read and written at once.
 
     Source: RFC 9110 section 15.2: a client reads any number of 1xx responses before the final one.
     """
 
-    def __init__(self, stream: Writable) -> None:
+    def __init__(self, stream: Writable, body: "Ending | None" = None) -> None:
         self._stream = stream
+        self._body = body
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -38,6 +48,8 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while not self._ended.wait(INTERVAL_S):
+            if self._body is not None and not self._body.done:
+                continue
             try:
                 self._stream.write(_INTERIM)
             except OSError:

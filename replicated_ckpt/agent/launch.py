@@ -15,9 +15,12 @@ from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.version import __version__
 
 START_TIMEOUT_S = 20.0
+OTHERS_START_S = 5.0
 STOP_TIMEOUT_S = 10.0
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
 IDLE_EXIT_S = 60.0
+TLS_CERT_ENV = "REPLICATED_CKPT_TLS_CERT"
+TLS_KEY_ENV = "REPLICATED_CKPT_TLS_KEY"
 _POLL_S = 0.02
 _client_lock_by_root: dict[Path, FileLock] = {}
 
@@ -26,8 +29,9 @@ def ensured_agent(store: LocalStore, bind_host: str) -> Endpoint:
     """This node's running agent, started if there was none; it stays at least as long as this process.
 
     `bind_host` is where an agent that is started listens. One that listens on loopback only is replaced if other hosts
-    must reach it, and one of an older version of this package is replaced by this one; both first finish what they are
-    asked at that moment, and the new one has the old one's address. Safe to call from several processes and threads.
+    must reach it, one that speaks plain HTTP if a certificate is set, and one of an older version by this one; each
+    first finishes what it is asked at that moment, and the new one has its address. Safe to call from several processes
+    and threads.
 
     Raises:
         AgentUnavailable: it could not be started or does not answer.
@@ -74,9 +78,11 @@ def _answering(directory: Path, bind_host: str) -> Endpoint | None:
         return None
     try:
         with AgentClient(endpoint.local_address()) as client:
-            client.call("GET", "/v1/status")
+            if client.call("GET", "/v1/status").get("pid") != endpoint.pid:
+                return None  # the one that has just started there, with the same token, has not written its own yet
             is_deaf = endpoint.host in ("127.0.0.1", "::1") and endpoint.host != bind_host
-            if is_deaf or _is_older(endpoint.version, __version__):
+            is_plain = bool(os.environ.get(TLS_CERT_ENV)) and not endpoint.tls_sha256
+            if is_deaf or is_plain or _is_older(endpoint.version, __version__):
                 client.call("POST", "/v1/shutdown")
                 _wait_until_gone(directory)
                 return None
@@ -125,11 +131,23 @@ def _started(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
         if endpoint is not None:
             return endpoint
         if process.poll() is not None and process.returncode != 0:
+            if not _is_nobody_there(directory) and time.monotonic() < deadline - START_TIMEOUT_S + OTHERS_START_S:
+                time.sleep(_POLL_S)
+                continue
             raise _unavailable(directory, f"it ended with exit code {process.returncode}")
         time.sleep(_POLL_S)
     process.kill()
     process.wait()
     raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s")
+
+
+def _is_nobody_there(directory: Path) -> bool:
+    """Whether no agent holds the root: one that has just been started by somebody else is waited for."""
+    lock = single_agent_lock(directory)
+    if lock is None:
+        return False
+    lock.release()
+    return True
 
 
 def _unavailable(directory: Path, why: str) -> AgentUnavailable:

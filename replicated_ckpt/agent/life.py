@@ -35,6 +35,7 @@ from replicated_ckpt.agent.watch import Patience
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.tls import fingerprint, server_context
 from replicated_ckpt.version import __version__
 
 log = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class Agent:
                 os.getpid(),
                 __version__,
                 identity.incarnation,
+                fingerprint(self.config.tls_cert) if self.config.tls_cert else "",
             )
             self._hello = saying_hello(self._service, self._endpoint)
             write_endpoint(directory, self._endpoint)
@@ -176,10 +178,11 @@ class Agent:
 
     def _listening(self, identity: Identity) -> AgentServer:
         routes = _WatchedRoutes(self._activity, self._service, self._reprotector, self.status, self._stopping.set)
+        tls = server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
         ports = [self.config.port] if self.config.port or not identity.port else [identity.port, 0]
         for port in ports:
             try:
-                return AgentServer((self.config.host, port), identity.token, routes)
+                return AgentServer((self.config.host, port), identity.token, routes, tls)
             except OSError as exc:
                 problem = exc
         raise AgentUnavailable(f"Cannot listen on {self.config.host}:{self.config.port}: {problem}.")

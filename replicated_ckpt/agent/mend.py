@@ -98,7 +98,8 @@ class Mender:
                 with AgentClient(address) as client:
                     raw = client.fetch("GET", file_path(action.checkpoint_id, action.save_id, MANIFEST_NAME))
                     manifest = decoded_manifest(raw, address.label)
-                    metadata = client.fetch("GET", file_path(action.checkpoint_id, action.save_id, METADATA_NAME))
+                    path = file_path(action.checkpoint_id, action.save_id, METADATA_NAME)
+                    metadata = client.fetch_file(path, manifest.metadata_bytes)
                 if manifest.save_id != action.save_id or crc32c(metadata) != manifest.metadata_crc32c:
                     raise ObjectCorrupt(address.label, "take over", METADATA_NAME, "it does not match its manifest")
             except ReplicatedCkptError as exc:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -37,8 +38,14 @@ CONNECTIONS_MAX = 512
 IDLE_CONNECTION_S = 60.0
 _DRAIN_BYTES_MAX = 64 << 20
 
+
+class TokenInvalid(StoreDenied):
+    """The request carries no valid token; nothing of it was looked at."""
+
+
 _STATUS_BY_ERROR: Mapping[type[ReplicatedCkptError], HTTPStatus] = {
-    StoreDenied: HTTPStatus.UNAUTHORIZED,
+    TokenInvalid: HTTPStatus.UNAUTHORIZED,
+    StoreDenied: HTTPStatus.FORBIDDEN,
     ObjectMissing: HTTPStatus.NOT_FOUND,
     CheckpointExists: HTTPStatus.CONFLICT,
     SaveAborted: HTTPStatus.GONE,
@@ -63,10 +70,11 @@ class AgentServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, bind: tuple[str, int], token: str, routes: Routes) -> None:
+    def __init__(self, bind: tuple[str, int], token: str, routes: Routes, tls: ssl.SSLContext | None = None) -> None:
         self.address_family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
         self.token = token
         self.routes = routes
+        self._tls = tls
         self.slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
         super().__init__(bind, _Handler)
 
@@ -79,9 +87,23 @@ class AgentServer(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
-            super().process_request_thread(request, client_address)
+            secured = self._secured(request, client_address)
+            if secured is not None:
+                super().process_request_thread(secured, client_address)
         finally:
             self.slots.release()
+
+    def _secured(self, request: socket.socket, client_address: Any) -> socket.socket | None:
+        """The connection after its TLS handshake, if there has to be one; None if it failed."""
+        if self._tls is None:
+            return request
+        request.settimeout(PROGRESS_TIMEOUT_S)
+        try:
+            return self._tls.wrap_socket(request, server_side=True)
+        except OSError as exc:
+            log.warning("no TLS with %s: %s", client_address, exc)
+            self.shutdown_request(request)
+            return None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Called by socketserver inside its exception handler: the peer went away, or a defect of ours."""
@@ -111,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._check_token()
             body = Body(self.rfile, self.headers)
             request = Request(
-                self.command, self.path, body, self.headers, Heartbeat(self.wfile), str(self.client_address[0])
+                self.command, self.path, body, self.headers, Heartbeat(self.wfile, body), str(self.client_address[0])
             )
             answer = self.server.routes.answer(request)
         except ReplicatedCkptError as exc:
@@ -126,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _check_token(self) -> None:
         given = self.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
-            raise StoreDenied("this agent", self.command, self.path.partition("?")[0], "no valid token")
+            raise TokenInvalid("this agent", self.command, self.path.partition("?")[0], "no valid token")
 
     def _refuse(self, exc: ReplicatedCkptError, body: Body | None) -> None:
         code = status_of(exc)

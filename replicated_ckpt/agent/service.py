@@ -14,7 +14,7 @@ from replicated_ckpt.agent.body import Body
 from replicated_ckpt.agent.damage import DamageBook
 from replicated_ckpt.agent.heard import HeardSequence
 from replicated_ckpt.agent.peers import PeerBook
-from replicated_ckpt.agent.receive import Received, received
+from replicated_ckpt.agent.receive import Received, received, received_plain
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, SaveAborted
@@ -23,7 +23,7 @@ from replicated_ckpt.stores.local import Intent, LocalStore
 
 log = logging.getLogger(__name__)
 
-SMALL_FILE_BYTES_MAX = 1 << 30
+MANIFEST_BYTES_MAX = 64 << 20
 _OPEN_GRACE_S = 5.0
 _FENCED_MAX = 1024
 
@@ -98,9 +98,8 @@ class NodeService:
         """Staged saves that are over, and those of which only a decision can tell that they are.
 
         They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same
-        checkpoint, or the processes that made them are gone. Of a save that was opened just now the processes may be on
-        their way; but where it is decided, they have been here. A load (no `by`) leaves alone what is being worked on: a
-        trainer may load while it saves in the background.
+        checkpoint, or the processes that made them are gone. One that is still worked on, or was opened just now, may
+        live: a trainer may load while it saves in the background. But where it is decided, all have written.
         """
         found = []
         for intent in self.store.staged():
@@ -110,8 +109,8 @@ class NodeService:
                 found.append(Leftover(intent, f"save {by.save_id} of {by.checkpoint_id!r} overtook it"))
             elif by is not None and intent.session == session:
                 found.append(Leftover(intent, "its process group has gone on without it"))
-            elif not self._is_held(intent):
-                may_live = self._was_opened_within(_OPEN_GRACE_S, intent)
+            else:
+                may_live = self._is_held(intent) or self._was_opened_within(_OPEN_GRACE_S, intent)
                 found.append(Leftover(intent, "the processes that made it are gone", may_live))
         return tuple(found)
 
@@ -166,12 +165,13 @@ class NodeService:
         """
         self._check_open(save_id)
         path = self.store.staged_file(save_id, name)
-        if name in (METADATA_NAME, MANIFEST_NAME):
-            raw = body.read_all(SMALL_FILE_BYTES_MAX)
+        if name == MANIFEST_NAME:
+            raw = body.read_all(MANIFEST_BYTES_MAX)
             self.store.put_small(save_id, name, raw)
-            if name == MANIFEST_NAME:
-                failpoints.reach("agent.decision-staged")
+            failpoints.reach("agent.decision-staged")
             return Received.of(raw)
+        if name == METADATA_NAME:
+            return received_plain(path, body)
         if ShardName.parse(name) is None:
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")
         return received(path, body, durable=durable)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from replicated_ckpt.agent.service import Leftover, NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import decoded_manifest
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
 
@@ -68,7 +69,8 @@ def _fetched_from(peer: AgentAddress, save_id: str) -> dict[str, bytes] | None:
         answer = client.call("GET", f"/v1/saves/{save_id}")
         if answer.get("state") != "committed":
             return None
-        paths = {
-            name: file_path(str(answer["checkpoint_id"]), save_id, name) for name in (METADATA_NAME, MANIFEST_NAME)
-        }
-        return {name: client.fetch("GET", path) for name, path in paths.items()}
+        checkpoint_id = str(answer["checkpoint_id"])
+        raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
+        size = decoded_manifest(raw, peer.label).metadata_bytes
+        metadata = client.fetch_file(file_path(checkpoint_id, save_id, METADATA_NAME), size)
+        return {METADATA_NAME: metadata, MANIFEST_NAME: raw}

@@ -227,7 +227,7 @@ class ReplicatedReader(StorageReader):
     def _metadata_copies(self, problems: list[str]) -> Iterator[tuple[str, str, bytes]]:
         """Node, its name and bytes of each copy of `.metadata`, the own one first; `problems` gets the unreadable ones."""
         save = self._surveyed.found
-        own_node = self._store.known_node_id()
+        own_node, size = self._store.known_node_id(), self._surveyed.manifest.metadata_bytes
         if any(holding.node_id == own_node and holding.has_metadata for holding in save.holdings):
             try:
                 yield own_node, f"node {own_node}", (self._store.final(save.checkpoint_id) / METADATA_NAME).read_bytes()
@@ -237,7 +237,7 @@ class ReplicatedReader(StorageReader):
         for address in sorted(self._surveyed.addresses, key=lambda peer: crc32c(f"{key}/{peer.node_id}".encode())):
             try:
                 with AgentClient(address) as client:
-                    raw = client.fetch("GET", file_path(save.checkpoint_id, save.save_id, METADATA_NAME))
+                    raw = client.fetch_file(file_path(save.checkpoint_id, save.save_id, METADATA_NAME), size)
                 yield address.node_id, address.label, raw
             except ReplicatedCkptError as exc:
                 problems.append(str(exc))

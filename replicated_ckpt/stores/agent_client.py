@@ -28,12 +28,14 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.deadline import given_up_after
+from replicated_ckpt.stores.tls import PinnedConnection
 
 PROGRESS_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 120.0
 """A peer that lives and has not made a shard durable by then is given up: its disk hangs."""
-ANSWER_BYTES_MAX = 256 << 20
+ANSWER_BYTES_MAX = 64 << 20
 _SLICE_BYTES = 1 << 20
+_PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class AgentAddress:
     """Where an agent listens and the token that opens it. The token never appears in `repr`, logs or errors.
 
     `incarnation` counts the starts of the node's agents: of two addresses of one node the larger one is the later one.
-    `domain` is the node's failure domain, if it is known.
+    `domain` is the node's failure domain, if it is known. `tls_sha256` is the fingerprint of its certificate; empty: it
+    speaks plain HTTP.
     """
 
     node_id: str
@@ -50,6 +53,7 @@ class AgentAddress:
     token: str
     incarnation: int = 0
     domain: str | None = None
+    tls_sha256: str = ""
 
     def __repr__(self) -> str:
         return f"AgentAddress({self.label})"
@@ -71,11 +75,16 @@ class AgentAddress:
             str(fields["token"]),
             int(fields.get("incarnation", 0)),
             None if domain is None else str(domain),
+            str(fields.get("tls_sha256", "")),
         )
 
 
 def opened_connection(address: AgentAddress, timeout_s: float) -> http.client.HTTPConnection:
-    """A connection to an agent; it connects when it is first used."""
+    """A connection to an agent, by TLS if its address says so; it connects when it is first used."""
+    if address.tls_sha256:
+        return PinnedConnection(
+            address.host, address.port, timeout=timeout_s, sha256=address.tls_sha256, label=address.label
+        )
     return http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
 
 
@@ -133,7 +142,23 @@ class AgentClient:
             response = self._connection.getresponse()
             raw = response.read(ANSWER_BYTES_MAX)
             self.raise_for(response.status, raw, method, path)
+            if response.read(1):
+                self._connection.close()
+                raise PeerProtocolError(f"{self.address.label} answered {method} {path} with too many bytes.")
             return raw
+
+    def fetch_file(self, path: str, size_bytes: int) -> bytes:
+        """A file of exactly `size_bytes`, in pieces: memory grows with what comes, not with what was promised.
+
+        Raises:
+            ObjectCorrupt: the file is shorter. And as `read_range`.
+        """
+        whole = bytearray()
+        while len(whole) < size_bytes:
+            piece = bytearray(min(_PIECE_BYTES, size_bytes - len(whole)))
+            self.read_range(path, len(whole), memoryview(piece))
+            whole += piece
+        return bytes(whole)
 
     def read_range(self, path: str, offset: int, target: memoryview) -> None:
         """Fills `target` with the bytes of a file from `offset` on.
