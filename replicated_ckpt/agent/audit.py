@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from replicated_ckpt.agent.manifests import ManifestBook
@@ -40,7 +41,7 @@ class NodeReading:
         try:
             findings = tuple(Finding.from_json(finding) for finding in fields["findings"])
             holdings = tuple(Holding.from_json(holding) for holding in fields["holdings"])
-            return cls(str(fields["node_id"]), findings, holdings, int(fields["bytes_read"]))
+            return cls(str(fields["node_id"]), findings, holdings, index(fields["bytes_read"]))
         except (KeyError, TypeError, ValueError) as exc:
             raise PeerProtocolError(f"{label} answered verify wrongly: {type(exc).__name__}: {exc}.") from exc
 

@@ -16,7 +16,7 @@ from replicated_ckpt.stores.inspection import Inspector
 
 _NODE_ID = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 _SEQUENCE_MAX = 1 << 53
-_PROBLEMS = (KeyError, TypeError, ValueError, AttributeError)
+_PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class RepairRoutes:

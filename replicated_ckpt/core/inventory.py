@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
@@ -41,12 +42,12 @@ class Holding:
         Raises:
             ValueError, KeyError, TypeError: it is not one; the caller names the peer that said so.
         """
-        sizes = {str(name): int(size) for name, size in fields["sizes"].items()}
+        sizes = {str(name): index(size) for name, size in dict(fields["sizes"]).items()}
         holding = cls(
             str(fields["node_id"]),
             str(fields["checkpoint_id"]),
             str(fields["save_id"]),
-            int(fields["sequence"]),
+            index(fields["sequence"]),
             bool(fields["has_metadata"]),
             sizes,
             tuple(str(name) for name in fields.get("damaged", ()) if name in sizes),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from operator import index
 from typing import Any
 
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
@@ -128,7 +129,7 @@ class RepairPlan:
             tuple(
                 CopyShard(
                     **_texts(entry, "shard"),
-                    size_bytes=int(entry["size_bytes"]),
+                    size_bytes=index(entry["size_bytes"]),
                     sources=_nodes(entry),
                     replaces_damaged=bool(entry["replaces_damaged"]),
                 )

@@ -13,6 +13,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from operator import index
 from typing import Any, Self
 
 from replicated_ckpt.errors import (
@@ -67,13 +68,14 @@ class AgentAddress:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
+        fields = dict(fields)
         domain = fields.get("domain")
         return cls(
             str(fields["node_id"]),
             str(fields["host"]),
-            int(fields["port"]),
+            index(fields["port"]),
             str(fields["token"]),
-            int(fields.get("incarnation", 0)),
+            index(fields.get("incarnation", 0)),
             None if domain is None else str(domain),
             str(fields.get("tls_sha256", "")),
         )
