@@ -86,9 +86,15 @@ class NodeService:
         """
         self._complete_decided(self.leftovers(intent.session, intent))
         leftovers = self.leftovers(intent.session, intent)
-        self.store.begin(intent)
-        with self._lock:
+        with self._lock:  # first: whoever looks at the disk meanwhile must not take it for one that nobody works on
             self._opened_at[intent.save_id] = time.monotonic()
+        try:
+            self.store.begin(intent)
+        except BaseException:
+            with self._lock:
+                self._opened_at.pop(intent.save_id, None)
+            raise
+        with self._lock:
             for leftover in leftovers:
                 if not leftover.may_live:
                     self._fence(leftover.intent.save_id, leftover.why)
