@@ -139,7 +139,7 @@ class Reprotector:
                 self._rounds += 1
             except Stopped:
                 return
-            except ReplicatedCkptError as exc:
+            except (ReplicatedCkptError, OSError) as exc:
                 log.error("re-protection goes on in %.0f s: %s", IDLE_PAUSE_S, exc)  # noqa: TRY400 - it explains itself
             is_active = self._is_active(self.last)
             if not is_active and not self._woken.is_set():

@@ -68,7 +68,7 @@ class Scrubber:
                 self.scrub()
             except Stopped:
                 return
-            except ReplicatedCkptError as exc:
+            except (ReplicatedCkptError, OSError) as exc:
                 log.error("the scrub broke off: %s", exc)  # noqa: TRY400 - it explains itself
 
     def scrub(self) -> Scrubbed:

@@ -29,7 +29,7 @@ def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[
 def _settle_one(service: NodeService, leftover: Leftover, peers: Sequence[AgentAddress]) -> None:
     save_id, checkpoint_id = leftover.intent.save_id, leftover.intent.checkpoint_id
     if service.state_of(save_id)["state"] == "committed":
-        service.complete(save_id)  # it is in place: only what surrounded it is left
+        service.store.abort(save_id)  # it is in place, and stays: only what surrounded it is left
     elif _decision_fetched(service, save_id, peers):
         service.complete(save_id)
         log.warning("completed save %s of %r, which a peer had committed", save_id, checkpoint_id)

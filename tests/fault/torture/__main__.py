@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.fault.torture.processes import REAL
 from tests.fault.torture.schedule import SIMULATION, STEPS, Backend, Schedule
 
-REAL_STEPS = 6
+REAL_STEPS = 5
 
 
 def fast_directory() -> Path:
