@@ -4,11 +4,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.context import Context
+from tests.multiprocess.steps_peers import pieces
 from tests.multiprocess.steps_state import OTHER_SEED, build_all, digests_of, failure
 
 NEXT_SEED = 3
@@ -54,3 +56,23 @@ def _litter_of(root: Path) -> list[str]:
     found = [path for folder in (".staging", ".trash") for path in (root / folder).rglob("*")]
     found += [path for path in root.rglob("*") if path.suffix in {".part", ".tmp"}]
     return sorted({str(path.relative_to(root)) for path in found})
+
+
+def save_uneven(context: Context, checkpoint_id: str, counts: list[int]) -> dict[str, Any]:
+    """Each rank saves so many pieces of one MiB; how many copies were made, or how it failed."""
+    writer = context.writer()
+    state = pieces(context.rank, counts[context.rank], 1)
+    try:
+        dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
+    except (CheckpointException, ReplicatedCkptError) as exc:
+        return failure(exc)
+    assert writer.last_save is not None
+    return {"copies_made": writer.last_save.copies_made}
+
+
+def load_uneven(context: Context, checkpoint_id: str, counts: list[int]) -> bool:
+    """Whether all pieces of all ranks load bit for bit."""
+    wanted = {name: tensor for rank, count in enumerate(counts) for name, tensor in pieces(rank, count, 1).items()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=context.reader())
+    return all(torch.equal(found[name], wanted[name]) for name in wanted)

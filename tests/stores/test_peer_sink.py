@@ -1,0 +1,77 @@
+"""A copy that is sent to a peer: one that takes it too slowly, or never ends, is given up like one that is gone."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from replicated_ckpt.core.checksum import table_of
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores import agent_client, peer
+from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.peer import PeerSink
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
+PIECE = memoryview(bytes(1 << 20))
+
+
+@contextmanager
+def listening(behave: Callable[[socket.socket], None]) -> Iterator[PeerSink]:
+    """A sink to a peer on this host that does with its one connection what it likes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                behave(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        address = AgentAddress("slow", "127.0.0.1", server.getsockname()[1], "token")
+        sink = PeerSink(address, "1" * 32, "__0_0.distcp", durable=True)
+        try:
+            yield sink
+        finally:
+            sink.discard()
+            thread.join(10)
+    assert not thread.is_alive()
+
+
+def dawdles(connection: socket.socket) -> None:
+    """Takes 64 KiB every tenth of a second: there is always progress, and never enough."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    while connection.recv(1 << 16):
+        time.sleep(0.1)
+
+
+def lives_and_never_answers(connection: socket.socket) -> None:
+    """Reads everything, then says once a moment that it is at work."""
+    while b"0\r\n\r\n" not in connection.recv(1 << 16):
+        pass
+    while True:
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        time.sleep(0.1)
+
+
+def written(sink: PeerSink, times: int) -> None:
+    for _ in range(times):
+        sink.write(PIECE)
+
+
+def test_a_slow_peer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that makes progress, but below the floor, holds the save up for the window and no longer."""
+    monkeypatch.setattr(peer, "SLOW_WINDOW_S", 1.0)
+    with listening(dawdles) as sink, pytest.raises(StoreUnavailable, match="too slow"):
+        written(sink, 100)
+
+
+def test_a_peer_whose_disk_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats without end are no acknowledgement: the copy is made elsewhere."""
+    monkeypatch.setattr(agent_client, "ACK_TIMEOUT_S", 1.0)
+    with listening(lives_and_never_answers) as sink:
+        sink.write(memoryview(b"data"))
+        with pytest.raises(StoreUnavailable):
+            sink.finish(table_of([b"data"]))
