@@ -8,25 +8,31 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from replicated_ckpt.core.layout import ShardName
-from replicated_ckpt.dcp.pickle_scan import Named, scan
-from replicated_ckpt.dcp.torch_private import StorageInfo
+from replicated_ckpt.dcp.metadata_check import checked_metadata
+from replicated_ckpt.dcp.pickle_items import Making, Named
+from replicated_ckpt.dcp.pickle_scan import scan
 from replicated_ckpt.errors import MetadataUnsafe
 
 _DCP_METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED = {
-    ("builtins", "set"),
-    ("builtins", "frozenset"),
-    ("builtins", "complex"),
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_STATEFUL = (
     *((_DCP_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
     *((_DCP_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    *((_FILESYSTEM, name) for name in ("_StorageInfo", "_StoragePrefix")),
+)
+_CALLED = (
+    ("builtins", "complex"),
+    ("torch.serialization", "_get_layout"),
     (_DCP_METADATA, "_MEM_FORMAT_ENCODING"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
+)
+_ALLOWED: dict[tuple[str, str], Making] = {
+    **dict.fromkeys(_STATEFUL, Making.STATE),
+    **dict.fromkeys(_CALLED, Making.PLAIN),
+    ("builtins", "set"): Making.ITEMS,
+    ("builtins", "frozenset"): Making.ITEMS,
+    ("collections", "OrderedDict"): Making.MAPPING,
+    ("torch", "Size"): Making.SIZE,
 }
 _registered: set[tuple[str, str]] = set()
 _lock = threading.Lock()
@@ -51,16 +57,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _known(module: str, name: str) -> Named:
-    """What a pickle may name.
+    """What a pickle may name, and what it may do with it.
 
     Raises:
         MetadataUnsafe: anything else.
     """
-    is_registered = (module, name) in _registered
-    is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-    if is_registered or is_dtype or (module, name) in _ALLOWED:
-        return Named(module, name, may_build=is_registered)
-    raise MetadataUnsafe(f".metadata names {module[:200]}.{name[:200]}, which DCP metadata does not consist of.")
+    making = Making.ANY if (module, name) in _registered else _ALLOWED.get((module, name))
+    if making is None and module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+        making = Making.VALUE
+    if making is None:
+        raise MetadataUnsafe(f".metadata names {module[:200]}.{name[:200]}, which DCP metadata does not consist of.")
+    return Named(module, name, making)
 
 
 def encoded_metadata(metadata: Metadata) -> bytes:
@@ -76,27 +83,10 @@ def decoded_metadata(raw: bytes, source: str) -> Metadata:
     """
     try:
         scan(raw, _known)
-        metadata = _Unpickler(io.BytesIO(raw)).load()
+        metadata = _Unpickler(io.BytesIO(raw), fix_imports=False).load()
     except MetadataUnsafe:
         raise
     except Exception as exc:
-        raise MetadataUnsafe(f"The .metadata from {source} does not unpickle: {type(exc).__name__}: {exc}.") from exc
-    if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "storage_data", None), dict):
-        raise MetadataUnsafe(f"The .metadata from {source} holds a {type(metadata).__name__}, no DCP metadata.")
-    if not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
-        raise MetadataUnsafe(f"The .metadata from {source} describes no state dict.")
-    bad = next((info for info in metadata.storage_data.values() if not _is_place(info)), None)
-    if bad is not None:
-        raise MetadataUnsafe(
-            f"The .metadata from {source} says that an item lies in {str(bad)[:200]}, which is no shard."
-        )
-    return metadata
-
-
-def _is_place(info: object) -> bool:
-    """Whether an item can lie there: in a shard, at an offset and with a length in bytes. Old ones carry no `__dict__`."""
-    if type(info) is not StorageInfo:
-        return False
-    name, offset, length = (info.__dict__.get(field) for field in ("relative_path", "offset", "length"))
-    is_shard = isinstance(name, str) and ShardName.parse(name) is not None
-    return is_shard and type(offset) is int and type(length) is int and offset >= 0 and length >= 0
+        problem = f"{type(exc).__name__}: {exc}"[:500]
+        raise MetadataUnsafe(f"The .metadata from {source} does not unpickle: {problem}.") from exc
+    return checked_metadata(metadata, source)

@@ -2,15 +2,21 @@
 
 import os
 import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from replicated_ckpt.dcp.metadata import decoded_metadata, encoded_metadata, register_safe_class
 from replicated_ckpt.errors import MetadataUnsafe
@@ -46,6 +52,37 @@ def test_metadata_of_stock_torch_is_read(tmp_path: Path, state: dict[str, Any]) 
     assert ours.state_dict_metadata == stock.state_dict_metadata == metadata.state_dict_metadata
     assert ours.storage_data == stock.storage_data
     assert decoded_metadata(encoded_metadata(ours), "here").storage_data == stock.storage_data
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A process group of one, as DTensor wants one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+@pytest.mark.parametrize("is_cached", [True, False])
+@pytest.mark.parametrize("is_one_file", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_metadata_of_every_planner_is_read(
+    tmp_path: Path, mesh: DeviceMesh, *, is_flat: bool, is_cached: bool, is_one_file: bool
+) -> None:
+    """Sharded tensors, replicas, optimizer states and objects, flattened or not, the second save from a cached plan."""
+    state: dict[str, Any] = {
+        "sharded": distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]),
+        "replica": distribute_tensor(torch.ones(3), mesh, [Replicate()]),
+        "scalar": torch.tensor(1),
+    }
+    if is_flat:
+        state["nested"] = {"path": Path("x"), "ordered": OrderedDict(a=torch.ones(2)), "set": {1}, "list": [1, 2]}
+    for number in range(2):
+        folder = tmp_path / str(number)
+        planner = DefaultSavePlanner(flatten_state_dict=is_flat, enable_plan_caching=is_cached)
+        dcp.save(state, storage_writer=FileSystemWriter(folder, single_file_per_rank=is_one_file), planner=planner)
+        raw = (folder / ".metadata").read_bytes()
+        assert decoded_metadata(raw, "here") == pickle.loads(raw)
 
 
 @pytest.mark.parametrize("place", ["top", "planner_data", "storage_data"])
