@@ -133,16 +133,22 @@ class ReplicatedReader(StorageReader):
         self._info_by_index = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Checks that every shard this rank needs has a copy somewhere.
+        """Checks that every item this rank needs lies in a shard of the save that has a copy somewhere.
 
         Raises:
-            ShardLost: naming those that have none.
+            ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
         """
         manifest, found = self._surveyed.manifest, self._surveyed.found
         needed = {self._info(item).relative_path for item in plan.items}
         unknown = needed - set(manifest.shards)
         if unknown:
             raise ManifestInvalid(f"The .metadata names {sorted(unknown)}, which the manifest does not know.")
+        for item in plan.items:
+            info = self._info(item)
+            if info.offset + info.length > manifest.shards[info.relative_path].size_bytes:
+                raise ManifestInvalid(
+                    f"The .metadata has {item.storage_index.fqn!r} beyond {info.relative_path}'s end."
+                )
         lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in needed})
         if lost:
             owners = {shard: manifest.owner_of(shard) for shard in lost}
@@ -194,7 +200,9 @@ class ReplicatedReader(StorageReader):
         return self._survey
 
     def _info(self, item: ReadItem) -> StorageInfo:
-        info = self._info_by_index[item.storage_index]
+        info = self._info_by_index.get(item.storage_index)
+        if info is None:
+            raise ManifestInvalid(f"The .metadata does not say where {item.storage_index.fqn!r} lies.")
         if getattr(info, "transform_descriptors", None):
             raise ManifestInvalid(
                 f"{item.storage_index.fqn!r} was saved through stream transforms, which are not read."

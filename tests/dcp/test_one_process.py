@@ -2,6 +2,8 @@
 
 import io
 import os
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.manifest import decoded_manifest
 from replicated_ckpt.errors import (
     CheckpointExists,
     CheckpointNotCommitted,
     CheckpointNotFound,
     ConfigInvalid,
+    ManifestInvalid,
     ReplicatedCkptError,
     ReplicatedCkptWarning,
     ShardLost,
@@ -163,6 +169,24 @@ def test_damaged_metadata_or_manifest_is_not_believed(tmp_path: Path, name: str)
     path.write_bytes(raw)
     with pytest.raises((CheckpointNotFound, CheckpointException), match=r"CRC32C|No checkpoint"):
         loaded(tmp_path, "step-1", state())
+
+
+@pytest.mark.parametrize("field", ["relative_path", "offset", "length"])
+def test_metadata_that_contradicts_its_manifest_is_not_believed(tmp_path: Path, field: str) -> None:
+    """An item beyond the end of its shard, or in one that was not saved, is said to be that before anything is read."""
+    dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    folder = tmp_path / "step-1"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    info = metadata.storage_data[MetadataIndex("model.weight", torch.Size([0, 0]))]
+    setattr(info, field, "__7_0.distcp" if field == "relative_path" else 1 << 40)
+    raw = pickle.dumps(metadata)
+    manifest = decoded_manifest((folder / ".manifest.json").read_bytes(), "here")
+    planted = replace(manifest, metadata_bytes=len(raw), metadata_crc32c=crc32c(raw))
+    (folder / ".metadata").write_bytes(raw)
+    (folder / ".manifest.json").write_bytes(planted.encoded())
+    with pytest.raises(CheckpointException) as raised:
+        loaded(tmp_path, "step-1", state())
+    assert isinstance(the_cause(raised.value), ManifestInvalid)
 
 
 def test_an_existing_id_is_refused_and_stays(tmp_path: Path) -> None:
