@@ -14,8 +14,8 @@ from replicated_ckpt.stores.peer import PeerSink
 from tests.fault.torture.__main__ import outcomes, real_outcome, run_seed
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
-SEEDS = range(40)
-REAL_SEEDS = (4, 7)
+SEEDS = range(30)
+REAL_SEEDS = (4,)
 MUTATION_SEEDS = range(1000, 1030)
 
 
