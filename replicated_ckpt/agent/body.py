@@ -1,18 +1,41 @@
 """The body of one HTTP request, read piece by piece with a bound on everything."""
 
+import re
 from email.message import Message
+from http.client import LineTooLong
 from typing import Protocol
 
 from replicated_ckpt.errors import PeerProtocolError
 
 _CHUNK_LINE_MAX = 64
 _CHUNK_BYTES_MAX = 1 << 30
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(;.*)?", re.DOTALL)
 
 
 class Readable(Protocol):
     def readline(self, limit: int, /) -> bytes: ...
 
     def readinto(self, target: memoryview, /) -> int | None: ...
+
+
+class Head:
+    """The lines before the body, so many bytes of them in all."""
+
+    def __init__(self, stream: Readable, limit_bytes: int) -> None:
+        self._stream = stream
+        self._left = limit_bytes
+
+    def readline(self, limit: int = -1) -> bytes:
+        """The next line.
+
+        Raises:
+            LineTooLong: there are too many bytes; http.server answers with 431.
+        """
+        line = self._stream.readline(limit)
+        self._left -= len(line)
+        if self._left < 0:
+            raise LineTooLong("header")
+        return line
 
 
 class Body:
@@ -24,11 +47,13 @@ class Body:
 
     def __init__(self, stream: Readable, headers: Message) -> None:
         self._stream = stream
-        encoding = headers.get("Transfer-Encoding", "").lower()
-        length = headers.get("Content-Length")
-        if encoding not in ("", "chunked") or (encoding and length is not None):
-            raise PeerProtocolError(f"Transfer-Encoding {encoding!r} with Content-Length {length!r} is not allowed.")
-        self._chunked = encoding == "chunked"
+        encodings, lengths = headers.get_all("Transfer-Encoding", []), headers.get_all("Content-Length", [])
+        if len(encodings) + len(lengths) > 1 or any(encoding.lower() != "chunked" for encoding in encodings):
+            raise PeerProtocolError(
+                f"Transfer-Encoding {encodings} with Content-Length {lengths} is not allowed."[:300]
+            )
+        length = lengths[0] if lengths else None
+        self._chunked = bool(encodings)
         self._left = 0 if self._chunked else _sized(length)
         self.done = not self._chunked and self._left == 0
         self._first_chunk = True
@@ -62,12 +87,12 @@ class Body:
         if not self._first_chunk and self._line() != b"":
             raise PeerProtocolError("A chunk does not end where it should.")
         self._first_chunk = False
-        size = self._line().partition(b";")[0].strip()
-        try:
-            self._left = int(size, 16)
-        except ValueError as exc:
-            raise PeerProtocolError(f"{size[:20]!r} is no chunk size.") from exc
-        if not 0 <= self._left <= _CHUNK_BYTES_MAX:
+        line = self._line()
+        size = _CHUNK_SIZE.fullmatch(line)
+        if size is None:
+            raise PeerProtocolError(f"{line[:20]!r} is no chunk size.")
+        self._left = int(size[1], 16)
+        if self._left > _CHUNK_BYTES_MAX:
             raise PeerProtocolError(f"A chunk of {self._left} bytes is not allowed.")
         if self._left == 0:
             if self._line() != b"":

@@ -18,6 +18,7 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolErr
 from replicated_ckpt.stores.durable import flush_file
 from replicated_ckpt.stores.local import Intent
 
+_QUERY_FIELDS_MAX = 8
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
 
 
@@ -54,9 +55,7 @@ class Routes:
         Raises:
             ReplicatedCkptError: it is refused; nothing but what the error says was changed.
         """
-        url = urllib.parse.urlsplit(request.target)
-        query = dict(urllib.parse.parse_qsl(url.query))
-        parts = tuple(urllib.parse.unquote(part) for part in url.path.split("/")[1:])
+        parts, query = _parted(request.target)
         match (request.method, *parts):
             case ("GET", "v1", "status"):
                 return json_answer(**self._status())
@@ -74,7 +73,7 @@ class Routes:
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
                 return Answer(b"{}\n", after=self._stop)
-        raise ObjectMissing("this agent", request.method, url.path[:200], "no such verb")
+        raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _save(self, request: Request, save_id: str, rest: list[str]) -> Answer:
         match (request.method, *rest):
@@ -150,6 +149,16 @@ class Routes:
             raise
         is_partial = request.headers.get("Range") is not None
         return FileAnswer(b"", fd=fd, offset=offset, length=end - offset, size_bytes=size, is_partial=is_partial)
+
+
+def _parted(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
+    """The parts of a request's path, and its query."""
+    try:
+        url = urllib.parse.urlsplit(target)
+        query = dict(urllib.parse.parse_qsl(url.query, max_num_fields=_QUERY_FIELDS_MAX))
+    except ValueError as exc:
+        raise PeerProtocolError(f"{target[:200]!r} is no target of a request: {exc}.") from exc
+    return tuple(urllib.parse.unquote(part) for part in url.path.split("/")[1:]), query
 
 
 def _range(header: str | None, size_bytes: int) -> tuple[int, int]:

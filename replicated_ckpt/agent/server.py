@@ -6,13 +6,14 @@ import logging
 import os
 import socket
 import ssl
-import threading
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from io import BufferedIOBase
+from typing import Any, cast
 
-from replicated_ckpt.agent.body import Body
+from replicated_ckpt.agent.body import Body, Head
+from replicated_ckpt.agent.connections import Connections
 from replicated_ckpt.agent.heartbeat import Heartbeat
 from replicated_ckpt.agent.request import Answer, Request
 from replicated_ckpt.agent.routes import FileAnswer, Routes
@@ -36,7 +37,9 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 512
 IDLE_CONNECTION_S = 60.0
+HEAD_BYTES_MAX = 64 << 10
 _DRAIN_BYTES_MAX = 64 << 20
+_LOGGED_CHARS = 200
 
 
 class TokenInvalid(StoreDenied):
@@ -65,7 +68,7 @@ def status_of(error: ReplicatedCkptError) -> int:
 
 
 class AgentServer(ThreadingHTTPServer):
-    """Listens for one agent. At most CONNECTIONS_MAX connections are open at once; more are closed unanswered."""
+    """Listens for one agent. At most CONNECTIONS_MAX connections are open; for one more, one that waits is closed."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -75,15 +78,14 @@ class AgentServer(ThreadingHTTPServer):
         self.token = token
         self.routes = routes
         self._tls = tls
-        self.slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self.connections = Connections(CONNECTIONS_MAX)
         super().__init__(bind, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.slots.acquire(blocking=False):
-            log.warning("refused a connection from %s: %d are open", client_address, CONNECTIONS_MAX)
+        if self.connections.admitted(client_address, request):
+            super().process_request(request, client_address)
+        else:
             self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -91,19 +93,23 @@ class AgentServer(ThreadingHTTPServer):
             if secured is not None:
                 super().process_request_thread(secured, client_address)
         finally:
-            self.slots.release()
+            self.connections.ended(client_address)
 
     def _secured(self, request: socket.socket, client_address: Any) -> socket.socket | None:
         """The connection after its TLS handshake, if there has to be one; None if it failed."""
         if self._tls is None:
             return request
         request.settimeout(PROGRESS_TIMEOUT_S)
+        secured = request
         try:
-            return self._tls.wrap_socket(request, server_side=True)
-        except OSError as exc:
+            secured = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            self.connections.secured(client_address, secured)
+            secured.do_handshake()
+        except (OSError, ValueError) as exc:  # a value error: it was closed meanwhile, to make room
             log.warning("no TLS with %s: %s", client_address, exc)
-            self.shutdown_request(request)
+            self.shutdown_request(secured)
             return None
+        return secured
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Called by socketserver inside its exception handler: the peer went away, or a defect of ours."""
@@ -121,6 +127,15 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     timeout = IDLE_CONNECTION_S
 
+    def parse_request(self) -> bool:
+        """As http.server does it, which would take 6 MiB of headers from anybody."""
+        stream = self.rfile
+        self.rfile = cast(BufferedIOBase, Head(stream, HEAD_BYTES_MAX))  # lines are all that is read from it
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = stream
+
     def do_GET(self) -> None:
         self._serve()
 
@@ -131,6 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = None
         try:
             self._check_token()
+            self.server.connections.working(self.client_address)
             body = Body(self.rfile, self.headers)
             request = Request(
                 self.command, self.path, body, self.headers, Heartbeat(self.wfile, body), str(self.client_address[0])
@@ -139,21 +155,28 @@ class _Handler(BaseHTTPRequestHandler):
         except ReplicatedCkptError as exc:
             self._refuse(exc, body)
         except (OSError, ValueError) as exc:
-            log.warning("%s %s from %s broke: %s", self.command, self.path, self.client_address, exc)
+            log.warning("%s from %s broke: %s", self._shown(), self.client_address, exc)
             self.close_connection = True
         else:
+            self.close_connection = self.close_connection or not body.done  # what is left of it is no request
             self._send(answer)
         self.connection.settimeout(IDLE_CONNECTION_S)
+        self.server.connections.waiting(self.client_address)
+
+    def _shown(self) -> str:
+        """The request as it may be logged: whoever sends it chooses it."""
+        return f"{self.command[:_LOGGED_CHARS]!r} {self.path[:_LOGGED_CHARS]!r}"
 
     def _check_token(self) -> None:
         given = self.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
-            raise TokenInvalid("this agent", self.command, self.path.partition("?")[0], "no valid token")
+            path = self.path.partition("?")[0][:_LOGGED_CHARS]
+            raise TokenInvalid("this agent", self.command, path, "no valid token")
 
     def _refuse(self, exc: ReplicatedCkptError, body: Body | None) -> None:
         code = status_of(exc)
         is_ours = code != HTTPStatus.INTERNAL_SERVER_ERROR
-        log.log(logging.INFO if is_ours else logging.ERROR, "%s %s: %d %s", self.command, self.path, code, exc)
+        log.log(logging.INFO if is_ours else logging.ERROR, "%s: %d %s", self._shown(), code, exc)
         self.close_connection = True
         document = {"error": exc.message, "kind": type(exc).__name__}
         self._send_bytes(code, json.dumps(document).encode(), "application/json")

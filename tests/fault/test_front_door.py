@@ -88,7 +88,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
 def exchanged(door: Door, raw: bytes) -> bytes:
     """Sends raw bytes and reads until the other side closes."""
     answer = b""
-    with socket.create_connection(("127.0.0.1", door.port), 10) as connection, contextlib.suppress(ConnectionError):
+    with socket.create_connection(("127.0.0.1", door.port), 10) as connection, contextlib.suppress(OSError):
         connection.sendall(raw)
         connection.shutdown(socket.SHUT_WR)
         while piece := connection.recv(1 << 16):

@@ -1,0 +1,168 @@
+"""Those who have no token cannot keep out those who have one, nor take memory or disk; requests end where they say."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.connections import Connections
+from replicated_ckpt.agent.server import CONNECTIONS_MAX, HEAD_BYTES_MAX
+from tests.agent.agents import RunningAgent, running_agent
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+RSS_MAX_KIB = 200 << 10
+HEADERS = 99
+HEARD = b'{"sequence":0}'
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningAgent]:
+    with running_agent(tmp_path_factory.mktemp("door") / "a") as running:
+        yield running
+
+
+def connected(agent: RunningAgent) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", agent.endpoint.port), 10)
+
+
+def exchanged(agent: RunningAgent, raw: bytes) -> bytes:
+    """Everything that is answered to these bytes, until the other side closes."""
+    answer = b""
+    with connected(agent) as connection, contextlib.suppress(OSError):
+        connection.sendall(raw)
+        connection.shutdown(socket.SHUT_WR)
+        while piece := connection.recv(1 << 16):
+            answer += piece
+    return answer
+
+
+def request(agent: RunningAgent, line: str, *heads: str, body: bytes = b"", token: str | None = None) -> bytes:
+    lines = [f"{line} HTTP/1.1", "Host: x", f"Authorization: Bearer {token or agent.endpoint.token}", *heads, "", ""]
+    return "\r\n".join(lines).encode("latin-1") + body
+
+
+def assert_well(agent: RunningAgent) -> None:
+    with agent.client() as client:
+        assert client.call("GET", "/v1/status")["pid"] == agent.process.pid
+
+
+def peak_kib(agent: RunningAgent) -> int:
+    status = Path(f"/proc/{agent.process.pid}/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+
+
+def test_waiting_connections_keep_nobody_out(agent: RunningAgent) -> None:
+    """More of them than are served, silent or in the middle of a request: whoever has a token is answered at once."""
+    with contextlib.ExitStack() as held:
+        for number in range(CONNECTIONS_MAX + 60):
+            connection = held.enter_context(connected(agent))
+            connection.sendall(b"GET /v1/sta" if number % 2 else b"")
+        for _ in range(5):
+            assert_well(agent)
+
+
+def test_a_known_connection_outlasts_unknown_ones(agent: RunningAgent) -> None:
+    """A peer's connection between two requests stays while there are others that never showed a token."""
+    with agent.client() as client, contextlib.ExitStack() as held:
+        client.call("GET", "/v1/status")
+        known = client._connection.sock
+        for _ in range(CONNECTIONS_MAX + 60):
+            held.enter_context(connected(agent))
+        client.call("GET", "/v1/status")
+        assert client._connection.sock is known
+
+
+def test_what_is_worked_on_is_never_closed() -> None:
+    """With every connection at work there is no room for one more, and with one waiting there is."""
+    connections = Connections(2)
+    pairs = [socket.socketpair() for _ in range(3)]
+    assert connections.admitted("a", pairs[0][0])
+    assert connections.admitted("b", pairs[1][0])
+    connections.working("a")
+    connections.working("b")
+    assert not connections.admitted("c", pairs[2][0])
+    connections.waiting("a")
+    assert connections.admitted("c", pairs[2][0])
+    assert pairs[0][1].recv(1) == b""
+    pairs[1][0].send(b"x")
+    assert pairs[1][1].recv(1) == b"x"
+    for one, other in pairs:
+        one.close()
+        other.close()
+
+
+def test_headers_of_strangers_take_no_memory(agent: RunningAgent) -> None:
+    """Many connections that each send as much as they may before they show a token: the process stays small."""
+    head = b"GET /v1/status HTTP/1.1\r\n" + (b"X: " + b"y" * 60_000 + b"\r\n") * HEADERS
+    with contextlib.ExitStack() as held:
+        for _ in range(100):
+            connection = held.enter_context(connected(agent))
+            connection.settimeout(0.2)
+            with contextlib.suppress(OSError):
+                connection.sendall(head)
+        assert peak_kib(agent) < RSS_MAX_KIB
+        assert_well(agent)
+    assert b" 431 " in exchanged(agent, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * (HEAD_BYTES_MAX // 6 + 1) + b"\r\n")
+
+
+def test_strangers_write_little_to_the_log(agent: RunningAgent) -> None:
+    """A request without the token leaves one short line, whatever its path is, and no control characters."""
+    log = agent.root / "agent.out"
+    before = log.stat().st_size
+    for _ in range(10):
+        exchanged(agent, request(agent, "GET /\x1b[2J" + "a" * 50_000, token="wrong"))
+    assert log.stat().st_size - before < 20_000
+    assert "\x1b" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        ["Content-Length: 14", "Content-Length: 16"],
+        ["Content-Length: 14", "Content-Length: 14"],
+        ["Content-Length: 14, 14"],
+        ["Content-Length: +14"],
+        ["Content-Length: 14", "Transfer-Encoding: chunked"],
+        ["Transfer-Encoding: chunked", "Transfer-Encoding: gzip"],
+        ["Transfer-Encoding: chunked", "Transfer-Encoding: chunked"],
+        ["Transfer-Encoding: chunked, chunked"],
+        ["Transfer-Encoding: \x0bchunked"],
+    ],
+)
+def test_a_body_of_doubtful_length_is_refused(agent: RunningAgent, heads: list[str]) -> None:
+    """What could be read in two ways is not read at all, and what comes after it is no second request."""
+    second = request(agent, "GET /v1/status")
+    body = HEARD if "Length" in heads[0] else b"e\r\n" + HEARD + b"\r\n0\r\n\r\n"
+    answer = exchanged(agent, request(agent, "POST /v1/hear", *heads, body=body + second))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_chunk_is_read(agent: RunningAgent) -> None:
+    """What the next test refuses is refused for its size: with a good one it is answered."""
+    body = b"00e;x=y\r\n" + HEARD + b"\r\n0\r\n\r\n"
+    raw = request(agent, "POST /v1/hear", "Transfer-Encoding: chunked", body=body)
+    assert exchanged(agent, raw).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("size", [b"0xe", b"+e", b"0_e", b"-e", b" e", b"", b"fffffffffffffff", b"100000000", b"e e"])
+def test_a_doubtful_chunk_is_refused(agent: RunningAgent, size: bytes) -> None:
+    """A chunk's size is hexadecimal digits, and no more of them than a size can have."""
+    raw = request(agent, "POST /v1/hear", "Transfer-Encoding: chunked", body=size + b"\r\n" + HEARD + b"\r\n0\r\n\r\n")
+    assert exchanged(agent, raw).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("line", ["GET /v1/status", "POST /v1/saves/" + "9" * 32 + "/commit", "GET /v1/nothing"])
+def test_a_body_that_nobody_reads_is_no_request(agent: RunningAgent, line: str) -> None:
+    """A request inside the body of another is not answered."""
+    inner = request(agent, "GET /v1/peers")
+    answer = exchanged(agent, request(agent, line, f"Content-Length: {len(inner)}", body=inner))
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize("target", ["//[", "/v1/holdings?" + "a=1&" * 1000, "http://[x/v1/status"])
+def test_a_target_that_is_none_is_refused(agent: RunningAgent, target: str) -> None:
+    """With an answer, and not with the end of the connection."""
+    assert exchanged(agent, request(agent, f"GET {target}"))[9:12] in (b"400", b"404")
