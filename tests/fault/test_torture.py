@@ -11,7 +11,7 @@ from replicated_ckpt.core.sources import SourceOrder, source_orders
 from replicated_ckpt.dcp import shard_reader
 from replicated_ckpt.stores import verified
 from replicated_ckpt.stores.peer import PeerSink
-from tests.fault.torture.__main__ import outcomes, real_outcome, run_seed
+from tests.fault.torture.runs import outcomes, real_outcome, run_seed
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 SEEDS = range(30)

@@ -1,0 +1,313 @@
+"""Peers, files and links that lie: no crash, no memory for what is only promised, nothing outside the root."""
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, MAGIC, crc32c, footer_bytes_of
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, SEQUENCE_MAX
+from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.errors import (
+    ConfigInvalid,
+    ManifestInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    StoreError,
+    StoreUnavailable,
+)
+from replicated_ckpt.stores.agent_client import ANSWER_BYTES_MAX, AgentAddress, AgentClient
+from replicated_ckpt.stores.committed import committed_directory
+from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.peer import PeerShard
+from replicated_ckpt.stores.shard_file import FileSink, ShardFile
+from replicated_ckpt.stores.verified import Expected
+from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
+from tests.agent.checkpoints import checkpointed, shard
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+SAVE = f"{1:032x}"
+
+# Peers ---------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[AgentAddress]:
+    """Somebody who has the address of an agent, takes any request and answers as told."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.recv(1 << 16)
+                answer(connection)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield AgentAddress("liar", "127.0.0.1", listener.getsockname()[1], "token")
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+
+def saying(head: str, body: bytes = b"") -> Callable[[socket.socket], None]:
+    return lambda connection: connection.sendall(f"HTTP/1.1 {head}\r\n\r\n".encode() + body)
+
+
+def endless(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        connection.sendall(b" " * (1 << 20))
+
+
+ANSWERS: dict[str, Callable[[socket.socket], None]] = {
+    "nothing": lambda connection: None,
+    "no HTTP": lambda connection: connection.sendall(b"\x00" * 100),
+    "more than is promised": saying("200 OK\r\nContent-Length: 2", b"[]{}{}"),
+    "less than is promised": saying("200 OK\r\nContent-Length: 999", b"{}"),
+    "a length beyond measure": saying(f"200 OK\r\nContent-Length: {10**30}", b"{}"),
+    "a length below zero": saying("200 OK\r\nContent-Length: -7", b"{}"),
+    "no JSON": saying("200 OK\r\nContent-Length: 2", b"{{"),
+    "deep JSON": saying("200 OK\r\nContent-Length: 1000000", b"[" * 1_000_000),
+    "a deep refusal": saying("500 No\r\nContent-Length: 1000000", b"[" * 1_000_000),
+    "a list": saying("200 OK\r\nContent-Length: 2", b"[]"),
+    "a chunk beyond measure": saying("200 OK\r\nTransfer-Encoding: chunked", b"ffffffffffffffffffff\r\n{}"),
+    "headers without end": saying("200 OK\r\n" + "X: y\r\n" * 10_000),
+    "a body without end": endless,
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_any_answer_is_one_of_our_errors(answer: Callable[[socket.socket], None]) -> None:
+    """Whatever a peer answers to a question, a range or an upload, a typed error says so, and soon."""
+    with answering(answer) as address:
+        with AgentClient(address, 2) as client, pytest.raises((PeerProtocolError, StoreUnavailable)):
+            client.call("GET", "/v1/status")
+        with AgentClient(address, 2) as client, pytest.raises((PeerProtocolError, StoreUnavailable)):
+            client.read_range("/v1/files/x/y", 0, memoryview(bytearray(10)))
+        upload = AgentClient(address, 2)
+        with pytest.raises((PeerProtocolError, StoreUnavailable)):
+            upload.start_upload("/v1/saves/x/y", {}).finish()
+        upload.close()
+
+
+def test_a_refusal_is_no_larger_than_it_should_be() -> None:
+    """A peer's message goes into our error, and not megabytes of it."""
+    body = json.dumps({"error": "x" * 5_000_000}).encode()
+    with (
+        answering(saying(f"503 No\r\nContent-Length: {len(body)}", body)) as address,
+        AgentClient(address) as client,
+        pytest.raises(StoreUnavailable) as raised,
+    ):
+        client.call("GET", "/v1/status")
+    assert len(str(raised.value)) < 20_000
+
+
+def test_a_file_is_taken_as_it_was_promised() -> None:
+    """One that is said to be larger than any is not asked for; one that the peer has shortened is an error."""
+    with answering(endless) as address, AgentClient(address, 2) as client:
+        with pytest.raises(ManifestInvalid):
+            client.fetch_file("/v1/files/x/.metadata", 1 << 50)
+        with pytest.raises(PeerProtocolError):
+            client.fetch_file("/v1/files/x/.metadata", ANSWER_BYTES_MAX)
+
+
+ADDRESS = {"node_id": "a" * 12, "host": "127.0.0.1", "port": 1, "token": "t" * 32}
+POISON: list[Mapping[str, Any]] = [
+    {"port": 10**30}, {"port": -1}, {"port": 65536}, {"host": "a\0b"}, {"host": "ü"}, {"host": "x" * 300},
+    {"host": "a\r\nX: y"}, {"token": "t\r\nX: y"}, {"token": "ü"}, {"node_id": "../x"}, {"node_id": ""},
+    {"incarnation": -1}, {"incarnation": 1 << 80}, {"tls_sha256": "ü"}, {"tls_sha256": "ab"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("poison", POISON, ids=str)
+def test_an_address_that_cannot_be_one_is_none(tmp_path: Path, poison: Mapping[str, Any]) -> None:
+    """It is refused where it comes in, and in an address book it hides no other."""
+    with pytest.raises(ValueError, match="no address"):
+        AgentAddress.from_json({**ADDRESS, **poison})
+    good = AgentAddress.from_json(ADDRESS)
+    (tmp_path / "peers.json").write_text(json.dumps([{**ADDRESS, **poison}, good.to_json(), 7, None]))
+    assert PeerBook(tmp_path).known() == (good,)
+
+
+@pytest.mark.parametrize("host", ["a" * 100, "..", "a..b", "%", ":"])
+def test_a_host_that_has_no_address_is_out_of_reach(host: str) -> None:
+    """And not the end of whoever talks to it."""
+    with AgentClient(AgentAddress("n", host, 1, "t"), 2) as client, pytest.raises(StoreUnavailable):
+        client.call("GET", "/v1/status")
+
+
+def test_poison_does_not_end_re_protection(tmp_path: Path) -> None:
+    """Peers that cannot be talked to are met, and the rounds go on."""
+    with running_agent(tmp_path / "a") as agent, answering(ANSWERS["deep JSON"]) as liar:
+        book = [
+            {**ADDRESS, "node_id": f"{number:012x}", **poison}
+            for number, poison in enumerate([*POISON, {"host": "a" * 100}, {"port": liar.port}])
+        ]
+        for address in book:
+            with agent.client() as client, contextlib.suppress(ReplicatedCkptError):
+                client.call("POST", "/v1/hello", {"peer": address})
+        rounds = status_of(agent)["protection"]["rounds"]
+        with agent.client() as client:
+            client.call("POST", "/v1/peers", {"peers": peers_of(agent)})
+        wait_for(lambda: status_of(agent)["protection"]["rounds"] > rounds + 1, 30, "two more rounds")
+
+
+def status_of(agent: RunningAgent) -> dict[str, Any]:
+    with agent.client() as client:
+        return client.call("GET", "/v1/status")
+
+
+@pytest.mark.parametrize("sequence", [-1, SEQUENCE_MAX + 1, 1 << 100])
+def test_no_sequence_beyond_measure_is_believed(sequence: int) -> None:
+    """Else the next save would have a number that no manifest may have."""
+    fields = Holding("n", "step-1", SAVE, 1, has_metadata=True, sizes={shard(0): 1}).to_json()
+    assert Holding.from_json({**fields, "sequence": SEQUENCE_MAX}).sequence == SEQUENCE_MAX
+    with pytest.raises(ValueError, match="no valid holding"):
+        Holding.from_json({**fields, "sequence": sequence})
+
+
+def test_what_is_only_said_leaves_room_to_count_on(tmp_path: Path) -> None:
+    """However large a sequence somebody names to an agent, the next save gets one that a manifest may have."""
+    with running_agent(tmp_path / "a") as agent, agent.client() as client:
+        client.call("POST", "/v1/hear", {"sequence": 1 << 100})
+        document = {"checkpoint_id": "step-1", "session": "s", "overwrite": False, "peers": []}
+        answer = client.call("POST", f"/v1/saves/{SAVE}", document)
+        assert answer["sequence_max"] == HEARD_SEQUENCE_MAX < SEQUENCE_MAX
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+
+def tail_of(data_bytes: int, block_bytes: int) -> bytes:
+    body = struct.pack("<8sIQ", MAGIC, block_bytes, data_bytes)
+    return body + struct.pack("<I", crc32c(body))
+
+
+@contextmanager
+def memory_at_most(size_bytes: int) -> Iterator[None]:
+    """Whoever asks for more than so much in addition gets a MemoryError."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 64, 4096])
+def test_a_footer_that_would_fill_the_memory_is_none(tmp_path: Path, block_bytes: int) -> None:
+    """A sparse file of a tebibyte, or a peer that says that it has one, whose end asks for gigabytes of checksums."""
+    data = 1 << 40
+    size = data + 4 * (data // block_bytes) + FOOTER_TAIL_BYTES
+    tail = tail_of(data, block_bytes)
+    assert footer_bytes_of(tail, size) is None
+    path = tmp_path / shard(0)
+    with path.open("wb") as file:
+        file.seek(size - len(tail))
+        file.write(tail)
+    head = f"206 Partial\r\nContent-Length: {len(tail)}"
+    with answering(saying(head, tail)) as address, memory_at_most(1 << 30):
+        with pytest.raises(ObjectCorrupt, match="footer"):
+            ShardFile(os.open(path, os.O_RDONLY), "here", shard(0), Expected(size, 7))
+        with pytest.raises(ObjectCorrupt, match="footer"):
+            PeerShard(AgentClient(address), "step-1", SAVE, shard(0), Expected(size, 7))
+
+
+def test_files_are_measured_before_they_are_read(tmp_path: Path) -> None:
+    """A manifest and a .metadata of terabytes, staged or committed, are not believed, and cost no memory."""
+    store = LocalStore(tmp_path / "a")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000)
+    staged = LocalStore(tmp_path / "b")
+    staged.begin(Intent(SAVE, "step-1", "s", overwrite=False))
+    manifest = store.root / "step-1" / ".manifest.json"
+    staged.put_small(SAVE, ".manifest.json", manifest.read_bytes())
+    for path in (manifest, staged.staging(SAVE) / ".metadata"):
+        with path.open("ab") as file:
+            file.truncate(4 << 30)
+    with memory_at_most(1 << 30):
+        with pytest.raises(ManifestInvalid):
+            store.catalog.manifest("step-1")
+        with committed_directory(store.root, "step-1") as directory, pytest.raises(ManifestInvalid):
+            directory.manifest()
+        assert list(store.catalog.holdings("n")) == []
+        assert not staged.is_decided(SAVE)
+        with pytest.raises(ManifestInvalid):
+            decoded_manifest(bytes(100 << 20), "here")
+
+
+# Links ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> LocalStore:
+    """A store with a checkpoint, a link that leads out to another one's, and one that stays inside."""
+    store, other = LocalStore(tmp_path / "root"), LocalStore(tmp_path / "outside")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000)
+    checkpointed([other], 2, {shard(0): (0,)}, copies=1, size_bytes=1000)
+    (store.root / "out").symlink_to(other.root)
+    (store.root / "best").symlink_to("step-1")
+    (store.root / "loop").symlink_to("loop")
+    return store
+
+
+def test_nothing_is_read_through_a_link_that_leads_out(linked: LocalStore) -> None:
+    """Also where a whole checkpoint lies at its other end; a link inside the root is as good as its target."""
+    other = f"{2:032x}"
+    for checkpoint_id in ("out/step-1", "out", "loop", "loop/x"):
+        for name in (shard(0), ".metadata", ".manifest.json"):
+            with pytest.raises((ObjectMissing, StoreError)):
+                linked.open_file(checkpoint_id, other, name)
+        with pytest.raises((ObjectMissing, StoreError)), committed_directory(linked.root, checkpoint_id):
+            pass
+        assert linked.catalog.holdings("n", checkpoint_id) == ()
+    os.close(linked.open_file("best", SAVE, shard(0)))
+
+
+def test_nothing_is_written_through_a_link_that_leads_out(linked: LocalStore) -> None:
+    """A save under such a name is refused, when it opens and when it is published."""
+    outside = linked.root.parent / "outside"
+    before = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
+    for checkpoint_id in ("out/step-1", "out/new", "loop/new"):
+        with pytest.raises(ConfigInvalid, match="symbolic link"):
+            linked.begin(Intent("3" * 32, checkpoint_id, "s", overwrite=True))
+    planted = replace(linked.catalog.manifest("step-1"), save_id="4" * 32, checkpoint_id="out/new")
+    linked.begin(Intent("4" * 32, "step-2", "s", overwrite=True))
+    linked.put_small("4" * 32, ".metadata", (linked.root / "step-1" / ".metadata").read_bytes())
+    linked.put_small("4" * 32, ".manifest.json", planted.encoded())
+    with pytest.raises(ConfigInvalid, match="symbolic link"):
+        linked.commit("4" * 32)
+    assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
+
+
+def test_staged_files_are_no_links(linked: LocalStore) -> None:
+    """A link that waits where a file is to be received is not followed."""
+    victim = linked.root.parent / "victim"
+    victim.write_bytes(b"as it was")
+    linked.begin(Intent("5" * 32, "step-5", "s", overwrite=False))
+    path = linked.staged_file("5" * 32, shard(0))
+    path.with_name(path.name + ".part").symlink_to(victim)
+    with pytest.raises(StoreError):
+        FileSink(path)
+    assert victim.read_bytes() == b"as it was"

@@ -1,0 +1,67 @@
+"""Runs schedules: one after the other, or many on all cores.
+
+Not in `__main__`, whose functions spawned processes do not find.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from tests.fault.torture.processes import REAL
+from tests.fault.torture.schedule import SIMULATION, STEPS, Backend, Schedule
+
+REAL_STEPS = 5
+
+
+def fast_directory() -> Path:
+    shm = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="rckpt-torture-", dir=shm if shm.is_dir() else None))
+
+
+def run_seed(seed: int, backend: Backend = SIMULATION, steps: int = STEPS) -> tuple[Schedule, str]:
+    """Runs one schedule; returns it, and what went wrong, or ""."""
+    base = fast_directory()
+    schedule = Schedule(seed, base, backend)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            schedule.run(steps)
+    except Exception:  # noqa: BLE001 - whatever it was, it is a failure of this seed
+        return schedule, traceback.format_exc()
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    return schedule, ""
+
+
+Outcome = tuple[list[str], str, Counter[str]]
+
+
+def outcome_of(seed: int) -> Outcome:
+    schedule, problem = run_seed(seed)
+    return schedule.lines, problem, schedule.counts
+
+
+def real_outcome(seed: int) -> Outcome:
+    schedule, problem = run_seed(seed, REAL, REAL_STEPS)
+    return schedule.lines, problem, schedule.counts
+
+
+def outcomes(seeds: Sequence[int]) -> Iterator[Outcome]:
+    """What became of each seed, in order; many are simulated on all cores."""
+    if len(seeds) == 1:
+        yield outcome_of(seeds[0])
+        return
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=_quiet) as pool:
+        yield from pool.map(outcome_of, seeds)
+
+
+def _quiet() -> None:
+    logging.basicConfig(level=logging.CRITICAL)
