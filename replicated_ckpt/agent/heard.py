@@ -17,7 +17,7 @@ class HeardSequence:
         self._lock = threading.Lock()
         try:
             self.largest = int(json.loads(self._path.read_bytes())["sequence"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             self.largest = 0
 
     def hear(self, sequence: int) -> None:

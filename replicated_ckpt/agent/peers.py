@@ -1,5 +1,6 @@
 """The peers that this node has met, kept across restarts so that a node alone still finds the others."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -62,7 +63,14 @@ class PeerBook:
     def _read(self) -> tuple[dict[str, AgentAddress], set[str]]:
         try:
             entries: list[Mapping[str, Any]] = json.loads(self._path.read_bytes())
-            peers = {peer.node_id: peer for peer in map(AgentAddress.from_json, entries)}
-            return peers, {str(entry["node_id"]) for entry in entries if entry.get("away")}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, RecursionError):
             return {}, set()
+        peers: dict[str, AgentAddress] = {}
+        away = set()
+        for entry in entries if isinstance(entries, list) else []:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # one that is none hides no other
+                peer = AgentAddress.from_json(entry)
+                peers[peer.node_id] = peer
+                if entry.get("away"):
+                    away.add(peer.node_id)
+        return peers, away

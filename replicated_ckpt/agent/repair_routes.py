@@ -8,14 +8,13 @@ from typing import Any
 from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import Answer, Request, json_answer
 from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_file, is_checkpoint_id, is_save_id
 from replicated_ckpt.core.repair import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.inspection import Inspector
 
 _NODE_ID = re.compile(r"[0-9a-zA-Z_-]{1,64}")
-_SEQUENCE_MAX = 1 << 53
 _PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 
@@ -65,7 +64,7 @@ class RepairRoutes:
     def _hear(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """A load has seen a checkpoint of this sequence somewhere."""
         del request
-        self._service.heard.hear(min(int(fields["sequence"]), _SEQUENCE_MAX))
+        self._service.heard.hear(min(int(fields["sequence"]), HEARD_SEQUENCE_MAX))
         return json_answer()
 
     def _suspect(self, fields: Mapping[str, Any], request: Request) -> Answer:

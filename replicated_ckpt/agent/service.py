@@ -17,13 +17,13 @@ from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.agent.receive import Received, received, received_plain
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.local import Intent, LocalStore
 
 log = logging.getLogger(__name__)
 
-MANIFEST_BYTES_MAX = 64 << 20
 _OPEN_GRACE_S = 5.0
 _FENCED_MAX = 1024
 

@@ -69,7 +69,7 @@ def _fetched_from(peer: AgentAddress, save_id: str) -> dict[str, bytes] | None:
         answer = client.call("GET", f"/v1/saves/{save_id}")
         if answer.get("state") != "committed":
             return None
-        checkpoint_id = str(answer["checkpoint_id"])
+        checkpoint_id = str(answer.get("checkpoint_id"))
         raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
         size = decoded_manifest(raw, peer.label).metadata_bytes
         metadata = client.fetch_file(file_path(checkpoint_id, save_id, METADATA_NAME), size)

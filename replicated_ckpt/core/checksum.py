@@ -26,6 +26,8 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 MAGIC = b"RCKBLK1\n"
 BLOCK_BYTES = 256 << 10
 BLOCK_BYTES_MAX = 64 << 20
+FOOTER_BYTES_MAX = 256 << 20
+"""Footers are read into memory before anything is known to be true; the shards of 16 TiB that it allows do not exist."""
 _TAIL = struct.Struct("<8sIQI")
 FOOTER_TAIL_BYTES = _TAIL.size
 
@@ -89,7 +91,7 @@ def footer_bytes_of(file_tail: Bytes, file_bytes: int) -> int | None:
     if magic != MAGIC or not 0 < block_bytes <= BLOCK_BYTES_MAX:
         return None
     footer = 4 * -(-data_bytes // block_bytes) + FOOTER_TAIL_BYTES
-    return footer if data_bytes + footer == file_bytes else None
+    return footer if data_bytes + footer == file_bytes and footer <= FOOTER_BYTES_MAX else None
 
 
 def decoded_footer(footer: Bytes, file_bytes: int) -> BlockTable | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
-from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_save_id
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ class Holding:
         if (
             not is_checkpoint_id(holding.checkpoint_id)
             or not is_save_id(holding.save_id)
+            or not 0 <= holding.sequence <= SEQUENCE_MAX
             or any(ShardName.parse(name) is None or size < 0 for name, size in sizes.items())
         ):
-            raise ValueError(f"no valid holding: {holding!r}")
+            raise ValueError(f"no valid holding: {holding!r}"[:500])
         return holding
 
 

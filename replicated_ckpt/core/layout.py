@@ -19,6 +19,10 @@ AGENT_DIR = ".agent"
 SHARD_SUFFIX = ".distcp"
 LATEST = "latest"
 
+SEQUENCE_MAX = 1 << 62
+HEARD_SEQUENCE_MAX = 1 << 53
+"""Larger ones are not believed of those who only say so: whoever makes one up keeps nobody from counting on."""
+
 _SHARD = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.distcp")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@:,-]{0,199}")

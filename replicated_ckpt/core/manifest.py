@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from replicated_ckpt.core.checksum import crc32c
-from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_save_id
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
 
 VERSION = 1
+MANIFEST_BYTES_MAX = 64 << 20
+"""JSON takes many times its size once it is parsed; the manifest of 100,000 ranks fits."""
 _U32 = (1 << 32) - 1
 
 
@@ -72,6 +74,8 @@ def decoded_manifest(raw: bytes, source: str) -> Manifest:
         ManifestVersionUnknown: written by a newer format.
         ManifestInvalid: anything else that keeps it from being believed.
     """
+    if len(raw) > MANIFEST_BYTES_MAX:
+        raise ManifestInvalid(f"The manifest at {source} has more than {MANIFEST_BYTES_MAX} bytes.")
     try:
         head, body = raw.decode().rstrip().split("\n", 1)
         document = json.loads(head + body)
@@ -90,7 +94,7 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
     return Manifest(
         save_id=_text(fields["save_id"]),
         checkpoint_id=_text(fields["checkpoint_id"]),
-        sequence=_count(fields["sequence"]),
+        sequence=_count(fields["sequence"], SEQUENCE_MAX),
         created_unix_s=float(fields["created_unix_s"]),
         world_size=_count(fields["world_size"]),
         copies=_count(fields["copies"]),

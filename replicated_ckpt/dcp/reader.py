@@ -237,8 +237,11 @@ class ReplicatedReader(StorageReader):
         save = self._surveyed.found
         own_node, size = self._store.known_node_id(), self._surveyed.manifest.metadata_bytes
         if any(holding.node_id == own_node and holding.has_metadata for holding in save.holdings):
+            path = self._store.final(save.checkpoint_id) / METADATA_NAME
             try:
-                yield own_node, f"node {own_node}", (self._store.final(save.checkpoint_id) / METADATA_NAME).read_bytes()
+                with path.open("rb") as file:
+                    raw = file.read(min(path.stat().st_size, size + 1))  # one byte too many is enough not to match
+                yield own_node, f"node {own_node}", raw
             except OSError as exc:
                 problems.append(f"node {own_node}: {exc}")
         key = f"rank {self._world.rank}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
-from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest, decoded_manifest
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
@@ -83,7 +83,8 @@ class Surveyor:
         """
         holdings = self._holdings(None if checkpoint_id == LATEST else checkpoint_id)
         saves = saves_found(holdings)
-        _seen_by_root[self._store.root] = max([seen_sequence(self._store), *(save.sequence for save in saves)])
+        newest = min(max((save.sequence for save in saves), default=0), HEARD_SEQUENCE_MAX)
+        _seen_by_root[self._store.root] = max(seen_sequence(self._store), newest)
         lost: list[tuple[SaveFound, str]] = []
         for save in saves:
             raw = self._manifest_raw(save)

@@ -9,6 +9,7 @@ on progress, not on the work.
 import errno
 import http.client
 import json
+import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,18 +17,8 @@ from dataclasses import asdict, dataclass
 from operator import index
 from typing import Any, Self
 
-from replicated_ckpt.errors import (
-    CheckpointExists,
-    ObjectCorrupt,
-    ObjectMissing,
-    PeerProtocolError,
-    ReplicatedCkptError,
-    SaveAborted,
-    StoreDenied,
-    StoreError,
-    StoreFull,
-    StoreUnavailable,
-)
+from replicated_ckpt.errors import ManifestInvalid, PeerProtocolError, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.agent_answer import document_in, refusal
 from replicated_ckpt.stores.deadline import given_up_after
 from replicated_ckpt.stores.tls import PinnedConnection
 
@@ -35,8 +26,14 @@ PROGRESS_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 120.0
 """A peer that lives and has not made a shard durable by then is given up: its disk hangs."""
 ANSWER_BYTES_MAX = 64 << 20
+FILE_BYTES_MAX = 8 << 30
 _SLICE_BYTES = 1 << 20
+_ACK_BYTES_MAX = 1 << 16
 _PIECE_BYTES = 16 << 20
+_NODE_ID = re.compile(r"[0-9A-Za-z._-]{1,64}")
+_HOST = re.compile(r"[0-9A-Za-z.:%_-]{0,255}")
+_TOKEN = re.compile(r"[ -~]{0,256}")
+_SHA256 = re.compile(r"([0-9a-f]{64})?")
 
 
 @dataclass(frozen=True)
@@ -68,9 +65,14 @@ class AgentAddress:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
+        """The address in `fields`, validated: one that cannot be talked to would be met again and again.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none; the caller names who said so.
+        """
         fields = dict(fields)
         domain = fields.get("domain")
-        return cls(
+        address = cls(
             str(fields["node_id"]),
             str(fields["host"]),
             index(fields["port"]),
@@ -79,6 +81,13 @@ class AgentAddress:
             None if domain is None else str(domain),
             str(fields.get("tls_sha256", "")),
         )
+        texts = (address.node_id, address.host, address.token, address.tls_sha256)
+        patterns = (_NODE_ID, _HOST, _TOKEN, _SHA256)
+        if not all(pattern.fullmatch(text) for pattern, text in zip(patterns, texts, strict=True)):
+            raise ValueError(f"no address of an agent: {address.label!r}"[:400])
+        if not 0 <= address.port <= 65535 or not 0 <= address.incarnation <= 1 << 62:
+            raise ValueError(f"no address of an agent: {address.label!r}"[:400])
+        return address
 
 
 def opened_connection(address: AgentAddress, timeout_s: float) -> http.client.HTTPConnection:
@@ -117,16 +126,7 @@ class AgentClient:
 
     def put(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         """As `call`, with a body of bytes."""
-        raw = self.fetch(method, path, body)
-        try:
-            answer = json.loads(raw)
-        except ValueError as exc:
-            raise PeerProtocolError(
-                f"{self.address.label} answered {method} {path} with no JSON: {raw[:80]!r}."
-            ) from exc
-        if not isinstance(answer, dict):
-            raise PeerProtocolError(f"{self.address.label} answered {method} {path} with {type(answer).__name__}.")
-        return answer
+        return document_in(self.fetch(method, path, body), f"{self.address.label} answered {method} {path}")
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
@@ -142,19 +142,31 @@ class AgentClient:
         with self.translated(method, path):
             self._connection.request(method, path, body, self._headers())
             response = self._connection.getresponse()
-            raw = response.read(ANSWER_BYTES_MAX)
+            raw = self.body_of(response, ANSWER_BYTES_MAX, f"{method} {path}")
             self.raise_for(response.status, raw, method, path)
-            if response.read(1):
-                self._connection.close()
-                raise PeerProtocolError(f"{self.address.label} answered {method} {path} with too many bytes.")
             return raw
+
+    def body_of(self, response: http.client.HTTPResponse, size_max: int, request: str) -> bytes:
+        """The whole body of an answer whose end is known from its head: one cut short is not taken for a whole one."""
+        if response.length is None and not response.chunked:
+            self._connection.close()
+            raise PeerProtocolError(f"{self.address.label} answered {request} without a length.")
+        raw = response.read(size_max)
+        if len(raw) < size_max and response.length:
+            raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection in the middle")
+        if response.read(1):
+            self._connection.close()
+            raise PeerProtocolError(f"{self.address.label} answered {request} with too many bytes.")
+        return raw
 
     def fetch_file(self, path: str, size_bytes: int) -> bytes:
         """A file of exactly `size_bytes`, in pieces: memory grows with what comes, not with what was promised.
 
         Raises:
-            ObjectCorrupt: the file is shorter. And as `read_range`.
+            ManifestInvalid: it would be larger than any. ObjectCorrupt: the file is shorter. And as `read_range`.
         """
+        if size_bytes > FILE_BYTES_MAX:
+            raise ManifestInvalid(f"{path} at {self.address.label} is said to have {size_bytes} bytes.")
         whole = bytearray()
         while len(whole) < size_bytes:
             piece = bytearray(min(_PIECE_BYTES, size_bytes - len(whole)))
@@ -204,7 +216,7 @@ class AgentClient:
             yield
         except ReplicatedCkptError:
             raise
-        except (OSError, http.client.HTTPException) as exc:
+        except (OSError, http.client.HTTPException, UnicodeError) as exc:  # a host's name may be none
             self._connection.close()
             detail = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
             raise StoreUnavailable(self.address.label, method, path, detail) from exc
@@ -215,7 +227,7 @@ class AgentClient:
     def raise_for(self, status: int, raw: bytes, method: str, path: str) -> None:
         if 200 <= status < 300:
             return
-        raise _refusal(status, raw, self.address.label, method, path)
+        raise refusal(status, raw, self.address.label, method, path)
 
     def raise_refusal(self, path: str) -> None:
         """After a send broke: raises what the agent answered before it closed, if it did."""
@@ -255,32 +267,9 @@ class Upload:
                 self._client.raise_refusal(self._path)
                 raise
             response = self._connection.getresponse()
-            raw = response.read(1 << 16)
+            raw = self._client.body_of(response, _ACK_BYTES_MAX, f"PUT {self._path}")
             self._client.raise_for(response.status, raw, "PUT", self._path)
-            answer: dict[str, Any] = json.loads(raw)
-            return answer
-
-
-def _refusal(status: int, raw: bytes, peer: str, method: str, path: str) -> ReplicatedCkptError:
-    try:
-        message = str(json.loads(raw)["error"])
-    except (ValueError, KeyError, TypeError):
-        message = raw[:200].decode(errors="replace")
-    by_status: dict[int, type[StoreError]] = {
-        401: StoreDenied,
-        403: StoreDenied,
-        404: ObjectMissing,
-        422: ObjectCorrupt,
-        503: StoreUnavailable,
-        507: StoreFull,
-    }
-    if status in by_status:
-        return by_status[status](peer, method, path, message)
-    if status == 409:
-        return CheckpointExists(f"{peer}: {message}")
-    if status == 410:
-        return SaveAborted(f"{peer}: {message}")
-    return PeerProtocolError(f"{peer} answered {method} {path} with status {status}: {message}")
+            return document_in(raw, f"{self._client.address.label} answered PUT {self._path}")
 
 
 def file_path(checkpoint_id: str, save_id: str, name: str) -> str:

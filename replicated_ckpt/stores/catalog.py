@@ -7,8 +7,9 @@ from pathlib import Path
 from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, SHARD_SUFFIX, ShardName
-from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing
+from replicated_ckpt.stores.containment import leads_out
 from replicated_ckpt.stores.durable import translated
 
 _DEPTH_MAX = 8
@@ -29,9 +30,13 @@ class Catalog:
         """
         path = self.root / checkpoint_id / MANIFEST_NAME
         key = f"{checkpoint_id}/{MANIFEST_NAME}"
+        if leads_out(self.root, checkpoint_id):
+            raise ObjectMissing(str(self.root), "read", key, "a symbolic link leads out of the root")
         with translated(str(self.root), "read", key):
             try:
                 stat = path.stat()
+                if stat.st_size > MANIFEST_BYTES_MAX:
+                    raise ManifestInvalid(f"{path} has {stat.st_size} bytes, more than a manifest has.")
                 signature = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
                 known = self._parsed.get(path)
                 if known is None or known[0] != signature:

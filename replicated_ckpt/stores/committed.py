@@ -20,11 +20,10 @@ from replicated_ckpt.core.layout import (
     is_checkpoint_id,
     is_save_id,
 )
-from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
+from replicated_ckpt.stores.containment import leads_out
 from replicated_ckpt.stores.durable import fsync_directory, make_directories, translated, write_file
-
-_MANIFEST_BYTES_MAX = 256 << 20
 
 
 class Committed:
@@ -71,7 +70,7 @@ class Committed:
 
     def read_small(self, name: str) -> bytes:
         with self._translated("read", name), os.fdopen(self.open(name), "rb") as file:
-            return file.read(_MANIFEST_BYTES_MAX)
+            return file.read(MANIFEST_BYTES_MAX + 1)
 
     def set_aside(self, name: str, why: str) -> Path | None:
         """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there."""
@@ -142,6 +141,8 @@ def committed_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
     """
     if not is_checkpoint_id(checkpoint_id):
         raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+    if leads_out(root, checkpoint_id):
+        raise ObjectMissing(str(root), "open", checkpoint_id, "a symbolic link leads out of the root")
     with translated(str(root), "open", checkpoint_id):
         try:
             fd = os.open(root / checkpoint_id, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

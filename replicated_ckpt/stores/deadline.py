@@ -14,7 +14,7 @@ def given_up_after(connected: socket.socket | None, seconds: float) -> Iterator[
     def watch() -> None:
         if not ended.wait(seconds) and connected is not None:
             with suppress(OSError):  # closed meanwhile: there is nothing to break
-                connected.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # not TLS's own, which would go on in the clear
 
     thread = threading.Thread(target=watch, name="rckpt-deadline", daemon=True)
     thread.start()

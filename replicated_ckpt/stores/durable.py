@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError, StoreFull
 
 _AT_FDCWD = -100
@@ -86,7 +87,7 @@ def make_root(path: Path) -> None:
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replaces `path` by `data` at once: afterwards, and after a crash at any point, it holds the old or the new bytes."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         os.fchmod(fd, mode)
         write_all(fd, data)
@@ -101,6 +102,17 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def hashed_file(path: Path) -> tuple[int, int]:
+    """Size in bytes and CRC32C of a file."""
+    piece = memoryview(bytearray(1 << 20))
+    size = crc = 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            crc = crc32c(piece[:count], crc)
+            size += count
+    return size, crc
 
 
 def read_exactly(fd: int, target: memoryview, offset: int) -> int:

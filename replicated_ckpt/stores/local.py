@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import (
     AGENT_DIR,
     INCOMING_DIR,
@@ -20,7 +19,7 @@ from replicated_ckpt.core.layout import (
     is_checkpoint_id,
     is_save_id,
 )
-from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -30,9 +29,11 @@ from replicated_ckpt.errors import (
     SaveAborted,
 )
 from replicated_ckpt.stores.catalog import Catalog
+from replicated_ckpt.stores.containment import leads_out
 from replicated_ckpt.stores.durable import (
     exclusive,
     fsync_directory,
+    hashed_file,
     make_directories,
     publish_directory,
     remove_moved,
@@ -132,6 +133,8 @@ class LocalStore:
     def _check_free(self, checkpoint_id: str, *, overwrite: bool) -> None:
         """Refuses to replace a checkpoint unless asked to, and anything else ever."""
         final = self.final(checkpoint_id)
+        if leads_out(self.root, checkpoint_id):
+            raise ConfigInvalid(f"{checkpoint_id!r} leads out of {self.root} by a symbolic link.")
         for parent in list(final.relative_to(self.root).parents)[:-1]:
             if (self.root / parent / METADATA_NAME).exists():
                 raise CheckpointExists(f"{checkpoint_id!r} would lie inside the checkpoint {str(parent)!r}.")
@@ -208,17 +211,16 @@ class LocalStore:
     def _decision(self, save_id: str) -> Manifest:
         """The manifest staged there, believed only if it is this save's, and together with the metadata that it names."""
         staging = self.staging(save_id)
-        manifest = decoded_manifest((staging / MANIFEST_NAME).read_bytes(), str(staging / MANIFEST_NAME))
+        path = staging / MANIFEST_NAME
+        with path.open("rb") as file:
+            manifest = decoded_manifest(file.read(MANIFEST_BYTES_MAX + 1), str(path))
         if manifest.save_id != save_id:
             raise ManifestInvalid(f"The manifest in {staging} is of save {manifest.save_id}.")
-        metadata = (staging / METADATA_NAME).read_bytes()
-        if crc32c(metadata) != manifest.metadata_crc32c:
-            raise ObjectCorrupt(
-                str(staging),
-                "commit",
-                METADATA_NAME,
-                f"expected CRC32C {manifest.metadata_crc32c:08x}, found {crc32c(metadata):08x}",
-            )
+        found = hashed_file(staging / METADATA_NAME)
+        if found != (manifest.metadata_bytes, manifest.metadata_crc32c):
+            expected = f"{manifest.metadata_bytes} bytes of CRC32C {manifest.metadata_crc32c:08x}"
+            detail = f"expected {expected}, found {found[0]} bytes of {found[1]:08x}"
+            raise ObjectCorrupt(str(staging), "commit", METADATA_NAME, detail)
         return manifest
 
     def is_decided(self, save_id: str) -> bool:

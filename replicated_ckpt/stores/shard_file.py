@@ -20,7 +20,8 @@ class FileSink:
         self._part = path.with_name(path.name + PART_SUFFIX)
         with translated(str(path.parent), "create", path.name):
             try:
-                self._fd = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._fd = os.open(self._part, flags, 0o644)
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
 

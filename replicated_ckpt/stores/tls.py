@@ -59,7 +59,7 @@ class PinnedConnection(http.client.HTTPSConnection):
         """
         super().connect()
         found = hashlib.sha256(self.sock.getpeercert(True) or b"").hexdigest()
-        if not hmac.compare_digest(found, self._sha256):
+        if not hmac.compare_digest(found.encode(), self._sha256.encode()):
             self.close()
             detail = f"expected the certificate of fingerprint {self._sha256[:16]}..., found {found[:16]}..."
             raise StoreDenied(self._label, "connect", "TLS", detail)

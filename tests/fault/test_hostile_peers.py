@@ -240,6 +240,7 @@ def test_files_are_measured_before_they_are_read(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "a")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000)
     staged = LocalStore(tmp_path / "b")
+    staged.root.mkdir()
     staged.begin(Intent(SAVE, "step-1", "s", overwrite=False))
     manifest = store.root / "step-1" / ".manifest.json"
     staged.put_small(SAVE, ".manifest.json", manifest.read_bytes())
