@@ -22,10 +22,12 @@ from replicated_ckpt.agent.routes import Routes
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.watch import Patience
 from replicated_ckpt.core.checksum import BlockHasher
+from replicated_ckpt.core.finding import Problem
 from replicated_ckpt.dcp import shard_writer
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores import agent_client, fanout, tee, verified
 from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.inspection import Inspector
 from replicated_ckpt.stores.local import LocalStore
 from tests.fault.torture.network import Actor, Killed, Network
 
@@ -108,6 +110,7 @@ class Cluster:
         self._snapshot: Path | None = None
         self.nodes = [Node(self, index) for index in range(count)]
         self.network.nodes = list(self.nodes)
+        self.network.after_kill = self._undo_unwinding
 
     def now(self) -> float:
         return self._clock
@@ -164,23 +167,31 @@ class Cluster:
         raise Killed(name)
 
     def settle_kill(self) -> Actor | None:
-        """Undoes what the killed process did to its disk while it was unwound; returns who was killed, if anybody."""
+        """Who was killed, if anybody; the rest of the job goes with a rank that was."""
+        self._undo_unwinding()
         actor, self._kill_at, self.killed = self.killed, {}, None
-        if actor is None or self._snapshot is None:
-            return None
-        node = self.nodes[actor.node]
+        return actor
+
+    def _undo_unwinding(self) -> None:
+        """Undoes what the killed process did to its disk while it was unwound, before anybody else writes there."""
+        if self.killed is None or self._snapshot is None:
+            return
+        node = self.nodes[self.killed.node]
         shutil.rmtree(node.root)
         self._snapshot.rename(node.root)
         self._snapshot = None
-        if actor.is_agent:
+        if self.killed.is_agent:
             node.agent = None
-        return actor
 
     # Re-protection -----------------------------------------------------------------------------------------------
 
     def protect(self, rounds: int = 12) -> list[Protection]:
-        """Lets every agent that runs do rounds until all say that they are done; what each said last."""
+        """Lets every running agent read all it has and do rounds until all say that they are done; what each said last."""
         self.wait(LOST_AFTER_S + 70)
+        for node in (node for node in self.nodes if node.is_up):
+            for finding in Inspector(node.service.store, node.node_id()).inspected():
+                if finding.problem is Problem.CORRUPT:
+                    node.reprotector.suspect_finding(finding)
         said: list[Protection] = []
         for _ in range(rounds):
             said = [self._round(node) for node in self.nodes if node.is_up]

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
@@ -63,6 +63,7 @@ class Network:
         self.cut: set[int] = set()
         self.actor = Actor(-1, is_agent=False)
         self.requests = 0
+        self.after_kill: Callable[[], None] = lambda: None
 
     @contextmanager
     def acting(self, actor: Actor) -> Iterator[None]:
@@ -95,6 +96,7 @@ class Network:
             try:
                 response = _served(node.routes, method, target, headers, body, f"host{caller.node}")
             except Killed:
+                self.after_kill()
                 raise ConnectionResetError("the agent was killed") from None
         if caller.is_dead:
             raise ConnectionAbortedError("the caller is dead")
@@ -129,8 +131,14 @@ class Response:
 
     def __init__(self, status: int, raw: bytes) -> None:
         self.status = status
-        self.length = len(raw)
+        self.chunked = False
+        self._size = len(raw)
         self._stream = io.BytesIO(raw)
+
+    @property
+    def length(self) -> int:
+        """Bytes that are still to be read."""
+        return self._size - self._stream.tell()
 
     def read(self, size: int = -1) -> bytes:
         return self._stream.read(size)
@@ -139,7 +147,7 @@ class Response:
         return self._stream.readinto(target)
 
     def getheader(self, name: str, default: str | None = None) -> str | None:
-        return str(self.length) if name.lower() == "content-length" else default
+        return str(self._size) if name.lower() == "content-length" else default
 
 
 class SimulatedConnection:

@@ -11,6 +11,7 @@ from typing import Any
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.endpoint import read_endpoint
+from replicated_ckpt.core.finding import Problem
 from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.agent_client import AgentClient
 from tests.fault.torture.contents import State, contents
@@ -69,6 +70,13 @@ class RealNode:
 
     def status(self) -> dict[str, Any]:
         return self._asked("GET", "/v1/status")
+
+    def scrub(self) -> None:
+        """What the scrub would do in its time: reads all that lies there, and says what is bad."""
+        for finding in self._asked("POST", "/v1/verify", {})["findings"]:
+            if finding["problem"] == Problem.CORRUPT.value and finding["save_id"]:
+                names = {key: finding[key] for key in ("checkpoint_id", "save_id", "name")}
+                self._asked("POST", "/v1/suspects", names)
 
     def has_round(self) -> None:
         """Has re-protection look again now: an empty plan is carried out at once, and a round follows."""
@@ -160,6 +168,8 @@ class RealCluster:
         time.sleep(LOST_AFTER_S)
         deadline = time.monotonic() + PROTECT_WITHIN_S
         up = [node for node in self.nodes if node.is_up and node.index not in self.network.cut]
+        for node in up:
+            node.scrub()
         while True:
             before = [node.status()["protection"]["rounds"] for node in up]
             for node in up:

@@ -133,6 +133,7 @@ class Schedule:
             self._ids += 1
             checkpoint_id = f"step-{self._ids}"
         attempt = self.oracle.began(checkpoint_id, len(job.nodes))
+        is_calm = not with_what and all(self.cluster.nodes[node].is_up for node in job.nodes)
         saved = job.save(checkpoint_id, attempt, overwrite=overwrite)
         killed = self.cluster.settle_kill()
         self.counts["saves"] += 1
@@ -144,6 +145,8 @@ class Schedule:
             self.job = None
         if saved.error is None:
             self._acknowledge(job, checkpoint_id, attempt, saved)
+        elif is_calm:
+            raise Violation(f"a save that nothing disturbed failed: {saved.error!r}")
         elif isinstance(saved.error, ReplicatedCkptError | Killed) and killed is None:
             raise Violation(f"a save failed outside of DCP's steps: {saved.error!r}")
 
