@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import isnan
 from operator import index
 from typing import Any
 
@@ -13,7 +14,8 @@ class Holding:
     """What one node's store holds of one committed save. `sizes` maps shard name to bytes of the file found there.
 
     `damaged` are those of them that the node knows to be bad: they stay where they are until a good copy replaces them,
-    as their other blocks may be all that is left of something.
+    as their other blocks may be all that is left of something. `created_unix_s` is when the save was made, by the clock
+    of its coordinator: only groups of nodes that never met give two saves the same sequence, and then it decides.
     """
 
     node_id: str
@@ -23,6 +25,7 @@ class Holding:
     has_metadata: bool
     sizes: Mapping[str, int] = field(default_factory=dict)
     damaged: tuple[str, ...] = ()
+    created_unix_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -33,6 +36,7 @@ class Holding:
             "has_metadata": self.has_metadata,
             "sizes": dict(self.sizes),
             "damaged": list(self.damaged),
+            "created_unix_s": self.created_unix_s,
         }
 
     @classmethod
@@ -51,6 +55,7 @@ class Holding:
             bool(fields["has_metadata"]),
             sizes,
             tuple(str(name) for name in fields.get("damaged", ()) if name in sizes),
+            float(fields.get("created_unix_s", 0.0)),
         )
         if (
             not is_checkpoint_id(holding.checkpoint_id)
@@ -71,6 +76,12 @@ class SaveFound:
     sequence: int
     holdings: tuple[Holding, ...]
 
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Compares saves: the larger is the newer. A clock decides only between groups that did not know of each other."""
+        created = max((holding.created_unix_s for holding in self.holdings), default=0.0)
+        return self.sequence, 0.0 if isnan(created) else created, self.save_id
+
     def holders_of(self, shard: str, size_bytes: int) -> tuple[str, ...]:
         """Nodes whose copy of `shard` has the right size. A copy of another size is as good as none."""
         return tuple(holding.node_id for holding in self.holdings if holding.sizes.get(shard) == size_bytes)
@@ -81,7 +92,7 @@ class SaveFound:
 
 
 def saves_found(holdings: Iterable[Holding]) -> tuple[SaveFound, ...]:
-    """The committed saves among `holdings`, newest first. Order is by sequence, never by a clock."""
+    """The committed saves among `holdings`, newest first: by sequence, and by the clock only where two have the same."""
     grouped: dict[tuple[str, str], list[Holding]] = {}
     for holding in holdings:
         grouped.setdefault((holding.checkpoint_id, holding.save_id), []).append(holding)
@@ -89,4 +100,4 @@ def saves_found(holdings: Iterable[Holding]) -> tuple[SaveFound, ...]:
         SaveFound(checkpoint_id, save_id, max(holding.sequence for holding in members), tuple(members))
         for (checkpoint_id, save_id), members in grouped.items()
     ]
-    return tuple(sorted(saves, key=lambda save: (save.sequence, save.save_id), reverse=True))
+    return tuple(sorted(saves, key=lambda save: save.order, reverse=True))

@@ -67,6 +67,7 @@ class Catalog:
                 manifest.sequence,
                 (self.root / name / METADATA_NAME).is_file(),
                 self.shard_sizes(name),
+                created_unix_s=manifest.created_unix_s,
             )
             for name, manifest in found
         )

@@ -79,7 +79,14 @@ class Inspector:
         bad = tuple(name for name in damaged if name in sizes)
         self.holdings.append(
             Holding(
-                self._node_id, directory.checkpoint_id, manifest.save_id, manifest.sequence, problem is None, sizes, bad
+                self._node_id,
+                directory.checkpoint_id,
+                manifest.save_id,
+                manifest.sequence,
+                problem is None,
+                sizes,
+                bad,
+                manifest.created_unix_s,
             )
         )
 
