@@ -9,6 +9,8 @@ import pytest
 from tests.multiprocess.processes import end, processes_of
 from tests.multiprocess.zygote import stop_the_zygote
 
+pytest_plugins = ["tests.buckets.fixtures"]
+
 
 @pytest.fixture(scope="session", autouse=True)
 def no_agent_survives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
