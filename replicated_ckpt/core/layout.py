@@ -8,6 +8,8 @@ from posixpath import normpath, relpath
 from replicated_ckpt.errors import ConfigInvalid
 
 METADATA_NAME = ".metadata"
+BUCKET_METADATA_NAME = ".metadata.bucket"
+"""What becomes `.metadata` in the bucket, where it must differ: shards under the save's own prefix."""
 MANIFEST_NAME = ".manifest.json"
 INTENT_NAME = ".intent.json"
 NODE_NAME = "node.json"
@@ -18,6 +20,8 @@ QUARANTINE_DIR = ".quarantine"
 AGENT_DIR = ".agent"
 SHARD_SUFFIX = ".distcp"
 LATEST = "latest"
+OBJECT_NODE = "object-store"
+"""The object tier where a node's id stands: in holdings and in orders of sources."""
 
 SEQUENCE_MAX = 1 << 62
 HEARD_SEQUENCE_MAX = 1 << 53
@@ -51,7 +55,7 @@ def is_save_id(text: str) -> bool:
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a peer may read or write a file of this name inside one checkpoint. Nothing else is ever served."""
-    return name in (METADATA_NAME, MANIFEST_NAME) or ShardName.parse(name) is not None
+    return name in (METADATA_NAME, MANIFEST_NAME, BUCKET_METADATA_NAME) or ShardName.parse(name) is not None
 
 
 def is_checkpoint_id(text: str) -> bool:

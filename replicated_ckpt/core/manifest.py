@@ -38,6 +38,20 @@ class NodeEntry:
 
 
 @dataclass(frozen=True)
+class UploadEntry:
+    """That a save goes to the object tier, and what becomes its `.metadata` there.
+
+    `has_own_prefix`: its shards lie under its own prefix, because it may replace another save of the same id, and
+    `.metadata` differs from the nodes' by that.
+    """
+
+    url: str
+    has_own_prefix: bool
+    metadata_bytes: int
+    metadata_crc32c: int
+
+
+@dataclass(frozen=True)
 class Manifest:
     """One committed save.
 
@@ -55,6 +69,7 @@ class Manifest:
     metadata_crc32c: int
     nodes: tuple[NodeEntry, ...]
     shards: Mapping[str, ShardEntry]
+    upload: UploadEntry | None = None
 
     def encoded(self) -> bytes:
         """JSON with a checksum over its own body, one line of each, so that a torn or edited file is noticed."""
@@ -102,6 +117,18 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
         metadata_crc32c=_count(fields["metadata_crc32c"], _U32),
         nodes=tuple(_node(node) for node in fields["nodes"]),
         shards={_shard_name(name): _shard(entry) for name, entry in fields["shards"].items()},
+        upload=_upload(fields.get("upload")),
+    )
+
+
+def _upload(fields: Mapping[str, Any] | None) -> UploadEntry | None:
+    if fields is None:
+        return None
+    return UploadEntry(
+        _text(fields["url"]),
+        fields["has_own_prefix"] is True,
+        _count(fields["metadata_bytes"]),
+        _count(fields["metadata_crc32c"], _U32),
     )
 
 

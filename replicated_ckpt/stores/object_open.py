@@ -1,0 +1,27 @@
+"""Which client speaks to which bucket: our own for S3, fsspec for everything else."""
+
+import importlib.util
+
+from replicated_ckpt.stores.object_client import ObjectClient
+from replicated_ckpt.stores.object_url import ObjectTarget
+
+_S3_SCHEMES = ("s3", "s3a")
+
+
+def opened_client(target: ObjectTarget) -> ObjectClient:
+    """A client for a bucket. Nothing is asked of the bucket yet.
+
+    S3 by botocore, which s3fs brings along, wherever the options are ones that it can honour: fewer copies and less CPU
+    time than s3fs (docs/design.md has the figures). Anything else by fsspec.
+
+    Raises:
+        ConfigInvalid: no package here speaks this scheme, or the options do not fit it.
+    """
+    if target.scheme in _S3_SCHEMES and importlib.util.find_spec("botocore") is not None:
+        from replicated_ckpt.stores.object_s3 import S3Client, can_honour
+
+        if can_honour(target.options):
+            return S3Client(target)
+    from replicated_ckpt.stores.object_fsspec import FsspecClient
+
+    return FsspecClient(target)

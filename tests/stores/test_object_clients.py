@@ -1,0 +1,255 @@
+"""The contract of ObjectClient, kept by every client there is; and what only a bucket of checkpoints can promise."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.manifest import Manifest, UploadEntry
+from replicated_ckpt.core.mark import MARK_BYTES, CommitMark, decoded_mark
+from replicated_ckpt.errors import (
+    ConfigInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    SaveAborted,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+)
+from replicated_ckpt.stores.bucket import Bucket, found_manifest, key_of
+from replicated_ckpt.stores.committed import committed_directory
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.object_client import PART_BYTES, ObjectClient
+from replicated_ckpt.stores.object_fsspec import FsspecClient
+from replicated_ckpt.stores.object_open import opened_client
+from replicated_ckpt.stores.object_s3 import S3Client
+from replicated_ckpt.stores.object_shard import ObjectShard, UncheckedShard
+from replicated_ckpt.stores.object_url import ObjectTarget
+from replicated_ckpt.stores.upload_source import UploadSource
+from replicated_ckpt.stores.verified import Expected
+from tests.agent.checkpoints import METADATA, checkpointed, shard
+from tests.buckets.faults import Fault, Kind
+from tests.buckets.servers import Server
+from tests.buckets.weather import weather
+
+MakeClient = Callable[[ObjectTarget], ObjectClient]
+
+
+def free(size_bytes: int) -> None:
+    """No pace."""
+
+
+def s3_target(server: Server, **options: Any) -> ObjectTarget:
+    bucket = server.make_bucket(f"b-{uuid4().hex[:12]}")
+    return ObjectTarget.checked(f"s3://{bucket}/runs/one", {**server.storage_options(), **options})
+
+
+@pytest.fixture(params=["s3", "s3fs", "file", "memory"])
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectClient:
+    if request.param in ("s3", "s3fs"):
+        target = s3_target(request.getfixturevalue("moto"))
+        return S3Client(target) if request.param == "s3" else FsspecClient(target)
+    url = f"file://{tmp_path}/bucket" if request.param == "file" else f"memory://{uuid4().hex}/one"
+    return opened_client(ObjectTarget.checked(url, None))
+
+
+def source_of(store: LocalStore, manifest: Manifest, name: str, tmp_path: Path) -> UploadSource:
+    entry = manifest.shards[name]
+    with committed_directory(store.root, manifest.checkpoint_id) as directory:
+        expected = Expected(entry.size_bytes, entry.crc32c)
+        return UploadSource(directory.open(name), "node", name, expected, resume_path=tmp_path / f"{name}.resume")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[LocalStore, Manifest]:
+    store = LocalStore(tmp_path / "node")
+    return store, checkpointed([store], 1, {shard(0): (0,), shard(1): (0,)}, copies=1)
+
+
+def brought(bucket: Bucket, saved: tuple[LocalStore, Manifest], tmp_path: Path, *names: str) -> None:
+    store, manifest = saved
+    for name in names or sorted(manifest.shards):
+        with source_of(store, manifest, name, tmp_path) as source:
+            bucket.put_shard(manifest, name, source, free)
+
+
+def test_what_is_put_can_be_read(client: ObjectClient) -> None:
+    """Whole, by ranges, listed level by level, replaced and deleted; and what is not there is said to be missing."""
+    client.put("a/b/one", b"0123456789")
+    client.put("a/two", b"xyz")
+    client.put("a/two", b"abcd")
+    piece = bytearray(4)
+    client.read("a/b/one", 3, memoryview(piece))
+    assert piece == b"3456"
+    assert client.size_bytes("a/two") == 4
+    listing = client.listed("a/")
+    assert (listing.sizes, listing.directories) == ({"two": 4}, ("b",))
+    assert client.listed("").directories == ("a",)
+    assert client.listed("nothing/").sizes == {}
+    with pytest.raises(ObjectMissing):
+        client.read("a/none", 0, memoryview(piece))
+    with pytest.raises((ObjectCorrupt, ObjectMissing)):
+        client.read("a/two", 2, memoryview(piece))
+    with pytest.raises(ObjectMissing):
+        client.size_bytes("a/none")
+    client.delete(["a/two", "a/none"])
+    assert client.listed("a/").sizes == {}
+
+
+def test_shards_arrive_as_they_were_saved(
+    client: ObjectClient, saved: tuple[LocalStore, Manifest], tmp_path: Path
+) -> None:
+    """Verified on the way, found again, committed once all are there, and read by verified ranges."""
+    store, manifest = saved
+    bucket = Bucket(client)
+    assert bucket.is_empty("step-1")
+    brought(bucket, saved, tmp_path, shard(0))
+    assert bucket.arrived(manifest) == {shard(0)}
+    assert bucket.saves() == ()
+    brought(bucket, saved, tmp_path)
+    assert bucket.arrived(manifest) == set(manifest.shards)
+    assert all(bucket.is_intact(manifest, name) for name in manifest.shards)
+    raw = manifest.encoded()
+    bucket.commit(manifest, raw, METADATA)
+    (found,) = bucket.saves()
+    assert found.save_id == manifest.save_id
+    assert found.sizes == {name: entry.size_bytes for name, entry in manifest.shards.items()}
+    assert found_manifest(bucket, found) == manifest
+    assert bucket.small("step-1/.metadata", found.metadata_bytes) == METADATA
+    name = shard(1)
+    remote = ObjectShard(bucket, key_of(manifest, name), Expected(found.sizes[name], manifest.shards[name].crc32c))
+    with (store.root / "step-1" / name).open("rb") as file:
+        file.seek(300_000)
+        assert remote.read(300_000, 200_000) == file.read(200_000)
+    assert UncheckedShard(bucket, key_of(manifest, name), Expected(found.sizes[name], 0)).read(5, 10)
+    bucket.remove(found)
+    assert bucket.is_empty("step-1")
+
+
+def test_a_save_never_mixes_with_the_one_it_replaces(client: ObjectClient, tmp_path: Path) -> None:
+    """Its shards lie elsewhere until its mark is there; then the old ones go. An older save does not come back."""
+    store = LocalStore(tmp_path / "node")
+    bucket = Bucket(client)
+    manifests = []
+    for number in (1, 2):
+        manifest = checkpointed([store], number, {shard(0): (0,)}, copies=1)
+        upload = UploadEntry("x://y", number == 2, len(METADATA), crc32c(METADATA))
+        manifests.append(replace(manifest, upload=upload))
+        brought(bucket, (store, manifests[-1]), tmp_path)
+        if number == 2:
+            (found,) = bucket.saves()
+            assert found.save_id == manifests[0].save_id
+            assert bucket.is_intact(manifests[0], shard(0))
+        bucket.commit(manifests[-1], manifests[-1].encoded(), METADATA)
+    (found,) = bucket.saves()
+    assert found.save_id == manifests[1].save_id
+    assert bucket.is_intact(manifests[1], shard(0))
+    assert set(client.listed("step-1/").sizes) == {".metadata"}
+    with pytest.raises(SaveAborted):
+        bucket.commit(manifests[0], manifests[0].encoded(), METADATA)
+
+
+def test_a_flipped_byte_on_the_disk_is_not_uploaded(
+    client: ObjectClient, saved: tuple[LocalStore, Manifest], tmp_path: Path
+) -> None:
+    """It is found before it leaves, and no object is made of it."""
+    store, manifest = saved
+    path = store.root / "step-1" / shard(0)
+    raw = bytearray(path.read_bytes())
+    raw[100_000] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(ObjectCorrupt):
+        brought(Bucket(client), saved, tmp_path, shard(0))
+    assert Bucket(client).arrived(manifest) == set()
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[LocalStore, Manifest]:
+    """A shard of several parts."""
+    store = LocalStore(tmp_path / "node")
+    return store, checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=PART_BYTES * 4 + 12345)
+
+
+def test_a_broken_upload_goes_on_where_it_was(moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path) -> None:
+    """After a part was refused, the parts that are there are not sent again, also by another process."""
+    with weather(moto) as proxy:
+        target = s3_target(proxy.server)
+        proxy.add(Fault("status", method="PUT", key=shard(0), skip=3, times=1))
+        with pytest.raises(StoreUnavailable):
+            brought(Bucket(S3Client(target)), large, tmp_path)
+        brought(Bucket(S3Client(target)), large, tmp_path)
+        size = large[1].shards[shard(0)].size_bytes
+        assert proxy.uploaded_bytes(shard(0)) <= size + PART_BYTES * 2
+
+
+def test_unfinished_uploads_are_ended(moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path) -> None:
+    """Their parts would cost money for ever."""
+    with weather(moto) as proxy:
+        client = S3Client(s3_target(proxy.server))
+        proxy.add(Fault("status", method="PUT", key=shard(0), skip=1, times=9))
+        with pytest.raises(StoreUnavailable):
+            brought(Bucket(client), large, tmp_path)
+        assert client.end_unfinished("step-1/", 0) == 1
+        assert client.end_unfinished("step-1/", 0) == 0
+        proxy.clear()
+        brought(Bucket(client), large, tmp_path)  # its notes name an upload that is gone
+
+
+@pytest.mark.parametrize("kind", ["reset", "lost_answer"])
+def test_what_the_server_holds_is_what_was_sent(
+    moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path, kind: Kind
+) -> None:
+    """A part that does not arrive, or whose answer is lost, is an error; the next try ends with the shard."""
+    with weather(moto) as proxy:
+        bucket = Bucket(S3Client(s3_target(proxy.server)))
+        proxy.add(Fault(kind, method="PUT", key=shard(0), skip=1, times=1, at=1000))
+        with pytest.raises(StoreError):
+            brought(bucket, large, tmp_path)
+        assert bucket.arrived(large[1]) == set()
+        brought(bucket, large, tmp_path)
+        assert bucket.is_intact(large[1], shard(0))
+
+
+def test_refusals_are_told_apart(moto: Server, tmp_path: Path) -> None:
+    """A wrong bucket and wrong keys are denied; a server that is away is unavailable; no secret is in any message."""
+    options = moto.storage_options()
+    with pytest.raises(StoreDenied, match="NoSuchBucket"):
+        Bucket(S3Client(ObjectTarget.checked("s3://nobody-has-this/x", options))).is_empty("step-1")
+    with weather(moto) as proxy:
+        target = s3_target(proxy.server)
+        proxy.away()
+        with pytest.raises(StoreUnavailable) as raised:
+            S3Client(target).listed("")
+        assert "testsecret" not in str(raised.value)
+
+
+def test_a_target_tells_no_secret() -> None:
+    """Neither its text nor a message that quotes an option."""
+    target = ObjectTarget.checked("s3://bucket/x", {"key": "AKIA1234", "secret": "very-secret"})
+    assert "secret" not in repr(target)
+    assert target.scrubbed("cannot sign with very-secret of AKIA1234") == "cannot sign with *** of ***"
+
+
+@pytest.mark.parametrize("url", ["", "bucket", "s3://", "s3://key:secret@bucket/x", "s3://bucket/x?token=1", 7])
+def test_what_is_no_url_of_a_bucket_is_refused(url: Any) -> None:
+    """With a typed error that names what was given."""
+    with pytest.raises(ConfigInvalid):
+        ObjectTarget.checked(url, None)
+
+
+def test_a_mark_is_believed_only_whole() -> None:
+    """Any flipped bit in it makes it none: the checkpoint then counts as one of stock torch's."""
+    mark = CommitMark("0" * 31 + "1", 7, 1.5, 1, 2, has_own_prefix=True)
+    raw = mark.encoded()
+    assert decoded_mark(raw) == mark
+    assert len(raw) == MARK_BYTES
+    for position in range(len(raw)):
+        bad = bytearray(raw)
+        bad[position] ^= 1 << (position % 8)
+        assert decoded_mark(bad) is None
+    assert decoded_mark(os.urandom(MARK_BYTES)) is None
