@@ -19,14 +19,6 @@ def _checked_root(root: str | os.PathLike[str]) -> str:
     return os.path.abspath(text)  # noqa: PTH100 - a symbolic link stays what the user called it
 
 
-def _refuse_object_store(object_store: str | None) -> None:
-    if object_store is not None:
-        raise ConfigInvalid(
-            f"object_store={object_store!r}: this version has no object tier yet.",
-            "Leave object_store out; copies on peers work.",
-        )
-
-
 @dataclass(frozen=True)
 class WriterConfig:
     """What a writer promises. See ReplicatedWriter for the meaning of each field."""
@@ -37,6 +29,8 @@ class WriterConfig:
     domain: str | None
     on_degraded: OnDegraded
     overwrite: bool
+    object_store: str | None = None
+    object_every: int = 1
 
     @property
     def must_have_all_copies(self) -> bool:
@@ -54,41 +48,46 @@ class WriterConfig:
         on_degraded: str,
         overwrite: bool,
         object_store: str | None,
+        object_every: int,
     ) -> "WriterConfig":
         """The settings, validated.
 
         Raises:
             ConfigInvalid: naming the argument.
         """
-        _refuse_object_store(object_store)
         if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= _COPIES_MAX:
             raise ConfigInvalid(f"copies must be a whole number from 1 to {_COPIES_MAX}, not {copies!r}.")
         if ack not in get_args(Ack):
             raise ConfigInvalid(f"ack must be one of {get_args(Ack)}, not {ack!r}.")
-        if ack == "object":
-            raise ConfigInvalid('ack="object" needs an object store, which this version does not have yet.')
+        if ack == "object" and object_store is None:
+            raise ConfigInvalid('ack="object" needs object_store="s3://bucket/prefix", say.')
+        if isinstance(object_every, bool) or not isinstance(object_every, int) or object_every < 1:
+            raise ConfigInvalid(f"object_every must be a whole number from 1, not {object_every!r}.")
         if on_degraded not in get_args(OnDegraded):
             raise ConfigInvalid(f"on_degraded must be one of {get_args(OnDegraded)}, not {on_degraded!r}.")
         if domain is not None and (not isinstance(domain, str) or not domain):
             raise ConfigInvalid(f"domain must be a name such as a rack's, not {domain!r}.")
-        return cls(_checked_root(root), copies, ack, domain, on_degraded, bool(overwrite))  # type: ignore[arg-type]
+        checked = (_checked_root(root), copies, ack, domain, on_degraded, bool(overwrite), object_store, object_every)
+        return cls(*checked)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class ReaderConfig:
-    """Where a reader looks."""
+    """Where a reader looks. `root` None: in the object store alone."""
 
-    root: str
+    root: str | None
+    object_store: str | None = None
 
     @classmethod
-    def checked(cls, root: str | os.PathLike[str], *, object_store: str | None) -> "ReaderConfig":
+    def checked(cls, root: str | os.PathLike[str] | None, *, object_store: str | None) -> "ReaderConfig":
         """The settings, validated.
 
         Raises:
             ConfigInvalid: naming the argument.
         """
-        _refuse_object_store(object_store)
-        return cls(_checked_root(root))
+        if root is None and object_store is None:
+            raise ConfigInvalid("A reader needs a root, an object_store, or both.")
+        return cls(None if root is None else _checked_root(root), object_store)
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,9 @@ class AgentConfig:
 
     `port` 0: the one that this root's agent had last, or any free one. `idle_exit_s` None: it stays until it is told to
     stop. `lost_after_s`: so long a peer that fell silent is taken to hold its copies; `away_after_s`: the same for one
-    that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`: pace of re-protection and scrub, in MiB a second;
-    `scrub_every_s`: pause between two passes of the scrub. `tls_cert`, `tls_key`: PEM files; with them it speaks TLS only.
+    that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`, `upload_mib_per_s`: pace of re-protection, scrub and
+    uploads to the object store, in MiB a second; `scrub_every_s`: pause between two passes of the scrub. `tls_cert`,
+    `tls_key`: PEM files; with them it speaks TLS only.
     """
 
     root: str
@@ -110,6 +110,7 @@ class AgentConfig:
     copy_mib_per_s: float = 256.0
     scrub_mib_per_s: float = 32.0
     scrub_every_s: float = 86400.0
+    upload_mib_per_s: float = 1024.0
     tls_cert: str = ""
     tls_key: str = ""
 
@@ -118,7 +119,14 @@ class AgentConfig:
             raise ConfigInvalid(f"port must be from 0 (any free one) to 65535, not {self.port}.")
         if self.idle_exit_s is not None and not self.idle_exit_s > 0:
             raise ConfigInvalid(f"idle_exit_s must be positive, not {self.idle_exit_s}.")
-        for name in ("lost_after_s", "away_after_s", "copy_mib_per_s", "scrub_mib_per_s", "scrub_every_s"):
+        for name in (
+            "lost_after_s",
+            "away_after_s",
+            "copy_mib_per_s",
+            "scrub_mib_per_s",
+            "scrub_every_s",
+            "upload_mib_per_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
         if bool(self.tls_cert) != bool(self.tls_key):

@@ -122,6 +122,18 @@ class MeetingFailed(ReplicatedCkptError):
     default_hint = "All ranks of the group must call save or load; for a load on one rank alone pass no_dist=True."
 
 
+class UploadFailed(ReplicatedCkptError):
+    """A checkpoint is not in the object store, and waiting longer does not help or was not asked for. Its copies stand."""
+
+    default_hint = "The copies on the nodes are not affected; the agents go on trying, `/v1/status` tells how it goes."
+
+    def __init__(self, checkpoint_id: str, url: str, why: str) -> None:
+        super().__init__(f"Checkpoint {checkpoint_id!r} is not in {url}: {why}")
+        self.args = (checkpoint_id, url, why)
+        self.checkpoint_id = checkpoint_id
+        self.url = url
+
+
 class MetadataUnsafe(ReplicatedCkptError):
     """`.metadata` names something that DCP metadata does not consist of; it was not unpickled."""
 

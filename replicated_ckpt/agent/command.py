@@ -9,7 +9,7 @@ from replicated_ckpt.agent.launch import TLS_CERT_ENV, TLS_KEY_ENV
 from replicated_ckpt.agent.life import Agent
 from replicated_ckpt.config import AgentConfig
 
-_BACKGROUND = ("lost_after_s", "away_after_s", "copy_mib_per_s", "scrub_mib_per_s", "scrub_every_s")
+_BACKGROUND = ("lost_after_s", "away_after_s", "copy_mib_per_s", "scrub_mib_per_s", "scrub_every_s", "upload_mib_per_s")
 HELP = "Serve one node's store to its peers until stopped (ranks start one by themselves if none runs)."
 
 
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--away-after-s", type=float, help="the same for a peer that said it leaves (default: %(default)s)")
     add("--copy-mib-per-s", type=float, help="pace at which missing copies are made up (default: %(default)s)")
     add("--scrub-mib-per-s", type=float, help="pace of the scrub, which re-reads the store (default: %(default)s)")
+    add("--upload-mib-per-s", type=float, help="pace of uploads to the object store (default: %(default)s)")
     add("--scrub-every-s", type=float, help="pause between two passes of the scrub (default: %(default)s)")
     add(
         "--tls-cert", default=os.environ.get(TLS_CERT_ENV, ""), metavar="FILE", help="certificate (PEM): speak TLS only"

@@ -24,6 +24,7 @@ from replicated_ckpt.agent.endpoint import (
     write_endpoint,
 )
 from replicated_ckpt.agent.greeting import said_goodbye, saying_hello
+from replicated_ckpt.agent.object_routes import ObjectRoutes
 from replicated_ckpt.agent.pace import Pace
 from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import Answer, Request
@@ -31,6 +32,8 @@ from replicated_ckpt.agent.routes import Routes
 from replicated_ckpt.agent.scrub import Scrubber
 from replicated_ckpt.agent.server import AgentServer
 from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.targets import TargetBook
+from replicated_ckpt.agent.upload import Uploader
 from replicated_ckpt.agent.watch import Patience
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import AgentUnavailable
@@ -135,6 +138,7 @@ class Agent:
             log.info("serving %s as %r, completed %d saves", self.config.root, self._endpoint, len(completed))
             self._reprotector.start()
             self._scrubber.start()
+            self._uploader.start()
             self._wait(directory, lock)
             self._leave(server)
         finally:
@@ -155,6 +159,11 @@ class Agent:
         )
         patience = Patience(config.lost_after_s, config.away_after_s)
         self._reprotector = Reprotector(self._service, patience, copying, self._stopping)
+        self._targets = TargetBook(self._service.store.agent_directory())
+        uploading = Pace(config.upload_mib_per_s * (1 << 20), self._stopping)
+        self._uploader = Uploader(
+            self._service, self._targets, uploading, patience, self._stopping, self._reprotector.suspect
+        )
         self._scrubber = Scrubber(
             self._service.store,
             self._service.node_id,
@@ -175,9 +184,13 @@ class Agent:
         said_goodbye(self._service)
         self._reprotector.join()
         self._scrubber.join()
+        self._uploader.join()
 
     def _listening(self, identity: Identity) -> AgentServer:
-        routes = _WatchedRoutes(self._activity, self._service, self._reprotector, self.status, self._stopping.set)
+        objects = ObjectRoutes(self._service, self._targets, self._uploader)
+        routes = _WatchedRoutes(
+            self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set
+        )
         tls = server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
         ports = [self.config.port] if self.config.port or not identity.port else [identity.port, 0]
         for port in ports:
@@ -194,7 +207,7 @@ class Agent:
                 return
             if self.config.idle_exit_s is None:
                 continue
-            if self._reprotector.is_busy or has_clients(directory):
+            if self._reprotector.is_busy or self._uploader.is_busy or has_clients(directory):
                 self._activity.touch()
             elif self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory):
                 log.info("no client and no work for %.0f s", self.config.idle_exit_s)
@@ -218,5 +231,6 @@ class Agent:
             "restoring": self._reprotector.is_busy,
             "protection": self._reprotector.status(),
             "scrub": self._scrubber.status(),
+            "object_store": self._uploader.status(),
             "threads": threading.active_count(),
         }

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from replicated_ckpt.agent.metrics import exposed
+from replicated_ckpt.agent.object_routes import ObjectRoutes
 from replicated_ckpt.agent.repair_routes import RepairRoutes
 from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import Answer, Request, json_answer
@@ -40,16 +42,18 @@ class Routes:
         self,
         service: NodeService,
         reprotector: Reprotector,
+        objects: ObjectRoutes,
         status: Callable[[], Mapping[str, Any]],
         stop: Callable[[], None],
     ) -> None:
         self._service = service
         self._reprotector = reprotector
         self._repair = RepairRoutes(service, reprotector)
+        self._objects = objects
         self._status = status
         self._stop = stop
 
-    def answer(self, request: Request) -> Answer:  # noqa: PLR0911 - one return a verb
+    def answer(self, request: Request) -> Answer:  # noqa: PLR0911, C901 - one return a verb
         """Answer to a request.
 
         Raises:
@@ -59,6 +63,10 @@ class Routes:
         match (request.method, *parts):
             case ("GET", "v1", "status"):
                 return json_answer(**self._status())
+            case ("GET", "metrics"):
+                return Answer(exposed(self._status()))
+            case (_, "v1", "object", *rest):
+                return self._objects.answer(rest, request)
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"))
             case ("GET", "v1", "peers"):
@@ -87,11 +95,15 @@ class Routes:
             case ("POST", "commit"):
                 with request.heartbeat:
                     held = self._service.commit(save_id)
-                return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._reprotector.wake)
+                return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._committed)
             case ("POST", "abort"):
                 self._service.abort(save_id, str(request.document().get("why", "no reason given"))[:500])
                 return json_answer()
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
+
+    def _committed(self) -> None:
+        self._reprotector.wake()
+        self._objects.wake()
 
     def _begin(self, request: Request, save_id: str) -> Answer:
         fields = request.document()
@@ -102,11 +114,12 @@ class Routes:
             raise PeerProtocolError(f"A save cannot be opened with {type(exc).__name__}: {exc}.") from exc
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
+        replaces = self._service.store.final(intent.checkpoint_id).exists()
         sequence_max, leftovers = self._service.begin(intent)
         if leftovers:
             with request.heartbeat:
                 settle(self._service, leftovers, peers)
-        return json_answer(sequence_max=sequence_max)
+        return json_answer(sequence_max=sequence_max, replaces=replaces)
 
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:
         durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"

@@ -8,8 +8,6 @@ from posixpath import normpath, relpath
 from replicated_ckpt.errors import ConfigInvalid
 
 METADATA_NAME = ".metadata"
-BUCKET_METADATA_NAME = ".metadata.bucket"
-"""What becomes `.metadata` in the bucket, where it must differ: shards under the save's own prefix."""
 MANIFEST_NAME = ".manifest.json"
 INTENT_NAME = ".intent.json"
 NODE_NAME = "node.json"
@@ -49,13 +47,19 @@ class ShardName:
         return cls(int(match[1]), int(match[2])) if match else None
 
 
+def is_shard_path(text: str) -> bool:
+    """Whether metadata may say that an item lies there: a shard, in a bucket perhaps under its save's own prefix."""
+    prefix, _, name = text.rpartition("/")
+    return ShardName.parse(name) is not None and (prefix == "" or is_save_id(prefix)) and not text.startswith("/")
+
+
 def is_save_id(text: str) -> bool:
     return _SAVE_ID.fullmatch(text) is not None
 
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a peer may read or write a file of this name inside one checkpoint. Nothing else is ever served."""
-    return name in (METADATA_NAME, MANIFEST_NAME, BUCKET_METADATA_NAME) or ShardName.parse(name) is not None
+    return name in (METADATA_NAME, MANIFEST_NAME) or ShardName.parse(name) is not None
 
 
 def is_checkpoint_id(text: str) -> bool:

@@ -41,8 +41,9 @@ class NodeEntry:
 class UploadEntry:
     """That a save goes to the object tier, and what becomes its `.metadata` there.
 
-    `has_own_prefix`: its shards lie under its own prefix, because it may replace another save of the same id, and
-    `.metadata` differs from the nodes' by that.
+    `has_own_prefix`: its shards lie under its own prefix, because it may replace another save of the same id. Then
+    `.metadata` must name them there, and the nodes' `.metadata` consists of both: the nodes' own, and behind it, where no
+    unpickler looks, the bucket's. Otherwise the two are the same.
     """
 
     url: str
@@ -75,6 +76,15 @@ class Manifest:
         """JSON with a checksum over its own body, one line of each, so that a torn or edited file is noticed."""
         body = json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True, separators=(",", ":"))
         return f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n'.encode()
+
+    def local_metadata(self, raw: bytes) -> bytes:
+        """The part of the nodes' `.metadata` that names shards as they lie on nodes."""
+        has_both = self.upload is not None and self.upload.has_own_prefix
+        return raw[: -self.upload.metadata_bytes] if has_both and self.upload else raw
+
+    def bucket_metadata(self, raw: bytes) -> bytes:
+        """The part of it that names them as they lie in the bucket."""
+        return raw[-self.upload.metadata_bytes :] if self.upload is not None else raw
 
     def owner_of(self, shard: str) -> str:
         entry = self.shards[shard]
@@ -176,8 +186,16 @@ def _checked(manifest: Manifest, source: str) -> Manifest:
         *(["save_id"] if not is_save_id(manifest.save_id) else []),
         *(["checkpoint_id"] if not is_checkpoint_id(manifest.checkpoint_id) else []),
         *(f"holders of {name}" for name, entry in manifest.shards.items() if not known.issuperset(entry.holders)),
+        *(["upload"] if manifest.upload is not None and not _is_possible(manifest, manifest.upload) else []),
         *(f"owner of {name}" for name, entry in manifest.shards.items() if entry.owner_node not in known),
     ]
     if problems:
         raise ManifestInvalid(f"The manifest at {source} contradicts itself: {', '.join(problems)}.")
     return manifest
+
+
+def _is_possible(manifest: Manifest, upload: UploadEntry) -> bool:
+    """Whether the bucket's metadata is the nodes', or a part of it."""
+    if upload.has_own_prefix:
+        return 0 < upload.metadata_bytes < manifest.metadata_bytes
+    return (upload.metadata_bytes, upload.metadata_crc32c) == (manifest.metadata_bytes, manifest.metadata_crc32c)

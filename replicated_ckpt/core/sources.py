@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.layout import OBJECT_NODE
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ def source_orders(
     own_node: str,
     reader_key: str,
 ) -> tuple[SourceOrder, ...]:
-    """Order of sources per shard: own store first, then the peers, each peer with the least planned bytes first.
+    """Order of sources per shard: own store, then the peers, each with the least planned bytes first, then the bucket.
 
     Ties between equally loaded peers are broken by a hash of `reader_key` (which differs between readers) and the
     shard, so that many readers spread over the holders without talking to each other.
@@ -30,7 +31,11 @@ def source_orders(
     for shard in sorted(size_by_shard, key=lambda name: (-size_by_shard[name], name)):
         peers = sorted(
             (node for node in holders_by_shard.get(shard, ()) if node != own_node),
-            key=lambda node: (planned_bytes.get(node, 0), crc32c(f"{reader_key}/{shard}/{node}".encode())),
+            key=lambda node: (
+                node == OBJECT_NODE,
+                planned_bytes.get(node, 0),
+                crc32c(f"{reader_key}/{shard}/{node}".encode()),
+            ),
         )
         own = [own_node] if own_node in holders_by_shard.get(shard, ()) else []
         if peers and not own:

@@ -35,10 +35,14 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class Opened:
-    """What became of the opening of a save: the largest sequence that any node has committed, and who did not answer."""
+    """What became of the opening of a save: the largest sequence that any node has committed, and who did not answer.
+
+    `replaces`: some node holds the checkpoint already.
+    """
 
     sequence_max: int
     unreached: tuple[str, ...] = ()
+    replaces: bool = False
 
 
 class Committed:
@@ -69,15 +73,17 @@ class AgentCluster:
             "peers": [address.to_json() for address in self._by_node.values()],
         }
 
-        def opened(node: str) -> int:
+        def opened(node: str) -> tuple[int, bool]:
             with AgentClient(self._by_node[node]) as client:
-                return int(client.call("POST", f"/v1/saves/{intent.save_id}", document)["sequence_max"])
+                answer = client.call("POST", f"/v1/saves/{intent.save_id}", document)
+                return int(answer["sequence_max"]), bool(answer["replaces"])
 
-        outcome = FanOut[str, int]().run(self._by_node, opened)
+        outcome = FanOut[str, tuple[int, bool]]().run(self._by_node, opened)
         for node, error in outcome.errors.items():
             if node == self._own_node or not isinstance(error, StoreUnavailable):
                 raise error
-        return Opened(max(outcome.results.values()), tuple(outcome.errors))
+        sequence_max = max(sequence for sequence, _ in outcome.results.values())
+        return Opened(sequence_max, tuple(outcome.errors), any(replaces for _, replaces in outcome.results.values()))
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
         def committed(node: str) -> tuple[str, ...]:
@@ -105,9 +111,10 @@ class LoneNode:
         self._service = NodeService(store)
 
     def begin(self, intent: Intent) -> Opened:
+        replaces = self._service.store.final(intent.checkpoint_id).exists()
         sequence_max, leftovers = self._service.begin(intent)
         settle(self._service, leftovers, ())
-        return Opened(sequence_max)
+        return Opened(sequence_max, replaces=replaces)
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:  # noqa: ARG002 - staged here already
         return Committed({self._service.node_id: self._service.commit(save_id)}, {})

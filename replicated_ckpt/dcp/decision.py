@@ -6,6 +6,7 @@ from typing import Any
 
 from replicated_ckpt.core.placement import PlacedNode, Placement, placed
 from replicated_ckpt.dcp.node import NodePost
+from replicated_ckpt.dcp.object_tier import UploadPlan
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.local import Intent
@@ -28,6 +29,7 @@ class SaveDecision:
     session: str = ""
     overwrite: bool = False
     unreached: tuple[str, ...] = ()
+    upload: UploadPlan | None = None
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies first."""
@@ -71,6 +73,7 @@ class SaveDecision:
             fields["session"],
             fields["overwrite"],
             tuple(fields["unreached"]),
+            None if fields["upload"] is None else UploadPlan(**fields["upload"]),
         )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
@@ -10,7 +11,8 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
+from replicated_ckpt.core.mark import own_prefix
 from replicated_ckpt.dcp.cluster import Cluster, Committed
 from replicated_ckpt.dcp.decision import Receipt, SaveDecision
 from replicated_ckpt.dcp.metadata import encoded_metadata
@@ -74,7 +76,7 @@ def _described(
     unwritten = {info.relative_path for info in metadata.storage_data.values()} - set(shards)
     if unwritten:
         raise SaveAborted(f"No rank has written {sorted(unwritten)} for save {decision.save_id}.")
-    raw_metadata = encoded_metadata(metadata)
+    raw_metadata, upload = _encoded(metadata, decision)
     manifest = Manifest(
         save_id=decision.save_id,
         checkpoint_id=decision.checkpoint_id,
@@ -88,8 +90,25 @@ def _described(
             NodeEntry(node.node_id, node.host, node.domain, decision.ranks_of(node.node_id)) for node in decision.nodes
         ),
         shards=shards,
+        upload=upload,
     )
     return raw_metadata, manifest
+
+
+def _encoded(metadata: Metadata, decision: SaveDecision) -> tuple[bytes, UploadEntry | None]:
+    """The bytes of `.metadata`, and what of them becomes the bucket's, where shards may lie under the save's own prefix."""
+    raw = encoded_metadata(metadata)
+    plan = decision.upload
+    if plan is None:
+        return raw, None
+    if not plan.has_own_prefix:
+        return raw, UploadEntry(plan.url, False, len(raw), crc32c(raw))
+    prefix = own_prefix(decision.save_id)
+    elsewhere = {
+        index: replace(info, relative_path=prefix + info.relative_path) for index, info in metadata.storage_data.items()
+    }
+    bucket = encoded_metadata(replace(metadata, storage_data=elsewhere))
+    return raw + bucket, UploadEntry(plan.url, True, len(bucket), crc32c(bucket))
 
 
 def _shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mapping[str, ShardEntry]:

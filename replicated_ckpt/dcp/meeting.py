@@ -11,8 +11,9 @@ from replicated_ckpt.dcp.survey import Survey, Surveyor, seen_sequence
 from replicated_ckpt.dcp.world import Blackboard, World
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
+from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.fanout import FanOut
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local import LocalStore, is_nowhere
 
 MEETING_TIMEOUT_S = 300.0
 """How long a load waits for the slowest rank; DCP's own first collective would wait as long or longer."""
@@ -29,30 +30,31 @@ class AgreedError(Exception):
         self.error = error
 
 
-def met(store: LocalStore, world: World, given_id: str | None) -> Survey:
-    """The survey for a load of `given_id`, the same on every rank.
+def met(store: LocalStore, world: World, given_id: str | None, bucket: Bucket | None = None) -> Survey:
+    """The survey for a load of `given_id`, the same on every rank; only the coordinator looks into the bucket.
 
     Raises:
         AgreedError: with the error that every rank raises. ReplicatedCkptError: this rank's alone.
     """
     if world.blackboard is None:
-        return _alone(store, given_id)
+        return _alone(store, given_id, bucket)
     try:
-        post: dict[str, Any] = {"checkpoint_id": _resolved(store, given_id), "node": node_post(store, None).to_json()}
+        node = None if is_nowhere(store) else node_post(store, None).to_json()
+        post: dict[str, Any] = {"checkpoint_id": _resolved(store, given_id), "node": node}
     except ReplicatedCkptError as exc:
         post = {"error": _packed(exc)}
     nonce = world.blackboard.post("load", post)
     if world.is_coordinator:
-        _coordinate(store, world, world.blackboard)
+        _coordinate(store, world, world.blackboard, bucket)
     decision = world.blackboard.decision("load", nonce, MEETING_TIMEOUT_S)
     if "error" in decision:
         raise AgreedError(_unpacked(decision["error"]))
     return Survey.from_json(decision["survey"])
 
 
-def _alone(store: LocalStore, given_id: str | None) -> Survey:
+def _alone(store: LocalStore, given_id: str | None, bucket: Bucket | None) -> Survey:
     peers = PeerBook(store.root_agent_directory()).known()
-    return Surveyor(store, store.known_node_id(), peers).surveyed(_resolved(store, given_id))
+    return Surveyor(store, store.known_node_id(), peers, bucket).surveyed(_resolved(store, given_id))
 
 
 def _resolved(store: LocalStore, given_id: str | None) -> str:
@@ -61,30 +63,36 @@ def _resolved(store: LocalStore, given_id: str | None) -> str:
     return LATEST if given_id == LATEST else checkpoint_id_under(str(store.root), given_id)
 
 
-def _coordinate(store: LocalStore, world: World, board: Blackboard) -> None:
+def _coordinate(store: LocalStore, world: World, board: Blackboard, bucket: Bucket | None) -> None:
     key = (world.group_name, world.size)
     posts = board.posts("load", MEETING_TIMEOUT_S, _consumed.get(key, ()))
     _consumed[key] = [post["nonce"] for post in posts]
     try:
-        outcome: Mapping[str, Any] = {"survey": _surveyed(store, world, posts).to_json()}
+        outcome: Mapping[str, Any] = {"survey": _surveyed(store, world, posts, bucket).to_json()}
     except ReplicatedCkptError as exc:
         outcome = {"error": _packed(exc)}
     board.decide("load", posts, outcome)
 
 
-def _surveyed(store: LocalStore, world: World, posts: Sequence[Mapping[str, Any]]) -> Survey:
+def _surveyed(
+    store: LocalStore, world: World, posts: Sequence[Mapping[str, Any]], bucket: Bucket | None = None
+) -> Survey:
     for post in posts:
         if "error" in post:
             raise _unpacked(post["error"])
     ids = {rank: post["checkpoint_id"] for rank, post in enumerate(posts)}
     if len(set(ids.values())) > 1:
         raise CheckpointIdMismatch(ids)
-    nodes = {post["node"]["node_id"]: NodePost.from_json(post["node"]) for post in posts}
+    nodes = {post["node"]["node_id"]: NodePost.from_json(post["node"]) for post in posts if post["node"] is not None}
+    if is_nowhere(store):
+        return Surveyor(store, store.known_node_id(), [node.address for node in nodes.values()], bucket).surveyed(
+            ids[0]
+        )
     own = posts[world.rank]["node"]["node_id"]
     addresses = [node.address for node in nodes.values()]
     _introduced(addresses, world.session)
     absent = [peer for peer in PeerBook(store.agent_directory()).known() if peer.node_id not in nodes]
-    survey = Surveyor(store, own, [*addresses, *absent]).surveyed(ids[0])
+    survey = Surveyor(store, own, [*addresses, *absent], bucket).surveyed(ids[0])
     _tell_sequence(addresses, survey, seen_sequence(store))
     return survey
 

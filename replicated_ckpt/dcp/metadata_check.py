@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.core.layout import is_shard_path
 from replicated_ckpt.dcp.torch_private import StorageInfo
 from replicated_ckpt.errors import MetadataUnsafe
 
@@ -75,7 +75,7 @@ def _place_problems(places: dict[object, object]) -> Iterator[str]:
 def _is_place(fields: dict[str, object]) -> bool:
     name, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
     is_range = type(offset) is int and type(length) is int and offset >= 0 and length >= 0
-    return is_range and type(name) is str and ShardName.parse(name) is not None
+    return is_range and type(name) is str and is_shard_path(name)
 
 
 def _is_size(size: object) -> TypeGuard[torch.Size]:

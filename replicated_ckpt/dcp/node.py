@@ -50,6 +50,15 @@ class NodePost:
         )
 
 
+def current_address(store: LocalStore, domain: str | None, known: AgentAddress) -> AgentAddress:
+    """Where this node's agent is now; it may have died and been started again. `known` if it does not answer."""
+    try:
+        return node_post(store, domain).address
+    except AgentUnavailable as exc:
+        log.warning("this node will publish the checkpoint later: %s", exc)
+        return known
+
+
 def node_post(store: LocalStore, domain: str | None) -> NodePost:
     """Presents this node; its agent runs when this returns, or hangs: then it is presented where it should answer.
 

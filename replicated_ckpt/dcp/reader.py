@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,22 +12,22 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from replicated_ckpt.agent.mend import tell_suspect
 from replicated_ckpt.config import ReaderConfig
-from replicated_ckpt.core.checksum import crc32c
-from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.core.mark import own_prefix
 from replicated_ckpt.core.sources import ByteRange, merged
 from replicated_ckpt.dcp.items import ItemReader
 from replicated_ckpt.dcp.meeting import AgreedError, met
-from replicated_ckpt.dcp.metadata import decoded_metadata
+from replicated_ckpt.dcp.metadata_copies import verified_metadata
 from replicated_ckpt.dcp.report import LoadReport
 from replicated_ckpt.dcp.shard_reader import ShardReader
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.dcp.torch_private import StorageInfo, calling
 from replicated_ckpt.dcp.world import world_of_call
-from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ObjectCorrupt, ReplicatedCkptError, ShardLost
-from replicated_ckpt.stores.agent_client import AgentClient, file_path
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ReplicatedCkptError, ShardLost
+from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.stores.local import NOWHERE, LocalStore
+from replicated_ckpt.stores.object_open import opened_client
+from replicated_ckpt.stores.object_url import ObjectTarget
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ MERGED_GAP_BYTES = 64 << 10
 
 
 class ReplicatedReader(StorageReader):
-    """Loads a checkpoint from whatever survived: own store first, then any peer that holds a copy.
+    """Loads a checkpoint from whatever survived: own store first, then any peer that holds a copy, then the object store.
 
     After `dcp.load` returns, every tensor holds the bytes that were saved, each checked against the checksum taken then;
     on any number of ranks, on blank nodes too. If no intact copy of a needed shard is left, every rank raises, and the
@@ -46,9 +46,12 @@ class ReplicatedReader(StorageReader):
 
     Args:
         root: this node's store. It may be empty (a replaced node), and is then filled with nothing but its identity.
+            None: no store and no agent, only the object store; one process or any number.
         process_group: ranks of the load; None takes the one passed to `dcp.load`.
         no_dist: load on this process alone, although a process group exists; None takes what `dcp.load` was passed.
-        object_store: reserved for the object tier; must be None.
+        object_store: the bucket that the writer was given, "s3://bucket/prefix", say. Checkpoints that stock torch's
+            FsspecWriter wrote there can be loaded, too; nobody took checksums of them.
+        storage_options: how to get there, as s3fs takes it.
 
     One reader serves many loads, one at a time.
 
@@ -58,18 +61,21 @@ class ReplicatedReader(StorageReader):
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: str | os.PathLike[str] | None = None,
         *,
         process_group: "dist.ProcessGroup | None" = None,
         no_dist: bool | None = None,
         object_store: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.config = ReaderConfig.checked(root, object_store=object_store)
         self.last_load: LoadReport | None = None
         self._process_group = process_group
         self._no_dist = no_dist
-        self._store = LocalStore(self.config.root)
+        self._store = LocalStore(self.config.root or NOWHERE)
+        self._target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
+        self._bucket: Bucket | None = None
         self._given_id: str | None = None
         self._items = ItemReader()
         self._forget()
@@ -100,7 +106,7 @@ class ReplicatedReader(StorageReader):
         self._is_met = True
         self._world = world_of_call(self._process_group, self._no_dist)
         try:
-            self._survey = met(self._store, self._world, self._given_id)
+            self._survey = met(self._store, self._world, self._given_id, self._opened_bucket())
         except AgreedError as exc:
             self._failure = exc.error
             raise exc.error from None
@@ -123,7 +129,8 @@ class ReplicatedReader(StorageReader):
         if self._failure is not None:
             raise self._failure
         try:
-            return self._metadata()
+            key = f"rank {self._world.rank}"
+            return verified_metadata(self._store, self._surveyed, self._opened_bucket(), key)
         except ReplicatedCkptError as exc:
             self._failure = exc
             raise
@@ -139,16 +146,14 @@ class ReplicatedReader(StorageReader):
             ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
         """
         manifest, found = self._surveyed.manifest, self._surveyed.found
-        needed = {self._info(item).relative_path for item in plan.items}
+        needed = {self._shard(item) for item in plan.items}
         unknown = needed - set(manifest.shards)
         if unknown:
             raise ManifestInvalid(f"The .metadata names {sorted(unknown)}, which the manifest does not know.")
         for item in plan.items:
             info = self._info(item)
-            if info.offset + info.length > manifest.shards[info.relative_path].size_bytes:
-                raise ManifestInvalid(
-                    f"The .metadata has {item.storage_index.fqn!r} beyond {info.relative_path}'s end."
-                )
+            if info.offset + info.length > manifest.shards[self._shard(item)].size_bytes:
+                raise ManifestInvalid(f"The .metadata has {item.storage_index.fqn!r} beyond {self._shard(item)}'s end.")
         lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in needed})
         if lost:
             owners = {shard: manifest.owner_of(shard) for shard in lost}
@@ -166,9 +171,10 @@ class ReplicatedReader(StorageReader):
         """
         items_by_shard: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            items_by_shard.setdefault(self._info(item).relative_path, []).append(item)
+            items_by_shard.setdefault(self._shard(item), []).append(item)
         own_node = self._store.known_node_id()
-        reader = ShardReader(self._store, own_node, self._surveyed, sorted(items_by_shard), f"rank {self._world.rank}")
+        key, bucket = f"rank {self._world.rank}", self._opened_bucket()
+        reader = ShardReader(self._store, own_node, self._surveyed, sorted(items_by_shard), key, bucket)
         try:
             for shard, items in sorted(items_by_shard.items()):
                 self._read_shard(reader, shard, items, planner)
@@ -176,13 +182,14 @@ class ReplicatedReader(StorageReader):
         finally:
             reader.close()
             reader.tell_suspects()
+            self._close_bucket()
         traffic = reader.traffic
         self.last_load = LoadReport(
             self._surveyed.found.checkpoint_id,
             self._surveyed.found.save_id,
             traffic.bytes_local,
             traffic.bytes_peer,
-            0,
+            traffic.bytes_object,
             len(plan.items),
             time.monotonic() - self._started_at,
             tuple(traffic.bad_copies),
@@ -209,6 +216,10 @@ class ReplicatedReader(StorageReader):
             )
         return info
 
+    def _shard(self, item: ReadItem) -> str:
+        """Name of the shard that an item lies in; in a bucket its path may have the save's own prefix before it."""
+        return str(self._info(item).relative_path).removeprefix(own_prefix(self._surveyed.found.save_id))
+
     def _read_shard(self, reader: ShardReader, shard: str, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         ranges = [ByteRange(self._info(item).offset, self._info(item).length) for item in items]
         for span, members in merged(ranges, MERGED_GAP_BYTES, MERGED_BYTES_MAX):
@@ -217,48 +228,23 @@ class ReplicatedReader(StorageReader):
                 start = ranges[index].offset - span.offset
                 self._items.read(raw[start : start + ranges[index].length], items[index], planner, shard)
 
-    def _metadata(self) -> Metadata:
-        survey = self._surveyed
-        manifest = survey.manifest
-        problems: list[str] = []
-        for node, source, raw in self._metadata_copies(problems):
-            if crc32c(raw) == manifest.metadata_crc32c:
-                return decoded_metadata(raw, source)
-            expected = f"expected CRC32C {manifest.metadata_crc32c:08x}, found {crc32c(raw):08x}"
-            problems.append(str(ObjectCorrupt(source, "read", METADATA_NAME, expected)))
-            log.warning("%s", problems[-1])
-            for address in (address for address in survey.addresses if address.node_id == node):
-                tell_suspect(address, survey.found.checkpoint_id, survey.found.save_id, METADATA_NAME, problems[-1])
-        lost = {METADATA_NAME: "every node of the save"}
-        raise ShardLost(survey.found.checkpoint_id, lost, [*survey.searched, *problems])
+    def _opened_bucket(self) -> Bucket | None:
+        """The bucket, from the first use in a load to its end: a client must not be forked with its user."""
+        if self._bucket is None and self._target is not None:
+            self._bucket = Bucket(opened_client(self._target))
+        return self._bucket
 
-    def _metadata_copies(self, problems: list[str]) -> Iterator[tuple[str, str, bytes]]:
-        """Node, its name and bytes of each copy of `.metadata`, the own one first; `problems` gets the unreadable ones."""
-        save = self._surveyed.found
-        own_node, size = self._store.known_node_id(), self._surveyed.manifest.metadata_bytes
-        if any(holding.node_id == own_node and holding.has_metadata for holding in save.holdings):
-            path = self._store.final(save.checkpoint_id) / METADATA_NAME
-            try:
-                with path.open("rb") as file:
-                    raw = file.read(min(path.stat().st_size, size + 1))  # one byte too many is enough not to match
-                yield own_node, f"node {own_node}", raw
-            except OSError as exc:
-                problems.append(f"node {own_node}: {exc}")
-        key = f"rank {self._world.rank}"
-        for address in sorted(self._surveyed.addresses, key=lambda peer: crc32c(f"{key}/{peer.node_id}".encode())):
-            try:
-                with AgentClient(address) as client:
-                    raw = client.fetch_file(file_path(save.checkpoint_id, save.save_id, METADATA_NAME), size)
-                yield address.node_id, address.label, raw
-            except ReplicatedCkptError as exc:
-                problems.append(str(exc))
+    def _close_bucket(self) -> None:
+        if self._bucket is not None:
+            self._bucket.client.close()
+            self._bucket = None
 
     @property
     def checkpoint_id(self) -> str:
         """The checkpoint that was found; before that, the id as it was given, or the root."""
         if self._survey is not None:
             return self._survey.found.checkpoint_id
-        return self._given_id or self.config.root
+        return self._given_id or self.config.root or self.config.object_store or ""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

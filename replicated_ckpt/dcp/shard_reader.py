@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from replicated_ckpt.agent.mend import tell_suspect
+from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.sources import source_orders
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.any_source import AnySource, Source
+from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.object_shard import ObjectShard, UncheckedShard
 from replicated_ckpt.stores.peer import PeerShard
 from replicated_ckpt.stores.shard_file import ShardFile
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
@@ -26,6 +29,7 @@ class Traffic:
 
     bytes_local: int = 0
     bytes_peer: int = 0
+    bytes_object: int = 0
     bad_copies: list[str] = field(default_factory=list)
 
 
@@ -33,11 +37,18 @@ class ShardReader:
     """Reads verified ranges of a save's shards. Used by one thread; `close` gives every connection back."""
 
     def __init__(
-        self, store: LocalStore, own_node: str, survey: Survey, shards: Sequence[str], reader_key: str
+        self,
+        store: LocalStore,
+        own_node: str,
+        survey: Survey,
+        shards: Sequence[str],
+        reader_key: str,
+        bucket: Bucket | None = None,
     ) -> None:
         self._store = store
         self._own_node = own_node
         self._survey = survey
+        self._bucket = bucket
         self._manifest: Manifest = survey.manifest
         self._address_by_node = {address.node_id: address for address in survey.addresses}
         self._nodes_by_shard = self._ordered(shards, reader_key)
@@ -66,6 +77,8 @@ class ShardReader:
             raise ShardLost(self._manifest.checkpoint_id, {shard: self._manifest.owner_of(shard)}, searched)
         if source.last_node == self._own_node:
             self.traffic.bytes_local += length
+        elif source.last_node == OBJECT_NODE:
+            self.traffic.bytes_object += length
         else:
             self.traffic.bytes_peer += length
         return raw
@@ -77,11 +90,15 @@ class ShardReader:
         return self._open[shard]
 
     def _shard_at(self, shard: str, node: str) -> VerifiedShard:
-        entry, save = self._manifest.shards[shard], self._survey.found
+        survey, save, entry = self._survey, self._survey.found, self._manifest.shards[shard]
         expected = Expected(entry.size_bytes, entry.crc32c)
         if node == self._own_node:
             fd = self._store.open_file(save.checkpoint_id, save.save_id, shard)
             return ShardFile(fd, f"node {node} at {self._store.root}", f"{save.checkpoint_id}/{shard}", expected)
+        if node == OBJECT_NODE and self._bucket is not None and survey.in_bucket is not None:
+            key = f"{save.checkpoint_id}/{survey.in_bucket.prefix}{shard}"
+            kind = UncheckedShard if survey.in_bucket.metadata_crc32c is None else ObjectShard
+            return kind(self._bucket, key, expected)
         client = AgentClient(self._address_by_node[node])
         return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, MANIFEST_NAME
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, MANIFEST_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decoded_manifest
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
@@ -19,8 +19,9 @@ from replicated_ckpt.errors import (
     ShardLost,
 )
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.bucket import Bucket, BucketSave, manifest_in
 from replicated_ckpt.stores.fanout import FanOut
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local import LocalStore, is_nowhere
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +30,33 @@ _seen_by_root: dict[Path, int] = {}
 
 
 @dataclass(frozen=True)
+class InBucket:
+    """How a save lies in the bucket. `metadata_crc32c` None: stock torch wrote it, and there are no checksums."""
+
+    prefix: str
+    metadata_bytes: int
+    metadata_crc32c: int | None
+
+    @classmethod
+    def of(cls, save: BucketSave) -> "InBucket":
+        if save.mark is None:
+            return cls("", save.metadata_bytes, None)
+        return cls(save.mark.prefix, save.metadata_bytes, save.mark.metadata_crc32c)
+
+
+@dataclass(frozen=True)
 class Survey:
     """The save to load and where it lies. Every rank of a load acts on the same one.
 
-    `addresses` are the peers that answered; `searched` tells in words every place that was looked at.
+    `addresses` are the peers that answered; `searched` tells in words every place that was looked at. `in_bucket` is None
+    if the save does not lie there.
     """
 
     manifest_raw: str
     holdings: tuple[Holding, ...]
     addresses: tuple[AgentAddress, ...]
     searched: tuple[str, ...]
+    in_bucket: InBucket | None = None
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -58,13 +76,18 @@ class Survey:
             tuple(Holding.from_json(holding) for holding in fields["holdings"]),
             tuple(AgentAddress.from_json(address) for address in fields["addresses"]),
             tuple(fields["searched"]),
+            None if fields["in_bucket"] is None else InBucket(**fields["in_bucket"]),
         )
 
 
 class Surveyor:
-    """Looks at this node's store directly and at the peers' through their agents."""
+    """Looks at this node's store and the bucket directly and at the peers' stores through their agents."""
 
-    def __init__(self, store: LocalStore, own_node: str, peers: Iterable[AgentAddress]) -> None:
+    def __init__(
+        self, store: LocalStore, own_node: str, peers: Iterable[AgentAddress], bucket: Bucket | None = None
+    ) -> None:
+        self._bucket = bucket
+        self._in_bucket: dict[str, BucketSave] = {}
         self._store = store
         self._own_node = own_node
         by_node = {peer.node_id: peer for peer in peers}
@@ -103,7 +126,8 @@ class Surveyor:
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         holdings = list(self._store.catalog.holdings(self._own_node, checkpoint_id))
-        self._searched[self._own_node] = f"node {self._own_node} at {self._store.root} (own store)"
+        if not is_nowhere(self._store):
+            self._searched[self._own_node] = f"node {self._own_node} at {self._store.root} (own store)"
         path = "/v1/holdings" + (f"?checkpoint_id={checkpoint_id}" if checkpoint_id else "")
 
         def asked(node: str) -> list[Holding]:
@@ -121,13 +145,29 @@ class Surveyor:
         for node, error in outcome.errors.items():
             self._searched[node] = f"{self._by_node[node].label}: not reached ({error.message})"
             del self._by_node[node]
-        return holdings
+        return [*holdings, *self._bucket_holdings(checkpoint_id)]
+
+    def _bucket_holdings(self, checkpoint_id: str | None) -> list[Holding]:
+        if self._bucket is None:
+            return []
+        url = self._bucket.client.target.url
+        try:
+            found = self._bucket.saves() if checkpoint_id is None else [self._bucket.save_of(checkpoint_id)]
+        except ReplicatedCkptError as exc:
+            log.warning("%s is not used: %s", url, exc)
+            self._searched[OBJECT_NODE] = f"{url}: not reached ({exc.message})"
+            return []
+        self._searched[OBJECT_NODE] = url
+        self._in_bucket = {save.save_id: save for save in found if save is not None}
+        return [save.holding for save in self._in_bucket.values()]
 
     def _manifest_raw(self, save: SaveFound) -> str | None:
         """The manifest of a save, from the first holder whose copy is believed."""
-        for holding in sorted(save.holdings, key=lambda found: found.node_id != self._own_node):
+        for holding in sorted(save.holdings, key=self._distance):
             try:
-                if holding.node_id == self._own_node:
+                if holding.node_id == OBJECT_NODE and self._bucket is not None:
+                    raw = manifest_in(self._bucket, self._in_bucket[save.save_id])
+                elif holding.node_id == self._own_node:
                     raw = (self._store.final(holding.checkpoint_id) / MANIFEST_NAME).read_bytes()
                 else:
                     with AgentClient(self._by_node[holding.node_id]) as client:
@@ -138,9 +178,14 @@ class Surveyor:
                 log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)
         return None
 
+    def _distance(self, holding: Holding) -> int:
+        return [self._own_node, holding.node_id, OBJECT_NODE].index(holding.node_id)
+
     def _survey(self, save: SaveFound, manifest_raw: str) -> Survey:
         own = () if self._own_address is None else (self._own_address,)
-        return Survey(manifest_raw, save.holdings, (*own, *self._by_node.values()), self._places())
+        there = self._in_bucket.get(save.save_id)
+        in_bucket = None if there is None else InBucket.of(there)
+        return Survey(manifest_raw, save.holdings, (*own, *self._by_node.values()), self._places(), in_bucket)
 
     def _places(self) -> tuple[str, ...]:
         return tuple(self._searched.values())

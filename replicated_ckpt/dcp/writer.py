@@ -1,13 +1,12 @@
 """The StorageWriter that users pass to `dcp.save`: drives one save through its steps, on every rank."""
 
 import contextlib
-import fcntl
 import logging
 import os
 import time
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +19,26 @@ from torch.futures import Future
 from replicated_ckpt import failpoints
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.layout import checkpoint_id_under
-from replicated_ckpt.dcp.cluster import AgentCluster, Cluster, LoneNode
+from replicated_ckpt.dcp.cluster import AgentCluster, Cluster, LoneNode, Opened
 from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, decided, weaknesses
 from replicated_ckpt.dcp.finish import commit_save
-from replicated_ckpt.dcp.node import lone_post, node_post
+from replicated_ckpt.dcp.node import current_address, lone_post, node_post
+from replicated_ckpt.dcp.object_tier import WAIT_TIMEOUT_S, ObjectTier
 from replicated_ckpt.dcp.report import SaveReport
 from replicated_ckpt.dcp.shard_writer import ShardWriter, WrittenShard
 from replicated_ckpt.dcp.survey import seen_sequence
 from replicated_ckpt.dcp.world import world_of_call
-from replicated_ckpt.errors import AckNotReached, AgentUnavailable, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
+from replicated_ckpt.errors import (
+    AckNotReached,
+    CheckpointExists,
+    ConfigInvalid,
+    ReplicatedCkptError,
+    ReplicatedCkptWarning,
+    SaveAborted,
+)
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.object_url import ObjectTarget
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +56,17 @@ class ReplicatedWriter(StorageWriter):
         root: this node's store, a directory on its own disk. Ranks with the same store are one node.
         copies: copies of every shard, the local one counted. With fewer nodes there are as many as nodes.
         ack: what has happened when `dcp.save` returns. "local": the own shard is durable, the copies follow;
-            "peer-memory": the copies are in the peers' memory; "peer": they are durable there.
+            "peer-memory": the copies are in the peers' memory; "peer": they are durable there; "object": it is
+            committed in the object store, too.
         domain: failure domain of this node (rack, switch, zone); buddies are in different ones where possible.
         on_degraded: when a copy cannot be made during a save: "warn" (ReplicatedCkptWarning) and go on with fewer, or
             "raise" AckNotReached.
         overwrite: allow a save to an id that exists; the old checkpoint stays loadable until the new one is committed.
         process_group: ranks of the save; None takes the one passed to `dcp.save`.
-        object_store: reserved for the object tier; must be None.
+        object_store: where every checkpoint goes besides, by the nodes' agents: "s3://bucket/prefix", or any URL that
+            fsspec knows. `dcp.save` does not wait for it unless ack="object"; `wait` does.
+        storage_options: how to get there, as s3fs takes it; what is not given comes from the environment or a profile.
+        object_every: only every so many-th checkpoint of the run goes there.
 
     One writer serves many saves, one at a time; it may be used from the thread of `dcp.async_save`.
 
@@ -73,6 +85,8 @@ class ReplicatedWriter(StorageWriter):
         overwrite: bool = False,
         process_group: "dist.ProcessGroup | None" = None,
         object_store: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        object_every: int = 1,
     ) -> None:
         super().__init__()
         self.config = WriterConfig.checked(
@@ -83,11 +97,14 @@ class ReplicatedWriter(StorageWriter):
             on_degraded=on_degraded,
             overwrite=overwrite,
             object_store=object_store,
+            object_every=object_every,
         )
+        target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self.last_save: SaveReport | None = None
         self._process_group = process_group
         self._store = LocalStore(self.config.root)
         self._shards = ShardWriter(self._store)
+        self._object_tier = ObjectTier(self._store, target, object_every)
         self._next_id: str | os.PathLike[str] | None = None
         self._given_id: str | os.PathLike[str] | None = None
         self._held: contextlib.ExitStack = contextlib.ExitStack()
@@ -133,6 +150,7 @@ class ReplicatedWriter(StorageWriter):
         else:
             self._post = SavePost(checkpoint_id, node_post(self._store, self.config.domain))
             self._nonce = self._world.blackboard.post("save", self._post.to_json())
+        self._hand_over_bucket()
         failpoints.reach("rank.presented")
         return plan
 
@@ -158,8 +176,7 @@ class ReplicatedWriter(StorageWriter):
             self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
             raise
         failpoints.reach("coordinator.opened")
-        sequence = max(opened.sequence_max, seen_sequence(self._store)) + 1
-        self._decision = replace(decision, sequence=sequence, unreached=opened.unreached)
+        self._decision = self._numbered(replace(decision, unreached=opened.unreached), opened)
         if board is not None:
             board.decide("save", raw_posts, self._decision.to_json())
         failpoints.reach("coordinator.placed")
@@ -187,9 +204,11 @@ class ReplicatedWriter(StorageWriter):
         self._receipt = receipt
         failpoints.reach("rank.written")
         if board is not None:
-            address = self._current_address().to_json()
+            address = current_address(self._store, self.config.domain, self._post.node.address).to_json()
             board.post("receipt", {**receipt.to_json(), "save_id": self._decision.save_id, "address": address})
         failpoints.reach("rank.receipted")
+        if self._decision.upload is not None:
+            self._object_tier.expect(self._decision.save_id, self._decision.checkpoint_id)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -210,14 +229,55 @@ class ReplicatedWriter(StorageWriter):
         finally:
             self._held.close()
         self._degraded(problems)
+        if self._decision.upload is not None:
+            self._object_tier.committed()
+            if self.config.ack == "object":
+                self.wait()
+
+    def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
+        """Waits until this writer's saves are committed in the object store; returns the ids of those it waited for.
+
+        Every rank may call it, or one: each asks its own node's agent, no rank waits for another.
+
+        Raises:
+            UploadFailed: one is not, and trying longer does not help, or the time is over. Its copies on the nodes stand,
+                the agents go on trying, and the next `wait` waits for it again.
+        """
+        return self._object_tier.wait(timeout_s)
 
     # Steps -------------------------------------------------------------------------------------------------------
+
+    def _hand_over_bucket(self) -> None:
+        try:
+            self._object_tier.hand_over()
+        except ReplicatedCkptError as exc:
+            self._degraded([f"this node's agent does not know the object store: {exc}"])
+
+    def _numbered(self, decision: SaveDecision, opened: Opened) -> SaveDecision:
+        """The decision with its place in the order of all saves, and whether it goes to the bucket.
+
+        Raises:
+            CheckpointExists: the bucket holds it already; the save is given up everywhere.
+        """
+        sequence = max(opened.sequence_max, seen_sequence(self._store)) + 1
+        if not self._object_tier.takes(sequence):
+            return replace(decision, sequence=sequence)
+        try:
+            found = self._object_tier.probed(
+                decision.checkpoint_id, replaces=opened.replaces, overwrite=self.config.overwrite
+            )
+        except CheckpointExists as exc:
+            self._cluster.abort(decision.save_id, str(exc))
+            raise
+        if found.problem:
+            self._degraded([f"{found.problem} The copies on the nodes are made"])
+        return replace(decision, sequence=max(sequence, found.sequence_max + 1), upload=found.plan)
 
     def _written(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Receipt]:
         decision, rank = self._decision, self._world.rank
         if decision.node_of(rank).node_id in decision.unreached:
             self._store.begin(decision.intent)
-        self._hold(decision.save_id)
+        self._held.callback(os.close, self._store.held(decision.save_id))
         shard: WrittenShard | None = None
         if plan.items:
             shard = self._shards.write(
@@ -236,23 +296,6 @@ class ReplicatedWriter(StorageWriter):
             raise AckNotReached(decision.placement.copies, have, "; ".join(shard.missed))
         self._degraded(shard.missed)
         return shard.results, Receipt((shard.receipt,))
-
-    def _hold(self, save_id: str) -> None:
-        """Marks the save as being worked on, for the agent, until the next one or the end of this process."""
-        try:
-            fd = os.open(self._store.intent_path(save_id), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as exc:
-            raise SaveAborted(f"Save {save_id} is not open any more in {self.config.root}.") from exc
-        self._held.callback(os.close, fd)
-        fcntl.flock(fd, fcntl.LOCK_SH)
-
-    def _current_address(self) -> AgentAddress:
-        """This node's agent may have died and been started again meanwhile; the commit must find the one that runs now."""
-        try:
-            return node_post(self._store, self.config.domain).address
-        except AgentUnavailable as exc:
-            log.warning("this node will publish the checkpoint later: %s", exc)
-            return self._post.node.address
 
     def _report(self, decision: SaveDecision, shard: WrittenShard | None) -> None:
         size = shard.receipt.size_bytes if shard else 0

@@ -21,7 +21,7 @@ from replicated_ckpt.core.layout import (
     is_checkpoint_id,
     is_save_id,
 )
-from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.mark import MARK_BYTES, CommitMark, decoded_mark, own_prefix
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ObjectMissing, ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.fanout import FanOut
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _DEPTH_MAX = 8
 _TAIL_BYTES = 64 << 10
+_ORPHAN_S = 86400.0
+"""Uploads begun that long ago belong to nobody any more."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,8 @@ class Bucket:
     def _tidy(self, manifest: Manifest, before: BucketSave | None) -> None:
         """Removes what the new save has replaced and what interrupted uploads left; what cannot be is logged."""
         try:
-            self.client.end_unfinished(f"{manifest.checkpoint_id}/", 0)
+            self.client.end_unfinished(f"{manifest.checkpoint_id}/{prefix_of(manifest)}__", 0)
+            self.client.end_unfinished("", _ORPHAN_S)
             if before is not None and before.mark is not None:
                 self.client.delete(list(self._keys(before)))
         except ReplicatedCkptError as exc:
@@ -239,11 +242,33 @@ def key_of(manifest: Manifest, name: str) -> str:
     return f"{manifest.checkpoint_id}/{prefix_of(manifest)}{name}"
 
 
-def found_manifest(bucket: Bucket, save: BucketSave) -> Manifest:
-    """The manifest of a save in the bucket, validated."""
-    manifest = decoded_manifest(bucket.manifest_raw(save), bucket.client.target.url)
-    if manifest.save_id != save.save_id:
-        raise ManifestInvalid(
-            f"The manifest of {save.checkpoint_id!r} in {bucket.client.target.url} is of another save."
-        )
-    return manifest
+def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
+    """The manifest of a save in the bucket; one that tells sizes and no checksums for what stock torch wrote there.
+
+    Raises:
+        ManifestInvalid, ObjectMissing, StoreError
+    """
+    if save.mark is not None:
+        return bucket.manifest_raw(save)
+    shards = {
+        name: ShardEntry(size, 0, _rank_of(name), OBJECT_NODE, (OBJECT_NODE,)) for name, size in save.sizes.items()
+    }
+    ranks = tuple(sorted({entry.owner_rank for entry in shards.values()}))
+    node = NodeEntry(OBJECT_NODE, bucket.client.target.url, None, ranks)
+    return Manifest(
+        save_id=save.save_id,
+        checkpoint_id=save.checkpoint_id,
+        sequence=0,
+        created_unix_s=0.0,
+        world_size=len(ranks),
+        copies=1,
+        metadata_bytes=save.metadata_bytes,
+        metadata_crc32c=0,
+        nodes=(node,),
+        shards=shards,
+    ).encoded()
+
+
+def _rank_of(shard: str) -> int:
+    name = ShardName.parse(shard)
+    return name.rank if name else 0

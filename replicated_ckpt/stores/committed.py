@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import (
     INCOMING_DIR,
     MANIFEST_NAME,
@@ -21,7 +22,7 @@ from replicated_ckpt.core.layout import (
     is_save_id,
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
-from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.containment import leads_out
 from replicated_ckpt.stores.durable import fsync_directory, make_directories, translated, write_file
 
@@ -71,6 +72,19 @@ class Committed:
     def read_small(self, name: str) -> bytes:
         with self._translated("read", name), os.fdopen(self.open(name), "rb") as file:
             return file.read(MANIFEST_BYTES_MAX + 1)
+
+    def read_checked(self, name: str, size_bytes: int, crc: int) -> bytes:
+        """A file of exactly this size and CRC32C.
+
+        Raises:
+            ObjectCorrupt: it is another. ObjectMissing, StoreError
+        """
+        with self._translated("read", name), os.fdopen(self.open(name), "rb") as file:
+            raw = file.read(size_bytes + 1)
+        if len(raw) != size_bytes or crc32c(raw) != crc:
+            detail = f"expected {size_bytes} bytes of CRC32C {crc:08x}, found {len(raw)} of {crc32c(raw):08x}"
+            raise ObjectCorrupt(str(self._root), "read", f"{self.checkpoint_id}/{name}", detail)
+        return raw
 
     def set_aside(self, name: str, why: str) -> Path | None:
         """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there."""

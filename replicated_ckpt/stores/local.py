@@ -1,5 +1,6 @@
 """The local store: one directory on one node's disk, its identity, staged saves and committed checkpoints."""
 
+import fcntl
 import json
 import os
 from collections.abc import Iterable
@@ -57,6 +58,15 @@ class Intent:
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()
+
+
+NOWHERE = "/proc/self/replicated-ckpt-nowhere"
+"""A root that is empty and stays so: for those who have no store."""
+
+
+def is_nowhere(store: "LocalStore") -> bool:
+    """Whether it is the store of those who have none."""
+    return str(store.root) == NOWHERE
 
 
 class LocalStore:
@@ -144,6 +154,19 @@ class LocalStore:
             raise CheckpointExists(f"{final} exists and is no checkpoint; it is not replaced.", "Use another id.")
         if not overwrite:
             raise CheckpointExists(f"Checkpoint {checkpoint_id!r} exists already in {self.root}.")
+
+    def held(self, save_id: str) -> int:
+        """Marks an open save as being worked on, for as long as the returned file descriptor is open.
+
+        Raises:
+            SaveAborted: it is not open.
+        """
+        try:
+            fd = os.open(self.intent_path(save_id), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as exc:
+            raise SaveAborted(f"Save {save_id} is not open any more in {self.root}.") from exc
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd
 
     def put_small(self, save_id: str, name: str, data: bytes) -> None:
         """Writes a small file into a staged save, durably."""

@@ -54,8 +54,8 @@ class ObjectClient(Protocol):
     def delete(self, keys: Sequence[str]) -> None:
         """Removes objects; one that is not there is no error."""
 
-    def end_unfinished(self, directory: str, older_than_s: float) -> int:
-        """Aborts unfinished multipart uploads below `directory`, begun that long ago; returns how many there were."""
+    def end_unfinished(self, prefix: str, older_than_s: float) -> int:
+        """Aborts multipart uploads of keys that begin with `prefix`, begun that long ago; returns how many there were."""
 
     def close(self) -> None:
         """Gives back connections; the client is not used afterwards."""

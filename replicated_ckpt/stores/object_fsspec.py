@@ -111,9 +111,9 @@ class FsspecClient:
             with self._translated("delete", key), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(key))
 
-    def end_unfinished(self, directory: str, older_than_s: float) -> int:
+    def end_unfinished(self, prefix: str, older_than_s: float) -> int:
         """Nothing: fsspec has no name for it; a life-cycle rule of the bucket does it."""
-        del directory, older_than_s
+        del prefix, older_than_s
         return 0
 
     def close(self) -> None:

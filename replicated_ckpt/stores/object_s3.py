@@ -122,11 +122,11 @@ class S3Client:
                 for key in some:  # DeleteObjects wants checksums that differ between stores; this is not a hot path
                     self.s3.delete_object(Bucket=self.bucket, Key=self.prefix + key)
 
-    def end_unfinished(self, directory: str, older_than_s: float) -> int:
+    def end_unfinished(self, prefix: str, older_than_s: float) -> int:
         ended, marker = 0, dict[str, str]()
         while True:
-            with self.translated("list uploads of", directory):
-                page = self.s3.list_multipart_uploads(Bucket=self.bucket, Prefix=self.prefix + directory, **marker)
+            with self.translated("list uploads of", prefix):
+                page = self.s3.list_multipart_uploads(Bucket=self.bucket, Prefix=self.prefix + prefix, **marker)
                 for upload in page.get("Uploads", ()):
                     if time.time() - upload["Initiated"].timestamp() >= older_than_s:
                         self.s3.abort_multipart_upload(

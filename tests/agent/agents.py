@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from replicated_ckpt.agent.endpoint import Endpoint, read_endpoint
+from replicated_ckpt.agent.object_routes import ObjectRoutes
+from replicated_ckpt.agent.pace import Pace
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.targets import TargetBook
+from replicated_ckpt.agent.upload import Uploader
+from replicated_ckpt.agent.watch import Patience
 from replicated_ckpt.stores.agent_client import AgentClient
 
 T = TypeVar("T")
@@ -32,6 +39,13 @@ class RunningAgent:
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
+
+
+def object_routes(service: NodeService, stopping: threading.Event) -> ObjectRoutes:
+    """The verbs of the object tier, with an uploader that does not run."""
+    targets = TargetBook(service.store.agent_directory())
+    uploader = Uploader(service, targets, Pace(1e12, stopping), Patience(), stopping, lambda *_: None)
+    return ObjectRoutes(service, targets, uploader)
 
 
 @contextmanager

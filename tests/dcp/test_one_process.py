@@ -261,7 +261,9 @@ def test_a_load_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> Non
         {"ack": "object"},
         {"on_degraded": "ignore"},
         {"domain": ""},
-        {"object_store": "s3://bucket/x"},
+        {"object_store": "bucket/x"},
+        {"object_store": "s3://key:secret@bucket/x"},
+        {"object_every": 0},
     ],
 )
 def test_arguments_that_cannot_work_are_refused_at_once(tmp_path: Path, arguments: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.shard_file import ShardFile
 from replicated_ckpt.stores.verified import Expected
-from tests.agent.agents import running_agent
+from tests.agent.agents import object_routes, running_agent
 from tests.agent.checkpoints import checkpointed, held, shard
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
@@ -73,7 +73,8 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     (store.root / "step-2").symlink_to(base / "outside")
     service, stopping = NodeService(store), threading.Event()
     reprotector = Reprotector(service, Patience(), Pace(1e9, stopping), stopping)
-    server = AgentServer(("127.0.0.1", 0), TOKEN, Routes(service, reprotector, lambda: {"ok": True}, lambda: None))
+    routes = Routes(service, reprotector, object_routes(service, stopping), lambda: {"ok": True}, lambda: None)
+    server = AgentServer(("127.0.0.1", 0), TOKEN, routes)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     reprotector.start()

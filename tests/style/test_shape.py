@@ -19,7 +19,7 @@ TORCH_PRIVATE_HOME = "replicated_ckpt/dcp/torch_private.py"
 BROAD_EXCEPTS_ALLOWED = {
     "replicated_ckpt/cli/main.py": 1,  # top of the process
     "replicated_ckpt/dcp/metadata.py": 1,  # unpickling hostile bytes raises anything; all of it is MetadataUnsafe
-    "replicated_ckpt/stores/object_fsspec.py": 1,  # fsspec's back ends raise their SDKs' own errors; all of it is translated
+    "replicated_ckpt/stores/object_fsspec.py": 1,  # its back ends raise their SDKs' own errors; all is translated
     "replicated_ckpt/stores/object_parts.py": 1,  # top of a thread; the upload's owner gets the error
     "replicated_ckpt/stores/fanout.py": 1,  # top of a worker thread; the caller gets the error
     "replicated_ckpt/stores/tee.py": 1,  # top of a sink thread; its owner gets the error

@@ -29,6 +29,7 @@ from replicated_ckpt.stores import agent_client, fanout, tee, verified
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.inspection import Inspector
 from replicated_ckpt.stores.local import LocalStore
+from tests.agent.agents import object_routes
 from tests.fault.torture.network import Actor, Killed, Network
 
 BLOCK_BYTES = 512
@@ -76,7 +77,9 @@ class Node:
             patience = Patience(lost_after_s=LOST_AFTER_S)
             stopping = threading.Event()
             self.reprotector = Reprotector(self.service, patience, NoPace(), stopping, self.cluster.now)
-            self.routes = Routes(self.service, self.reprotector, dict, stopping.set)
+            self.routes = Routes(
+                self.service, self.reprotector, object_routes(self.service, stopping), dict, stopping.set
+            )
             identity = next_identity(directory)
             self.token = identity.token
             keep_identity(directory, identity)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.dcp import node as node_module
 from replicated_ckpt.dcp import reader as reader_module
 from replicated_ckpt.dcp import survey as survey_module
 from replicated_ckpt.dcp import world as world_module
@@ -128,7 +129,7 @@ class Job:
         """
         surveys: list[Survey] = []
 
-        def met(store: LocalStore, world: World, given_id: str | None) -> Survey:
+        def met(store: LocalStore, world: World, given_id: str | None, _: object) -> Survey:
             if not surveys:
                 posts = [
                     {"checkpoint_id": given_id, "node": self._post(rank).to_json()} for rank in range(len(self.nodes))
@@ -165,6 +166,7 @@ class Job:
             mock.patch.object(writer_module, "world_of_call", return_value=world),
             mock.patch.object(reader_module, "world_of_call", return_value=world),
             mock.patch.object(reader_module, "calling", return_value=True),
+            mock.patch.object(node_module, "node_post", lambda *_: self._post(rank)),  # noqa: PT008 - it may raise
             mock.patch.object(writer_module, "node_post", lambda *_: self._post(rank)),  # noqa: PT008 - it may raise
             mock.patch.object(world_module._SESSION, "name", self.session, create=True),
         ):

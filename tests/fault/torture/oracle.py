@@ -59,7 +59,9 @@ class Oracle:
 
     def protected(self, out_of_reach: Collection[int], nodes_up: int) -> None:
         """Every node that is up said that everything has its copies: what was hit before counts no more."""
-        for save in self.newest.values():
+        for save in (
+            found for found in self.newest.values() if found.is_safe(out_of_reach)
+        ):  # nobody mends what is gone
             save.hit.clear()
             save.discounted = set(out_of_reach)
             save.copies = min(save.wanted, nodes_up)

@@ -1,0 +1,95 @@
+"""The agent's verbs of the object tier: which bucket, how it is, how far an upload has come, and one by hand."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from replicated_ckpt.agent.request import Answer, Request, json_answer
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.targets import TargetBook
+from replicated_ckpt.agent.upload import Uploader
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_id, is_save_id
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError, ReplicatedCkptError
+from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.stores.object_url import ObjectTarget
+
+_PROBLEMS = (KeyError, TypeError, ValueError, AttributeError)
+
+
+class ObjectRoutes:
+    """Maps requests to the uploader. Safe for concurrent use."""
+
+    def __init__(self, service: NodeService, targets: TargetBook, uploader: Uploader) -> None:
+        self._service = service
+        self._targets = targets
+        self._uploader = uploader
+        self._sequence_by_url: dict[str, int] = {}
+
+    def wake(self) -> None:
+        """A save was committed here: it may be one that goes to the bucket."""
+        self._uploader.wake()
+
+    def answer(self, parts: Sequence[str], request: Request) -> Answer:
+        """Answer to a request below `/v1/object`.
+
+        Raises:
+            PeerProtocolError, ConfigInvalid: the request is not understood; nothing was changed. ObjectMissing, StoreError
+        """
+        match (request.method, *parts):
+            case ("GET", "saves", save_id):
+                return self._state(save_id)
+            case ("POST", verb):
+                return self._done(verb, request)
+        raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
+
+    def _state(self, save_id: str) -> Answer:
+        """How far the upload of a save has come, as this node knows: the fields of UploadState."""
+        found = self._uploader.state_of(save_id) if is_save_id(save_id) else None
+        if found is None:
+            raise ObjectMissing("this agent", "GET", save_id[:80], "no save that is to be uploaded")
+        return json_answer(**asdict(found))
+
+    def _done(self, verb: str, request: Request) -> Answer:
+        fields = request.document()
+        try:
+            match verb:
+                case "target":
+                    is_new = self._targets.learn(ObjectTarget.from_json(fields))
+                    return Answer(b"{}\n", after=self._uploader.try_now if is_new else self._uploader.wake)
+                case "probe":
+                    with request.heartbeat:
+                        return json_answer(**self._probed(fields))
+                case "upload":
+                    return self._ordered(fields)
+        except _PROBLEMS as exc:
+            raise PeerProtocolError(f"object/{verb} cannot be done with {type(exc).__name__}: {exc}.") from exc
+        raise ObjectMissing("this agent", "POST", f"object/{verb}"[:80], "no such verb")
+
+    def _probed(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Whether a bucket can be reached, and whether a checkpoint's name is free there."""
+        if not is_checkpoint_id(fields["checkpoint_id"]):
+            raise ConfigInvalid("probe: no checkpoint id.")
+        found = {"is_empty": False, "save_id": "", "sequence_max": 0, "error": "", "kind": ""}
+        try:
+            bucket = self._targets.bucket(fields["url"])
+            is_empty = bucket.is_empty(fields["checkpoint_id"])
+            there = None if is_empty else bucket.save_of(fields["checkpoint_id"])
+            sequence_max = self._sequence_max(fields["url"], bucket)
+        except ReplicatedCkptError as exc:
+            return {**found, "error": str(exc), "kind": type(exc).__name__}
+        return {**found, "is_empty": is_empty, "save_id": there.save_id if there else "", "sequence_max": sequence_max}
+
+    def _sequence_max(self, url: str, bucket: Bucket) -> int:
+        """The largest sequence in the bucket, looked for once: from then on the saves of this run are the newest."""
+        if url not in self._sequence_by_url:
+            found = max((save.holding.sequence for save in bucket.saves()), default=0)
+            self._sequence_by_url[url] = min(found, HEARD_SEQUENCE_MAX)
+        return self._sequence_by_url[url]
+
+    def _ordered(self, fields: Mapping[str, Any]) -> Answer:
+        """Has a save of this node uploaded, by hand."""
+        save_id, url = fields["save_id"], fields["url"]
+        if not is_save_id(save_id) or url not in self._targets.known():
+            raise ConfigInvalid(f"upload: no save, or {url!r} is not known to node {self._service.node_id}.")
+        self._uploader.orders.take(save_id, url)
+        return Answer(b"{}\n", after=self._uploader.wake)

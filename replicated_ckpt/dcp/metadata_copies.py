@@ -1,0 +1,80 @@
+"""Finding an intact copy of a checkpoint's `.metadata`: the own one, a peer's, the bucket's."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from replicated_ckpt.agent.mend import tell_suspect
+from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.dcp.metadata import decoded_metadata
+from replicated_ckpt.dcp.survey import Survey
+from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, ShardLost
+from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.stores.local import LocalStore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One copy as it was read. `expected_crc` None: stock torch wrote it, and nobody knows."""
+
+    source: str
+    raw: bytes
+    expected_crc: int | None
+    address: AgentAddress | None = None
+    is_bucket: bool = False
+
+
+def verified_metadata(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> Metadata:
+    """The checkpoint's metadata from the first copy that is intact, safely unpickled.
+
+    Raises:
+        ShardLost: no copy is. MetadataUnsafe: an intact one is not what DCP metadata consists of.
+    """
+    problems: list[str] = []
+    for copy in _copies(store, survey, bucket, reader_key, problems):
+        if copy.expected_crc in (None, crc32c(copy.raw)):
+            raw = copy.raw if copy.is_bucket else survey.manifest.local_metadata(copy.raw)
+            return decoded_metadata(raw, copy.source)
+        expected = f"expected CRC32C {copy.expected_crc:08x}, found {crc32c(copy.raw):08x}"
+        problems.append(str(ObjectCorrupt(copy.source, "read", METADATA_NAME, expected)))
+        log.warning("%s", problems[-1])
+        if copy.address is not None:
+            tell_suspect(copy.address, survey.found.checkpoint_id, survey.found.save_id, METADATA_NAME, problems[-1])
+    lost = {METADATA_NAME: "every node of the save"}
+    raise ShardLost(survey.found.checkpoint_id, lost, [*survey.searched, *problems])
+
+
+def _copies(
+    store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, problems: list[str]
+) -> Iterator[_Copy]:
+    """Each copy that can be read, the own one first; `problems` gets the others."""
+    save, manifest = survey.found, survey.manifest
+    own_node, size, crc = store.known_node_id(), manifest.metadata_bytes, manifest.metadata_crc32c
+    own_address = next((address for address in survey.addresses if address.node_id == own_node), None)
+    if any(holding.node_id == own_node and holding.has_metadata for holding in save.holdings):
+        path = store.final(save.checkpoint_id) / METADATA_NAME
+        try:
+            with path.open("rb") as file:
+                raw = file.read(min(path.stat().st_size, size + 1))  # one byte too many is enough not to match
+            yield _Copy(f"node {own_node}", raw, crc, own_address)
+        except OSError as exc:
+            problems.append(f"node {own_node}: {exc}")
+    for address in sorted(survey.addresses, key=lambda peer: crc32c(f"{reader_key}/{peer.node_id}".encode())):
+        try:
+            with AgentClient(address) as client:
+                raw = client.fetch_file(file_path(save.checkpoint_id, save.save_id, METADATA_NAME), size)
+            yield _Copy(address.label, raw, crc, address)
+        except ReplicatedCkptError as exc:
+            problems.append(str(exc))
+    if bucket is not None and survey.in_bucket is not None:
+        try:
+            raw = bucket.small(f"{save.checkpoint_id}/{METADATA_NAME}", survey.in_bucket.metadata_bytes)
+            yield _Copy(bucket.client.target.url, raw, survey.in_bucket.metadata_crc32c, is_bucket=True)
+        except ReplicatedCkptError as exc:
+            problems.append(str(exc))

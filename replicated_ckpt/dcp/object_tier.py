@@ -1,0 +1,171 @@
+"""The object tier as a writer sees it: it names the bucket to this node's agent, which does the work, and asks on."""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from replicated_ckpt.agent.launch import ensured_agent
+from replicated_ckpt.agent.pace import Pace
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.targets import TargetBook
+from replicated_ckpt.agent.upload import Uploader, UploadState
+from replicated_ckpt.agent.watch import Patience
+from replicated_ckpt.errors import CheckpointExists, ObjectMissing, ReplicatedCkptError, StoreUnavailable, UploadFailed
+from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.object_url import ObjectTarget
+
+log = logging.getLogger(__name__)
+
+WAIT_TIMEOUT_S = 600.0
+PROBE_TIMEOUT_S = 30.0
+GIVE_UP_S = 120.0
+"""`wait` does not wait longer for a bucket of which every try has failed for that long."""
+_POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
+_AGENT_TRIES = 5
+
+
+@dataclass(frozen=True)
+class UploadPlan:
+    """That a save goes to the bucket, as the coordinator decides it for all ranks."""
+
+    url: str
+    has_own_prefix: bool
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What the bucket said before a save: the plan, the largest sequence committed there, and what is wrong with it."""
+
+    plan: UploadPlan
+    sequence_max: int = 0
+    problem: str = ""
+
+
+class ObjectTier:
+    """One writer's bucket. Used by one thread at a time, except `wait`, which may run beside a save."""
+
+    def __init__(self, store: LocalStore, target: ObjectTarget | None, every: int) -> None:
+        self._store = store
+        self._target = target
+        self._every = every
+        self._lock = threading.Lock()
+        self._awaited: dict[str, str] = {}
+
+    @property
+    def is_used(self) -> bool:
+        return self._target is not None
+
+    def takes(self, sequence: int) -> bool:
+        """Whether the save of this sequence goes to the bucket: every n-th of a run, whoever restarts it."""
+        return self._target is not None and sequence % self._every == 0
+
+    def hand_over(self) -> None:
+        """Names the bucket to this node's agent, which runs already, or is started here. Done before each save: cheap.
+
+        Raises:
+            ReplicatedCkptError: there is no agent, or it does not answer.
+        """
+        if self._target is not None and not self._target.is_process_local:
+            self._asked("POST", "/v1/object/target", self._target.to_json())
+
+    def probed(self, checkpoint_id: str, *, replaces: bool, overwrite: bool) -> Probed:
+        """Looks at the bucket before a save. What is wrong with it does not keep the save from the nodes.
+
+        Raises:
+            CheckpointExists: it holds this checkpoint, and the save may not overwrite it.
+        """
+        assert self._target is not None
+        url = self._target.url
+        if self._target.is_process_local:
+            return Probed(UploadPlan(url, has_own_prefix=True))
+        document = {"url": url, "checkpoint_id": checkpoint_id}
+        try:
+            found = self._asked("POST", "/v1/object/probe", document, PROBE_TIMEOUT_S)
+        except ReplicatedCkptError as exc:
+            found = {"error": str(exc), "is_empty": False, "save_id": "", "sequence_max": 0}
+        if found["save_id"] and not overwrite:
+            raise CheckpointExists(f"Checkpoint {checkpoint_id!r} exists already in {url}.")
+        problem = f"object store {url}: {found['error']}" if found["error"] else ""
+        plan = UploadPlan(url, has_own_prefix=replaces or not found["is_empty"])
+        return Probed(plan, int(found["sequence_max"]), problem)
+
+    def expect(self, save_id: str, checkpoint_id: str) -> None:
+        """A save that goes to the bucket is written: `wait` waits for it, unless it is given up before the commit."""
+        with self._lock:
+            self._awaited[save_id] = checkpoint_id
+
+    def committed(self) -> None:
+        """The save was committed on the nodes: the upload may begin."""
+        if self._target is not None and self._target.is_process_local:
+            self._bring_here()
+            return
+        try:
+            self.hand_over()  # wakes it, too
+        except ReplicatedCkptError as exc:
+            log.warning("uploads wait for this node's agent: %s", exc)
+
+    def _bring_here(self) -> None:
+        """Uploads in this process: nobody else would see what an agent puts into its own memory."""
+        assert self._target is not None
+        stopping = threading.Event()
+        service = NodeService(self._store)
+        targets = TargetBook(self._store.agent_directory())
+        targets.learn(self._target)
+        Uploader(service, targets, Pace(1e15, stopping), Patience(), stopping, lambda *_: None).round()
+
+    def wait(self, timeout_s: float) -> tuple[str, ...]:
+        """Waits until every save that was expected is committed in the bucket; returns their checkpoint ids.
+
+        Raises:
+            UploadFailed: one is not, and trying longer does not help, or the time is over. The next wait tries again.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            awaited = dict(self._awaited)
+        for save_id, checkpoint_id in awaited.items():
+            self._wait_for(save_id, checkpoint_id, deadline)
+            with self._lock:
+                self._awaited.pop(save_id, None)
+        return tuple(awaited.values())
+
+    def _wait_for(self, save_id: str, checkpoint_id: str, deadline: float) -> None:
+        assert self._target is not None
+        if self._target.is_process_local:
+            return
+        pause_s = _POLL_FIRST_S
+        while True:
+            try:
+                state = UploadState(**self._asked("GET", f"/v1/object/saves/{save_id}"))
+            except ObjectMissing as exc:
+                if self._asked("GET", f"/v1/saves/{save_id}")["state"] == "unknown":
+                    log.info("save %s of %s was given up, or is not on this node any more", save_id, checkpoint_id)
+                    return
+                if time.monotonic() > deadline:
+                    raise UploadFailed(checkpoint_id, self._target.url, "it is not committed on this node.") from exc
+                time.sleep(_POLL_MAX_S / 4)
+                continue
+            if state.state != "pending":
+                return
+            if state.is_denied or state.failing_s > GIVE_UP_S:
+                raise UploadFailed(checkpoint_id, state.url, state.error)
+            if time.monotonic() > deadline:
+                why = state.error or "the time-out is over, and its upload goes on."
+                raise UploadFailed(checkpoint_id, state.url, why)
+            time.sleep(pause_s)
+            pause_s = min(_POLL_MAX_S, 1.3 * pause_s)
+
+    def _asked(self, method: str, path: str, document: Any = None, timeout_s: float | None = None) -> dict[str, Any]:
+        """Asks this node's agent; one that has died meanwhile is started again, and told of the bucket."""
+        for tries_left in reversed(range(_AGENT_TRIES)):
+            try:
+                endpoint = ensured_agent(self._store, "127.0.0.1")
+                with AgentClient(endpoint.local_address(), *(() if timeout_s is None else (timeout_s,))) as client:
+                    return client.call(method, path, document)
+            except StoreUnavailable:
+                if tries_left == 0:
+                    raise
+                time.sleep(_POLL_FIRST_S * 4)
+        raise AssertionError("the last try returns or raises")

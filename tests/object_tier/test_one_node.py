@@ -1,0 +1,187 @@
+"""The object tier as one process uses it, with a real agent and an S3 server: save, wait, lose everything, load."""
+
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.agent.endpoint import read_endpoint
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ConfigInvalid,
+    ReplicatedCkptError,
+    ReplicatedCkptWarning,
+    UploadFailed,
+)
+from replicated_ckpt.stores.agent_client import AgentClient
+from tests.agent.agents import wait_for
+from tests.buckets.servers import Server
+from tests.multiprocess.processes import is_running
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+State = dict[str, torch.Tensor]
+
+
+def contents(number: int) -> State:
+    generator = torch.Generator().manual_seed(number)
+    return {f"layer{n}": torch.randn(300, 400, generator=generator) for n in range(3)}
+
+
+def blank() -> State:
+    return {name: torch.zeros_like(value) for name, value in contents(0).items()}
+
+
+def assert_loads(reader: Any, checkpoint_id: str | None, number: int) -> None:
+    state = blank()
+    dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
+    wanted = contents(number)
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+@pytest.fixture
+def where(moto: Server) -> Mapping[str, Any]:
+    bucket = moto.make_bucket(f"b-{uuid4().hex[:12]}")
+    return {"object_store": f"s3://{bucket}/runs/one", "storage_options": moto.storage_options()}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "node"
+    stop_agent(tmp_path / "node")
+
+
+def stop_agent(root: Path) -> None:
+    endpoint = read_endpoint(root / ".agent") if (root / ".agent").is_dir() else None
+    if endpoint is not None:
+        with AgentClient(endpoint.local_address()) as client:
+            client.call("POST", "/v1/shutdown")
+        wait_for(lambda: not is_running(endpoint.pid), 20, "the end of the agent")
+
+
+def save(writer: ReplicatedWriter, checkpoint_id: str, number: int) -> None:
+    with pytest.warns(ReplicatedCkptWarning, match="can hold 1"):
+        dcp.save(contents(number), checkpoint_id=checkpoint_id, storage_writer=writer)
+
+
+def test_a_save_survives_its_node(root: Path, where: Mapping[str, Any]) -> None:
+    """After `wait` the node may vanish: a blank node, a reader without a store, and stock torch load from the bucket."""
+    writer = ReplicatedWriter(root, **where)
+    save(writer, "step-1", 1)
+    save(writer, "step-2", 2)
+    assert writer.wait() == ("step-1", "step-2")
+    assert writer.wait() == ()
+    stop_agent(root)
+    shutil.rmtree(root)
+    assert_loads(ReplicatedReader(root, **where), "latest", 2)
+    reader = ReplicatedReader(**where)
+    assert_loads(reader, "step-1", 1)
+    assert reader.last_load is not None
+    assert reader.last_load.bytes_object > 0
+    url, options = where["object_store"], where["storage_options"]
+    assert_loads(FsspecReader(f"{url}/step-2", **options), None, 2)
+
+
+def test_an_overwritten_checkpoint_is_replaced_in_the_bucket(root: Path, where: Mapping[str, Any]) -> None:
+    """By all readers, stock torch included; the nodes' own copy stays readable, too."""
+    writer = ReplicatedWriter(root, overwrite=True, **where)
+    for number in (1, 2, 3):
+        save(writer, "step-1", number)
+        writer.wait()
+        url, options = where["object_store"], where["storage_options"]
+        assert_loads(FsspecReader(f"{url}/step-1", **options), None, number)
+        assert_loads(ReplicatedReader(**where), "step-1", number)
+        assert_loads(ReplicatedReader(root), "step-1", number)
+        assert_loads(dcp.FileSystemReader(root / "step-1"), str(root / "step-1"), number)
+
+
+def test_only_every_nth_goes_to_the_bucket(root: Path, where: Mapping[str, Any]) -> None:
+    """And `latest` is the newest of all tiers."""
+    writer = ReplicatedWriter(root, object_every=2, **where)
+    for number in (1, 2, 3):
+        save(writer, f"step-{number}", number)
+    assert writer.wait() == ("step-2",)
+    assert_loads(ReplicatedReader(**where), "latest", 2)
+    assert_loads(ReplicatedReader(root, **where), "latest", 3)
+
+
+def test_a_checkpoint_in_the_bucket_is_not_overwritten_by_accident(root: Path, where: Mapping[str, Any]) -> None:
+    """Though the nodes are blank; and what is saved next is newer than what the bucket has."""
+    writer = ReplicatedWriter(root, **where)
+    for number in (1, 2, 3):
+        save(writer, f"step-{number}", number)
+    writer.wait()
+    stop_agent(root)
+    shutil.rmtree(root)
+    writer = ReplicatedWriter(root, **where)
+    with pytest.raises(CheckpointException) as raised, pytest.warns(ReplicatedCkptWarning):
+        dcp.save(contents(9), checkpoint_id="step-1", storage_writer=writer)
+    assert isinstance(raised.value.failures[0][0], CheckpointExists)
+    save(writer, "step-9", 9)
+    writer.wait()
+    assert_loads(ReplicatedReader(**where), "latest", 9)
+
+
+@pytest.mark.parametrize("wrong", ["bucket", "key"])
+def test_a_wrong_bucket_or_key_is_said_at_once(root: Path, where: Mapping[str, Any], wrong: str) -> None:
+    """By a warning of the first save, which is made on the nodes, and by `wait`; no secret is in either."""
+    where = dict(where)
+    if wrong == "bucket":
+        where["object_store"] = "s3://nobody-has-this-one/x"
+    else:
+        where["storage_options"] = {**where["storage_options"], "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"}}
+    writer = ReplicatedWriter(root, **where)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ReplicatedCkptWarning)
+        dcp.save(contents(1), checkpoint_id="step-1", storage_writer=writer)
+    assert any("object store s3://" in str(entry.message) for entry in caught)
+    with pytest.raises(UploadFailed) as raised:
+        writer.wait(timeout_s=3)
+    assert not any("testsecret" in str(entry.message) for entry in caught)
+    assert "testsecret" not in str(raised.value)
+    assert "testsecret" not in (root / ".agent" / "log").read_text()
+    assert_loads(ReplicatedReader(root), "step-1", 1)
+
+
+def test_ack_object_waits(root: Path, where: Mapping[str, Any]) -> None:
+    """When `dcp.save` returns, it is in the bucket."""
+    save(ReplicatedWriter(root, ack="object", **where), "step-1", 1)
+    assert_loads(ReplicatedReader(**where), "step-1", 1)
+
+
+def test_what_stock_torch_wrote_there_is_read(where: Mapping[str, Any], tmp_path: Path) -> None:
+    """By name and as the latest, if it is the only one."""
+    url, options = where["object_store"], where["storage_options"]
+    dcp.save(contents(5), storage_writer=FsspecWriter(f"{url}/theirs", **options))
+    assert_loads(ReplicatedReader(**where), "theirs", 5)
+    assert_loads(ReplicatedReader(tmp_path / "blank", **where), "latest", 5)
+
+
+def test_a_reader_needs_a_place() -> None:
+    """A root, a bucket, or both."""
+    with pytest.raises(ConfigInvalid):
+        ReplicatedReader()
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_any_scheme_of_fsspec_does(root: Path, tmp_path: Path, scheme: str) -> None:
+    """A directory on a shared file system; memory within one process."""
+    url = f"file://{tmp_path}/bucket" if scheme == "file" else f"memory://{uuid4().hex}/x"
+    writer = ReplicatedWriter(root, object_store=url)
+    save(writer, "step-1", 1)
+    writer.wait()
+    assert_loads(ReplicatedReader(object_store=url), "step-1", 1)
+
+
+def test_a_checkpoint_that_is_nowhere_is_said_to_be(where: Mapping[str, Any]) -> None:
+    """With the bucket among the places that were searched."""
+    with pytest.raises((CheckpointException, ReplicatedCkptError), match="runs/one"):
+        dcp.load(blank(), checkpoint_id="step-1", storage_reader=ReplicatedReader(**where))
