@@ -1,12 +1,19 @@
 """S3 servers that run on this machine while a test needs them. Imports their libraries only then."""
 
 import logging
+import os
+import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 REGION = "us-east-1"
+RADOSGW_SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "radosgw.sh"
+RADOSGW_ROOT = Path(os.environ.get("REPLICATED_CKPT_RADOSGW") or "/var/cache/replicated_ckpt/radosgw")
+WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")  # the kernel ends it with the thread that started it
 
 
 class Unavailable(Exception):
@@ -68,3 +75,50 @@ def moto_server() -> Iterator[Server]:
         yield Server(f"http://{host}:{port}", key="test", secret="testsecret")
     finally:
         running.stop()
+
+
+@contextmanager
+def radosgw_server(root: Path = RADOSGW_ROOT) -> Iterator[Server]:
+    """Ceph's gateway, empty, its data in memory. The first use unpacks Debian's packages into `root`: a minute or two.
+
+    No process outlives the block, nor the thread that entered it.
+
+    Raises: Unavailable where it cannot be had: no root, no mmdebstrap, no Debian mirror, no namespaces.
+    """
+    _create_radosgw(root)
+    ports = [str(port) for port in _free_ports(2)]
+    process = subprocess.Popen(
+        [*WITH_PARENT, str(RADOSGW_SCRIPT), "run", str(root), *ports],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        try:
+            ready = process.stdout.readline()  # the script bounds each of its steps
+            if not ready.startswith("http://"):
+                raise Unavailable(f"radosgw did not start: {process.communicate()[1].strip()}")
+            yield Server(*ready.split())
+        finally:
+            process.kill()
+
+
+def _create_radosgw(root: Path) -> None:
+    try:
+        command = [*WITH_PARENT, str(RADOSGW_SCRIPT), "create", str(root)]
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900, check=True)
+    except subprocess.CalledProcessError as exc:
+        raise Unavailable(f"no radosgw: {exc.stderr.strip()}") from exc
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise Unavailable(f"no radosgw: {exc}") from exc
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of loopback that were free just now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports

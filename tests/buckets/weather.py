@@ -216,7 +216,8 @@ class _Exchange:
             self._client.sendall(framed(block, head))
         if not is_bare:
             self._client.sendall(framed(b"", head))
-        return self._kind != "cut_answer" and not head.ends_connection and (is_bare or head.is_framed)
+        is_whole = is_bare or head.is_chunked or head.value("Content-Length") == str(self._request.bytes_down)
+        return is_whole and not head.ends_connection
 
     def _bent(self, head: Head, body: bytes) -> tuple[Head, Iterator[bytes]]:
         """The answer as the weather leaves it."""

@@ -45,11 +45,6 @@ class Head:
         return "chunked" in self.value("Transfer-Encoding")
 
     @property
-    def is_framed(self) -> bool:
-        """The head tells where the body ends."""
-        return self.is_chunked or bool(self.value("Content-Length"))
-
-    @property
     def ends_connection(self) -> bool:
         """The sender closes after this message."""
         return self.value("Connection") == "close" or self.lines[0].startswith(b"HTTP/1.0")
