@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.buckets.servers import Server, Unavailable, moto_server, radosgw_server
+from tests.buckets.weak import WeakStore, weak_server
 
 RADOSGW_FIRST_USE_S = 1200
 
@@ -26,6 +27,13 @@ def radosgw() -> Iterator[Server]:
         except Unavailable as exc:
             pytest.skip(str(exc))
         yield server
+
+
+@pytest.fixture
+def weak_store() -> Iterator[WeakStore]:
+    """An empty store that promises less than S3, for one test."""
+    with weak_server() as store:
+        yield store
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,65 @@
+"""A weak object store of our own: speaks enough S3, and promises less than S3 does.
+
+A PUT that is cut off becomes an object, as long as what arrived of it. If-None-Match and If-Match are ignored, checksums
+neither verified nor kept, signatures not looked at.
+"""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from socketserver import BaseRequestHandler, ThreadingTCPServer
+
+from tests.buckets.servers import Server
+from tests.buckets.shelf import Ask, Object, Shelf, Upload
+from tests.buckets.wire import blocks, read_head
+
+
+@dataclass(frozen=True)
+class WeakStore(Server):
+    """The endpoint, and what lies behind it: tests may look and tamper, past all requests."""
+
+    objects_by_bucket: dict[str, dict[str, Object]] = field(default_factory=dict)
+    upload_by_id: dict[str, Upload] = field(default_factory=dict)
+
+
+def _serve(client: socket.socket, shelf: Shelf) -> None:
+    """Requests of one client, one after the other."""
+    with suppress(OSError), client.makefile("rb") as incoming:
+        while (head := read_head(incoming)) is not None:
+            if "100-continue" in head.value("Expect"):
+                client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            body = bytearray()
+            try:
+                for block in blocks(incoming, head):
+                    body += block
+            except OSError:
+                if head.first[0] == "PUT":  # the end of the connection is taken for the end of the object
+                    shelf.answer(Ask.of(head, bytes(body)))
+                return
+            answer = shelf.answer(Ask.of(head, bytes(body)))
+            client.sendall(answer.encoded(without_body=head.first[0] == "HEAD"))
+
+
+class _Listener(ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+@contextmanager
+def weak_server() -> Iterator[WeakStore]:
+    """The store in threads of this process, empty."""
+    shelf = Shelf()
+
+    class Connection(BaseRequestHandler):
+        def handle(self) -> None:
+            _serve(self.request, shelf)
+
+    with _Listener(("127.0.0.1", 0), Connection) as listener:
+        threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        try:
+            url = f"http://127.0.0.1:{listener.server_address[1]}"
+            yield WeakStore(url, "any", "any", shelf.objects_by_bucket, shelf.upload_by_id)
+        finally:
+            listener.shutdown()
