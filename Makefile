@@ -15,7 +15,7 @@ VENV    := .venv$(if $(TORCH),-$(TORCH))
 EXTRAS  := $(if $(TORCH),,drill,)s3,test,dev
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/installed
-FAST    := not multiprocess and not fault and not slow
+FAST    := not multiprocess and not fault and not slow and not radosgw
 # Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them.
 WHOLE   := not (fault and slow)
 

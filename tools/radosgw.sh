@@ -2,7 +2,7 @@
 # A real S3 server for tests and measurements: Ceph's radosgw with one monitor and one OSD that keeps objects in memory.
 # It runs from a directory of Debian packages, not from this machine's. Needs root, mmdebstrap and util-linux.
 #
-#   radosgw.sh create DIR [SUITE]             make DIR once, under a minute; SUITE is sid (Ceph 20), or bookworm (Ceph 16)
+#   radosgw.sh create DIR [SUITE]             make DIR once, in a minute or two; SUITE is sid (Ceph 20), or bookworm (Ceph 16)
 #                                             where sid cannot be had. Does nothing if DIR is complete.
 #   radosgw.sh run DIR [PORT] [MONITOR_PORT]  serve http://127.0.0.1:PORT until this process ends, however it ends
 #   radosgw.sh start DIR [PORT] [MONITOR_PORT]  the same in the background
