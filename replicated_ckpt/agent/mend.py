@@ -23,7 +23,7 @@ from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.committed import Committed, committed_directory, committed_save, incoming_path
 from replicated_ckpt.stores.inspection import Inspector, Paced
-from replicated_ckpt.stores.local import Intent
+from replicated_ckpt.stores.intent import Intent
 from replicated_ckpt.stores.peer import PeerShard
 from replicated_ckpt.stores.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.verified import Expected, VerifiedShard

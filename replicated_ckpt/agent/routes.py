@@ -18,7 +18,7 @@ from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.durable import flush_file
-from replicated_ckpt.stores.local import Intent
+from replicated_ckpt.stores.intent import Intent
 
 _QUERY_FIELDS_MAX = 8
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")

@@ -20,7 +20,8 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.agent_client import AgentAddress
-from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.local import LocalStore
 
 log = logging.getLogger(__name__)
 

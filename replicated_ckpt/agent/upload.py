@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from replicated_ckpt.agent.orders import OrderBook
@@ -19,7 +19,7 @@ from replicated_ckpt.agent.targets import TargetBook
 from replicated_ckpt.agent.watch import Patience, PeerWatch
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.uploading import chosen_uploader
+from replicated_ckpt.core.uploading import UploadState, chosen_uploader
 from replicated_ckpt.errors import (
     ConfigInvalid,
     ManifestInvalid,
@@ -46,25 +46,6 @@ BUSY_S = 3600.0
 """An agent that ranks started stays that long for an upload that does not move."""
 _FORGOTTEN_MAX = 1024
 _JOIN_S = 2.0
-
-
-@dataclass
-class UploadState:
-    """How far one save has come, as this node knows. `state`: "pending", "committed" or "superseded".
-
-    `kind` is the class of the last error, `is_denied` one that trying again does not help, `failing_s` since when every
-    try has failed.
-    """
-
-    checkpoint_id: str
-    url: str
-    state: str = "pending"
-    attempts: int = 0
-    error: str = ""
-    kind: str = ""
-    is_denied: bool = False
-    failing_s: float = 0.0
-    bytes_sent: int = 0
 
 
 class Uploader:

@@ -1,9 +1,37 @@
-"""Who uploads a shard: its owner, or the first other holder once the owner is gone. Every node answers alike."""
+"""Uploads as values: that a save is to be uploaded, how far it has come, and who brings which shard."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.repair import NodeView, Presence
+
+
+@dataclass(frozen=True)
+class UploadPlan:
+    """That a save goes to the bucket, as the coordinator decides it for all ranks."""
+
+    url: str
+    has_own_prefix: bool
+
+
+@dataclass
+class UploadState:
+    """How far one save has come, as this node knows. `state`: "pending", "committed" or "superseded".
+
+    `kind` is the class of the last error, `is_denied` one that trying again does not help, `failing_s` since when every
+    try has failed.
+    """
+
+    checkpoint_id: str
+    url: str
+    state: str = "pending"
+    attempts: int = 0
+    error: str = ""
+    kind: str = ""
+    is_denied: bool = False
+    failing_s: float = 0.0
+    bytes_sent: int = 0
 
 
 def chosen_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], own_node: str) -> str | None:

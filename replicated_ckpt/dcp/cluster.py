@@ -10,7 +10,8 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
-from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.local import LocalStore
 
 COMMIT_TIMEOUT_S = 10.0
 COMMIT_DEADLINE_S = 120.0

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from replicated_ckpt.core.placement import PlacedNode, Placement, placed
+from replicated_ckpt.core.uploading import UploadPlan
 from replicated_ckpt.dcp.node import NodePost
-from replicated_ckpt.dcp.object_tier import UploadPlan
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.agent_client import AgentAddress
-from replicated_ckpt.stores.local import Intent
+from replicated_ckpt.stores.intent import Intent
 
 
 @dataclass(frozen=True)

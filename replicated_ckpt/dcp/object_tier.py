@@ -10,8 +10,9 @@ from replicated_ckpt.agent.launch import ensured_agent
 from replicated_ckpt.agent.pace import Pace
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.targets import TargetBook
-from replicated_ckpt.agent.upload import Uploader, UploadState
+from replicated_ckpt.agent.upload import Uploader
 from replicated_ckpt.agent.watch import Patience
+from replicated_ckpt.core.uploading import UploadPlan, UploadState
 from replicated_ckpt.errors import CheckpointExists, ObjectMissing, ReplicatedCkptError, StoreUnavailable, UploadFailed
 from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.local import LocalStore
@@ -25,14 +26,6 @@ GIVE_UP_S = 120.0
 """`wait` does not wait longer for a bucket of which every try has failed for that long."""
 _POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
 _AGENT_TRIES = 5
-
-
-@dataclass(frozen=True)
-class UploadPlan:
-    """That a save goes to the bucket, as the coordinator decides it for all ranks."""
-
-    url: str
-    has_own_prefix: bool
 
 
 @dataclass(frozen=True)
@@ -62,14 +55,15 @@ class ObjectTier:
         """Whether the save of this sequence goes to the bucket: every n-th of a run, whoever restarts it."""
         return self._target is not None and sequence % self._every == 0
 
-    def hand_over(self) -> None:
-        """Names the bucket to this node's agent, which runs already, or is started here. Done before each save: cheap.
-
-        Raises:
-            ReplicatedCkptError: there is no agent, or it does not answer.
-        """
-        if self._target is not None and not self._target.is_process_local:
+    def hand_over(self) -> list[str]:
+        """Names the bucket to this node's agent, started here if need be; returns what is wrong. Cheap."""
+        if self._target is None or self._target.is_process_local:
+            return []
+        try:
             self._asked("POST", "/v1/object/target", self._target.to_json())
+        except ReplicatedCkptError as exc:
+            return [f"this node's agent does not know the object store: {exc}"]
+        return []
 
     def probed(self, checkpoint_id: str, *, replaces: bool, overwrite: bool) -> Probed:
         """Looks at the bucket before a save. What is wrong with it does not keep the save from the nodes.
@@ -102,10 +96,8 @@ class ObjectTier:
         if self._target is not None and self._target.is_process_local:
             self._bring_here()
             return
-        try:
-            self.hand_over()  # wakes it, too
-        except ReplicatedCkptError as exc:
-            log.warning("uploads wait for this node's agent: %s", exc)
+        for problem in self.hand_over():  # wakes it, too
+            log.warning("uploads wait: %s", problem)
 
     def _bring_here(self) -> None:
         """Uploads in this process: nobody else would see what an agent puts into its own memory."""

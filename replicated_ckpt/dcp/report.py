@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from replicated_ckpt.dcp.decision import SaveDecision, ShardReceipt
+
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -15,6 +17,22 @@ class SaveReport:
     copies_wanted: int
     copies_made: int
     seconds: float
+
+
+def reported(decision: SaveDecision, receipt: ShardReceipt | None, copies_wanted: int, seconds: float) -> SaveReport:
+    """What a rank that wrote one shard, or none, did for a save."""
+    size = receipt.size_bytes if receipt else 0
+    holders = len(receipt.holders) if receipt else decision.placement.copies
+    return SaveReport(
+        decision.checkpoint_id,
+        decision.save_id,
+        (receipt.name,) if receipt else (),
+        size,
+        size * (holders - 1),
+        copies_wanted,
+        holders,
+        seconds,
+    )
 
 
 @dataclass(frozen=True)

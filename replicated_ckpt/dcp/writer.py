@@ -23,8 +23,10 @@ from replicated_ckpt.dcp.cluster import AgentCluster, Cluster, LoneNode, Opened
 from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, decided, weaknesses
 from replicated_ckpt.dcp.finish import commit_save
 from replicated_ckpt.dcp.node import current_address, lone_post, node_post
+from replicated_ckpt.dcp.numbering import numbered
 from replicated_ckpt.dcp.object_tier import WAIT_TIMEOUT_S, ObjectTier
-from replicated_ckpt.dcp.report import SaveReport
+from replicated_ckpt.dcp.receipts import check_none_aborted, gathered
+from replicated_ckpt.dcp.report import SaveReport, reported
 from replicated_ckpt.dcp.shard_writer import ShardWriter, WrittenShard
 from replicated_ckpt.dcp.survey import seen_sequence
 from replicated_ckpt.dcp.world import world_of_call
@@ -32,11 +34,9 @@ from replicated_ckpt.errors import (
     AckNotReached,
     CheckpointExists,
     ConfigInvalid,
-    ReplicatedCkptError,
     ReplicatedCkptWarning,
     SaveAborted,
 )
-from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.object_url import ObjectTarget
 
@@ -150,7 +150,7 @@ class ReplicatedWriter(StorageWriter):
         else:
             self._post = SavePost(checkpoint_id, node_post(self._store, self.config.domain))
             self._nonce = self._world.blackboard.post("save", self._post.to_json())
-        self._hand_over_bucket()
+        self._degraded(self._object_tier.hand_over())
         failpoints.reach("rank.presented")
         return plan
 
@@ -176,7 +176,7 @@ class ReplicatedWriter(StorageWriter):
             self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
             raise
         failpoints.reach("coordinator.opened")
-        self._decision = self._numbered(replace(decision, unreached=opened.unreached), opened)
+        self._decision = self._numbered(decision, opened)
         if board is not None:
             board.decide("save", raw_posts, self._decision.to_json())
         failpoints.reach("coordinator.placed")
@@ -219,12 +219,12 @@ class ReplicatedWriter(StorageWriter):
         Raises:
             SaveAborted, AckNotReached, StoreError
         """
-        board = self._world.blackboard
-        receipts = [self._receipt] if board is None else self._receipts()
+        board, receipts = self._world.blackboard, [self._receipt]
+        if board is not None:
+            own_node = self._decision.node_of(self._world.rank).node_id
+            receipts, self._cluster = gathered(board.posts("receipt", DECISION_TIMEOUT_S), self._decision, own_node)
         try:
-            aborted = [f"rank {rank}: {receipt.aborted}" for rank, receipt in enumerate(receipts) if receipt.aborted]
-            if aborted:
-                raise SaveAborted(f"Save {self._decision.save_id} was given up: {'; '.join(aborted)}")
+            check_none_aborted(receipts, self._decision)
             problems = commit_save(self._store, self._cluster, self._decision, self.config, receipts, metadata, results)
         finally:
             self._held.close()
@@ -235,43 +235,14 @@ class ReplicatedWriter(StorageWriter):
                 self.wait()
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
-        """Waits until this writer's saves are committed in the object store; returns the ids of those it waited for.
-
-        Every rank may call it, or one: each asks its own node's agent, no rank waits for another.
+        """Waits until this writer's saves are committed in the object store; returns their ids. Any rank may call it alone.
 
         Raises:
-            UploadFailed: one is not, and trying longer does not help, or the time is over. Its copies on the nodes stand,
-                the agents go on trying, and the next `wait` waits for it again.
+            UploadFailed: one is not, and trying longer does not help, or the time is over. Its copies on the nodes stand.
         """
         return self._object_tier.wait(timeout_s)
 
     # Steps -------------------------------------------------------------------------------------------------------
-
-    def _hand_over_bucket(self) -> None:
-        try:
-            self._object_tier.hand_over()
-        except ReplicatedCkptError as exc:
-            self._degraded([f"this node's agent does not know the object store: {exc}"])
-
-    def _numbered(self, decision: SaveDecision, opened: Opened) -> SaveDecision:
-        """The decision with its place in the order of all saves, and whether it goes to the bucket.
-
-        Raises:
-            CheckpointExists: the bucket holds it already; the save is given up everywhere.
-        """
-        sequence = max(opened.sequence_max, seen_sequence(self._store)) + 1
-        if not self._object_tier.takes(sequence):
-            return replace(decision, sequence=sequence)
-        try:
-            found = self._object_tier.probed(
-                decision.checkpoint_id, replaces=opened.replaces, overwrite=self.config.overwrite
-            )
-        except CheckpointExists as exc:
-            self._cluster.abort(decision.save_id, str(exc))
-            raise
-        if found.problem:
-            self._degraded([f"{found.problem} The copies on the nodes are made"])
-        return replace(decision, sequence=max(sequence, found.sequence_max + 1), upload=found.plan)
 
     def _written(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Receipt]:
         decision, rank = self._decision, self._world.rank
@@ -288,7 +259,8 @@ class ReplicatedWriter(StorageWriter):
                 stream_to_peers=self.config.ack != "local",
                 durable=self.config.ack != "peer-memory",
             )
-        self._report(decision, shard)
+        seconds = time.monotonic() - self._started_at
+        self.last_save = reported(decision, shard.receipt if shard else None, self.config.copies, seconds)
         if shard is None:
             return [], Receipt()
         if shard.missed and self.config.on_degraded == "raise":
@@ -297,29 +269,14 @@ class ReplicatedWriter(StorageWriter):
         self._degraded(shard.missed)
         return shard.results, Receipt((shard.receipt,))
 
-    def _report(self, decision: SaveDecision, shard: WrittenShard | None) -> None:
-        size = shard.receipt.size_bytes if shard else 0
-        holders = len(shard.receipt.holders) if shard else decision.placement.copies
-        self.last_save = SaveReport(
-            decision.checkpoint_id,
-            decision.save_id,
-            (shard.receipt.name,) if shard else (),
-            size,
-            size * (holders - 1),
-            self.config.copies,
-            holders,
-            time.monotonic() - self._started_at,
-        )
-
-    def _receipts(self) -> list[Receipt]:
-        board = self._world.blackboard
-        posts = board.posts("receipt", DECISION_TIMEOUT_S) if board is not None else []
-        stale = [rank for rank, post in enumerate(posts) if post["save_id"] != self._decision.save_id]
-        if stale:
-            raise SaveAborted(f"Ranks {stale} have not written for save {self._decision.save_id}.")
-        own = self._decision.node_of(self._world.rank).node_id
-        self._cluster = AgentCluster([AgentAddress.from_json(post["address"]) for post in posts], own)
-        return [Receipt.from_json(post) for post in posts]
+    def _numbered(self, decision: SaveDecision, opened: Opened) -> SaveDecision:
+        try:
+            found, problems = numbered(decision, opened, self._object_tier, seen_sequence(self._store))
+        except CheckpointExists as exc:
+            self._cluster.abort(decision.save_id, str(exc))
+            raise
+        self._degraded(problems)
+        return found
 
     def _cluster_of(self, decision: SaveDecision) -> Cluster:
         if self._world.blackboard is None:

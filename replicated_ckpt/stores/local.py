@@ -1,10 +1,8 @@
 """The local store: one directory on one node's disk, its identity, staged saves and committed checkpoints."""
 
 import fcntl
-import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from replicated_ckpt import failpoints
@@ -43,23 +41,9 @@ from replicated_ckpt.stores.durable import (
     write_file,
 )
 from replicated_ckpt.stores.identity import made_identity, read_identity
+from replicated_ckpt.stores.intent import Intent
 
 PART_SUFFIX = ".part"
-
-
-@dataclass(frozen=True)
-class Intent:
-    """What a save that is not committed yet is about; lies beside its staging directory."""
-
-    save_id: str
-    checkpoint_id: str
-    session: str
-    overwrite: bool
-
-    def encoded(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-
 NOWHERE = "/proc/self/replicated-ckpt-nowhere"
 """A root that is empty and stays so: for those who have no store."""
 
@@ -291,11 +275,7 @@ class LocalStore:
         return tuple(self._intent(save_id) for save_id in sorted(names) if is_save_id(save_id))
 
     def _intent(self, save_id: str) -> Intent:
-        try:
-            fields = json.loads(self.intent_path(save_id).read_bytes())
-            return Intent(save_id, str(fields["checkpoint_id"]), str(fields["session"]), bool(fields["overwrite"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return Intent(save_id, "", "", overwrite=False)
+        return Intent.read(save_id, self.intent_path(save_id))
 
     def intent_path(self, save_id: str) -> Path:
         """The file that describes a staged save; each rank that works on it holds a shared flock on this file."""

@@ -9,7 +9,8 @@ from replicated_ckpt.core.finding import Finding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.inspection import Inspector
-from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.shard_file import FileSink
 
 METADATA = b"metadata" * 50

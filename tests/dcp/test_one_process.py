@@ -26,7 +26,8 @@ from replicated_ckpt.errors import (
     ReplicatedCkptWarning,
     ShardLost,
 )
-from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.local import LocalStore
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -32,7 +32,8 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.agent_client import ANSWER_BYTES_MAX, AgentAddress, AgentClient
 from replicated_ckpt.stores.committed import committed_directory
-from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.peer import PeerShard
 from replicated_ckpt.stores.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.verified import Expected

@@ -26,7 +26,8 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores import durable
 from replicated_ckpt.stores.durable import store_error_of
-from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.verified import Expected
 

@@ -26,7 +26,8 @@ from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.committed import committed_save, incoming_path
 from replicated_ckpt.stores.inspection import at_once
-from replicated_ckpt.stores.local import Intent, LocalStore
+from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.shard_file import FileSink
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.verified import Expected, VerifiedShard

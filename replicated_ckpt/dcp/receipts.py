@@ -1,0 +1,31 @@
+"""What the ranks wrote, gathered by the coordinator before the commit."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from replicated_ckpt.dcp.cluster import AgentCluster
+from replicated_ckpt.dcp.decision import Receipt, SaveDecision
+from replicated_ckpt.errors import SaveAborted
+from replicated_ckpt.stores.agent_client import AgentAddress
+
+
+def gathered(
+    posts: Sequence[Mapping[str, Any]], decision: SaveDecision, own_node: str
+) -> tuple[list[Receipt], AgentCluster]:
+    """The receipts of all ranks, and the nodes where their agents are now: one may have died and been started again.
+
+    Raises:
+        SaveAborted: a rank has not written for this save.
+    """
+    stale = [rank for rank, post in enumerate(posts) if post["save_id"] != decision.save_id]
+    if stale:
+        raise SaveAborted(f"Ranks {stale} have not written for save {decision.save_id}.")
+    cluster = AgentCluster([AgentAddress.from_json(post["address"]) for post in posts], own_node)
+    return [Receipt.from_json(post) for post in posts], cluster
+
+
+def check_none_aborted(receipts: Sequence[Receipt], decision: SaveDecision) -> None:
+    """Raises SaveAborted: a rank stopped because the save was given up."""
+    aborted = [f"rank {rank}: {receipt.aborted}" for rank, receipt in enumerate(receipts) if receipt.aborted]
+    if aborted:
+        raise SaveAborted(f"Save {decision.save_id} was given up: {'; '.join(aborted)}")
