@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _DEPTH_MAX = 8
 _TAIL_BYTES = 64 << 10
+_COMMIT_TRIES = 4
 _ORPHAN_S = 86400.0
 """Uploads begun that long ago belong to nobody any more."""
 
@@ -174,18 +175,13 @@ class Bucket:
     def commit(self, manifest: Manifest, raw_manifest: bytes, raw_metadata: bytes) -> None:
         """Makes a save whose shards are all there the checkpoint of its id. Any number of agents may do it at once.
 
-        Each writes the same bytes: the manifest, then the mark, which is read back. On failure the checkpoint that was
-        there before stands.
+        Each writes the same bytes: the manifest, then the mark, over just what it has seen there where the store can do
+        that, and reads it back. On failure the checkpoint that was there before stands.
 
         Raises:
             SaveAborted: a newer save of the same id is committed there, and this one is not wanted any more.
             ObjectCorrupt: what is read back is not what was written.
         """
-        before = self.save_of(manifest.checkpoint_id)
-        if is_superseded(manifest, before):
-            raise SaveAborted(f"{manifest.checkpoint_id!r} in {self.client.target.url} is of a newer save already.")
-        if before is not None and before.save_id == manifest.save_id:
-            return
         mark = CommitMark(
             manifest.save_id,
             manifest.sequence,
@@ -195,14 +191,18 @@ class Bucket:
             bool(prefix_of(manifest)),
         )
         self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
-        self.client.put(f"{manifest.checkpoint_id}/{METADATA_NAME}", raw_metadata + mark.encoded())
-        after = self.save_of(manifest.checkpoint_id)
-        if is_superseded(manifest, after):
-            raise SaveAborted(f"{manifest.checkpoint_id!r} in {self.client.target.url} is of a newer save by now.")
-        if after is None or after.mark != mark:
-            key = f"{manifest.checkpoint_id}/{METADATA_NAME}"
-            raise ObjectCorrupt(self.client.target.url, "commit", key, f"read back {after and after.mark}")
-        self._tidy(manifest, before)
+        key, replaced = f"{manifest.checkpoint_id}/{METADATA_NAME}", None
+        for _ in range(_COMMIT_TRIES):
+            version = self.client.version(key)
+            there = self.save_of(manifest.checkpoint_id)
+            if is_superseded(manifest, there):
+                raise SaveAborted(f"{manifest.checkpoint_id!r} in {self.client.target.url} is of a newer save.")
+            if there is not None and there.mark == mark:
+                self._tidy(manifest, replaced)
+                return
+            replaced = there
+            self.client.put_over(key, raw_metadata + mark.encoded(), version)
+        raise ObjectCorrupt(self.client.target.url, "commit", key, "what is read back is not what was written")
 
     def _tidy(self, manifest: Manifest, before: BucketSave | None) -> None:
         """Removes what the new save has replaced and what interrupted uploads left; what cannot be is logged."""

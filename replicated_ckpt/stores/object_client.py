@@ -44,6 +44,16 @@ class ObjectClient(Protocol):
     def put(self, key: str, data: bytes) -> None:
         """Writes a small object, replacing what was there at once or not at all."""
 
+    def version(self, key: str) -> str:
+        """Names the bytes that an object has now, for `put_over`; "" if it is not there or the store has no such names."""
+
+    def put_over(self, key: str, data: bytes, version: str) -> bool:
+        """As `put`, but only over that version, or, with "", only where nothing is; whether it did.
+
+        A store without conditional writes writes in any case. After a lost answer the own write may count as another's: so
+        what lies there afterwards is to be read back either way.
+        """
+
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
         """Uploads a file in parallel parts, going on where an earlier try broke off if the store can.
 

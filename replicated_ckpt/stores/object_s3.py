@@ -44,6 +44,8 @@ _DENIED = {
     "InvalidToken", "NoSuchBucket", "PermanentRedirect", "RequestTimeTooSkewed", "SignatureDoesNotMatch",
     "TokenRefreshRequired", "AllAccessDisabled", "Forbidden", "301", "401", "403",
 }  # fmt: skip
+_CONDITION_FAILED = ("PreconditionFailed", "ConditionalRequestConflict", "412")
+_CONDITION_UNKNOWN = ("NotImplemented", "501")
 _MISSING = {"NoSuchKey", "404", "NotFound"}
 _BUSY = {
     "SlowDown",
@@ -111,9 +113,30 @@ class S3Client:
     def put(self, key: str, data: bytes) -> None:
         self._put(key, data, crc32c(data))
 
-    def _put(self, key: str, data: bytes | bytearray, crc: int) -> None:
+    def _put(self, key: str, data: bytes | bytearray, crc: int, **conditions: str) -> None:
         with self.translated("write", key):
-            self.s3.put_object(Bucket=self.bucket, Key=self.prefix + key, Body=data, **self.checksum_of(crc))
+            self.s3.put_object(
+                Bucket=self.bucket, Key=self.prefix + key, Body=data, **self.checksum_of(crc), **conditions
+            )
+
+    def version(self, key: str) -> str:
+        try:
+            with self.translated("look at", key):
+                return str(self.s3.head_object(Bucket=self.bucket, Key=self.prefix + key)["ETag"])
+        except ObjectMissing:
+            return ""
+
+    def put_over(self, key: str, data: bytes, version: str) -> bool:
+        condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
+        try:
+            self._put(key, data, crc32c(data), **condition)
+        except StoreError as exc:
+            if any(code in exc.detail for code in _CONDITION_FAILED):
+                return False
+            if not any(code in exc.detail for code in _CONDITION_UNKNOWN):
+                raise
+            self.put(key, data)
+        return True
 
     def delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), _DELETE_MAX):

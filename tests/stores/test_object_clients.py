@@ -253,3 +253,15 @@ def test_a_mark_is_believed_only_whole() -> None:
         bad[position] ^= 1 << (position % 8)
         assert decoded_mark(bad) is None
     assert decoded_mark(os.urandom(MARK_BYTES)) is None
+
+
+def test_a_mark_is_put_only_over_what_was_seen(moto: Server) -> None:
+    """Where the store can: two who have seen the same cannot both write, and what is there is not taken for nothing."""
+    client = S3Client(s3_target(moto))
+    assert client.version("a") == ""
+    assert client.put_over("a", b"one", "")
+    assert not client.put_over("a", b"two", "")
+    seen = client.version("a")
+    assert client.put_over("a", b"three", seen)
+    assert not client.put_over("a", b"four", seen)
+    assert Bucket(client).small("a", 5) == b"three"
