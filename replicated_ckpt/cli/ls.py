@@ -11,13 +11,17 @@ from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.object_open import opened_client
+from replicated_ckpt.stores.object_url import ObjectTarget
 
 HELP = "List the checkpoints that this node and the peers it has met hold."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="a node's store")
+    parser.add_argument("--object-store", metavar="URL", help="list what lies there, too, such as s3://bucket/prefix")
     parser.add_argument("--json", action="store_true", help="the same for machines")
 
 
@@ -27,6 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CheckpointNotFound(f"{store.root} is no directory.", "Name the node's store with --root.")
     node_id = store.known_node_id()
     holdings, unreachable = _looked(store, node_id)
+    if arguments.object_store:
+        holdings += _in_bucket(arguments.object_store)
     rows = [_row(save, _manifest(store, save)) for save in saves_found(holdings)]
     if arguments.json:
         print(json.dumps({"node_id": node_id, "checkpoints": rows, "unreachable": unreachable}, indent=2))
@@ -49,6 +55,15 @@ def _looked(store: LocalStore, node_id: str) -> tuple[list[Holding], list[str]]:
         except (ReplicatedCkptError, ValueError, KeyError, TypeError) as exc:
             unreachable.append(f"{peer.label}: {exc}")
     return holdings, unreachable
+
+
+def _in_bucket(url: str) -> list[Holding]:
+    """What is committed in the bucket; credentials come from the environment or a profile, as for s3fs."""
+    client = opened_client(ObjectTarget.checked(url, None))
+    try:
+        return [save.holding for save in Bucket(client).saves()]
+    finally:
+        client.close()
 
 
 def _manifest(store: LocalStore, save: SaveFound) -> Manifest | None:

@@ -10,7 +10,7 @@ from replicated_ckpt.cli.exit_codes import MEANING, ExitCode, exit_code_of
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.version import __version__
 
-VERBS = ("agent", "drill", "ls", "verify", "repair")
+VERBS = ("agent", "drill", "ls", "upload", "verify", "repair")
 
 
 def parser() -> argparse.ArgumentParser:

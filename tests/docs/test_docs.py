@@ -18,14 +18,18 @@ import torch.distributed.checkpoint as dcp
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, errors
 from replicated_ckpt.cli.exit_codes import MEANING
 from replicated_ckpt.cli.main import VERBS
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
 from replicated_ckpt.drill.plan import Scenario
 from replicated_ckpt.drill.table import HEADER
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", "CHANGELOG.md", "docs/design.md", "docs/runbook.md", "examples/README.md"]
 SCALE_BY_UNIT = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-AGENT_ROUTES = {"answer": "/", "_save": "/v1/saves/{save_id}/"}  # method of Routes -> path that its patterns go on from
+AGENT_ROUTES = {  # module of the agent and method -> path that its patterns go on from
+    ("routes", "answer"): "/",
+    ("routes", "_save"): "/v1/saves/{save_id}/",
+    ("object_routes", "answer"): "/v1/object/",
+}
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # DCP says that there is no process group
 
@@ -86,18 +90,18 @@ def subclasses(kind: type[BaseException]) -> Iterator[type[BaseException]]:
         yield from subclasses(below)
 
 
-def routes_of(method: str, path: str) -> Iterator[str]:
+def routes_of(name: str, method: str, path: str) -> Iterator[str]:
     """The verbs in one `match` of the agent's routes, as `METHOD /path/{name}`; one that hands on is left out."""
-    module = ast.parse(text_of("replicated_ckpt/agent/routes.py"))
+    module = ast.parse(text_of(f"replicated_ckpt/agent/{name}.py"))
     function = next(n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == method)
     for case in (node for node in ast.walk(function) if isinstance(node, ast.match_case)):
         assert isinstance(case.pattern, ast.MatchSequence)
         verb, *parts = case.pattern.patterns
         if any(isinstance(part, ast.MatchStar) for part in parts):
             continue
-        for name in re.findall(r"[A-Z]+", ast.unparse(verb)):
+        for http in re.findall(r"[A-Z]+", ast.unparse(verb)):
             for rest in product(*(_path_parts(part) for part in parts)):
-                yield f"{name} {path}{'/'.join(rest)}".rstrip("/")
+                yield f"{http} {path}{'/'.join(rest)}".rstrip("/")
 
 
 def _path_parts(pattern: ast.pattern) -> list[str]:
@@ -198,7 +202,7 @@ def test_every_error_has_its_entry_in_the_runbook() -> None:
 
 def test_every_verb_of_the_agent_is_in_the_design() -> None:
     """The table of verbs is what the agent's routes match, no more and no less."""
-    wanted = {verb for method, path in AGENT_ROUTES.items() for verb in routes_of(method, path)}
+    wanted = {verb for place, path in AGENT_ROUTES.items() for verb in routes_of(*place, path)}
     assert "PUT /v1/saves/{save_id}/{name}" in wanted
     listed = {quoted(row[0]) for row in rows(section("docs/design.md", "The agent's verbs"))}
     assert {verb for verb in listed if "/" in verb} == wanted
@@ -209,6 +213,7 @@ def test_the_manifests_schema_is_complete() -> None:
     wanted = {"version", *(field.name for field in fields(Manifest))}
     wanted |= {f"nodes[].{field.name}" for field in fields(NodeEntry)}
     wanted |= {f"shards{{}}.{field.name}" for field in fields(ShardEntry)}
+    wanted |= {f"upload.{field.name}" for field in fields(UploadEntry)}
     assert {quoted(row[0]) for row in rows(section("docs/design.md", "Manifest"))} == wanted
 
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.endpoint import read_endpoint
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -185,3 +186,35 @@ def test_a_checkpoint_that_is_nowhere_is_said_to_be(where: Mapping[str, Any]) ->
     """With the bucket among the places that were searched."""
     with pytest.raises((CheckpointException, ReplicatedCkptError), match="runs/one"):
         dcp.load(blank(), checkpoint_id="step-1", storage_reader=ReplicatedReader(**where))
+
+
+def test_a_checkpoint_is_uploaded_by_hand(
+    root: Path,
+    where: Mapping[str, Any],
+    moto: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One whose save named no bucket; credentials come from the environment. `ls` lists both places."""
+
+    def command(*arguments: str) -> tuple[int, str]:
+        code = main(arguments)
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    url = where["object_store"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", moto.key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", moto.secret)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint_url)
+    save(ReplicatedWriter(root), "step-1", 1)
+    code, said = command("upload", "step-1", "--root", str(root))
+    assert (code, "named no object store" in said) == (2, True), said
+    code, said = command("upload", "step-1", "--root", str(root), "--to", url)
+    assert (code, "committed in" in said) == (0, True), said
+    assert moto.secret not in said
+    assert_loads(ReplicatedReader(object_store=url), "step-1", 1)
+    code, said = command("ls", "--root", str(root), "--object-store", url)
+    assert code == 0
+    assert "object-store" in said
+    code, said = command("upload", "step-7", "--root", str(root), "--to", url)
+    assert code == 3, said

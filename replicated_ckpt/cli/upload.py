@@ -1,0 +1,121 @@
+"""`replicated-ckpt upload ID`: brings one checkpoint to the object store by hand, or waits for one that is on its way."""
+
+import argparse
+import time
+
+from replicated_ckpt.agent.launch import ensured_agent
+from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.verify import existing_store
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.uploading import UploadState
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    ConfigInvalid,
+    ManifestInvalid,
+    ObjectMissing,
+    ReplicatedCkptError,
+    UploadFailed,
+)
+from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.object_open import opened_client
+from replicated_ckpt.stores.object_url import ObjectTarget
+
+HELP = "Upload one checkpoint to the object store by hand, or wait for one that is on its way there."
+_POLL_S = 0.3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", metavar="ID", help="the checkpoint")
+    parser.add_argument("--root", required=True, help="a node's store")
+    parser.add_argument("--to", metavar="URL", help="where to, such as s3://bucket/prefix (default: as its save said)")
+    parser.add_argument("--no-wait", action="store_true", help="only give the order")
+    parser.add_argument(
+        "--timeout-s", type=float, default=600.0, help="how long to wait for the commit there (default: %(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: OK if the checkpoint is committed in the bucket, or the order was given; see ExitCode for the rest.
+
+    Credentials come from the environment or a profile, as for s3fs. Every node's agent that is reached gets the order,
+    and brings its own shards.
+
+    Raises:
+        CheckpointNotFound, CheckpointExists, ConfigInvalid, UploadFailed, StoreError
+    """
+    store = existing_store(arguments.root)
+    manifest = _manifest(store, arguments.id)
+    url = arguments.to or (manifest.upload.url if manifest.upload else None)
+    if url is None:
+        raise ConfigInvalid(f"The save of {arguments.id!r} named no object store.", "Name one with --to.")
+    target = ObjectTarget.checked(url, None)
+    if target.is_process_local:
+        raise ConfigInvalid(f"{url} is memory of one process.", "Name a bucket that others can see.")
+    if arguments.to is not None:
+        _check_free(manifest, target)
+        _order(store, manifest, target)
+    if arguments.no_wait:
+        print(f"{arguments.id}: the upload to {target.url} is ordered")
+        return ExitCode.OK
+    state = _waited(store, manifest, target, arguments.timeout_s)
+    if state.state == "superseded":
+        print(f"{arguments.id}: {state.error}")
+        return ExitCode.FAILED
+    print(f"{arguments.id}: committed in {target.url}")
+    return ExitCode.OK
+
+
+def _manifest(store: LocalStore, checkpoint_id: str) -> Manifest:
+    try:
+        return store.catalog.manifest(checkpoint_id)
+    except (ObjectMissing, ManifestInvalid) as exc:
+        raise CheckpointNotFound(f"{store.root} does not hold {checkpoint_id!r}: {exc.message}") from exc
+
+
+def _check_free(manifest: Manifest, target: ObjectTarget) -> None:
+    """A save that did not know of the bucket has no prefix of its own there: it must not meet another save's shards."""
+    if manifest.upload is not None and manifest.upload.has_own_prefix:
+        return
+    client = opened_client(target)
+    try:
+        bucket = Bucket(client)
+        there = bucket.save_of(manifest.checkpoint_id)
+        if there is not None and there.save_id != manifest.save_id:
+            raise CheckpointExists(
+                f"{target.url} holds another save of {manifest.checkpoint_id!r}.",
+                "Upload it under another prefix: --to.",
+            )
+    finally:
+        client.close()
+
+
+def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget) -> None:
+    """Gives the order to every agent that answers; this node's must."""
+    own = ensured_agent(store, "127.0.0.1").local_address()
+    peers = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id != own.node_id]
+    for address in (own, *peers):
+        try:
+            with AgentClient(address) as client:
+                if address is own:
+                    client.call("POST", "/v1/object/target", target.to_json())
+                client.call("POST", "/v1/object/upload", {"save_id": manifest.save_id, "url": target.url})
+        except ReplicatedCkptError as exc:
+            if address is own:
+                raise
+            print(f"not ordered at {address.label}: {exc.message}")
+
+
+def _waited(store: LocalStore, manifest: Manifest, target: ObjectTarget, timeout_s: float) -> UploadState:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with AgentClient(ensured_agent(store, "127.0.0.1").local_address()) as client:
+            state = UploadState(**client.call("GET", f"/v1/object/saves/{manifest.save_id}"))
+        if state.state != "pending":
+            return state
+        if state.is_denied or time.monotonic() > deadline:
+            raise UploadFailed(manifest.checkpoint_id, target.url, state.error or "the time-out is over.")
+        time.sleep(_POLL_S)
