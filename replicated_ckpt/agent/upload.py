@@ -17,20 +17,18 @@ from replicated_ckpt.agent.pace import Pace, Stopped
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.targets import TargetBook
 from replicated_ckpt.agent.watch import Patience, PeerWatch
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.uploading import UploadState, chosen_uploader
 from replicated_ckpt.errors import (
     ConfigInvalid,
-    ManifestInvalid,
     ObjectCorrupt,
     ReplicatedCkptError,
     SaveAborted,
     StoreDenied,
 )
 from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.committed import Committed, committed_directory
-from replicated_ckpt.stores.upload_source import UploadSource
+from replicated_ckpt.stores.committed import committed_directory
+from replicated_ckpt.stores.upload_source import UploadSource, descriptions
 from replicated_ckpt.stores.verified import Expected
 
 log = logging.getLogger(__name__)
@@ -78,6 +76,7 @@ class Uploader:
         self._due: dict[str, float] = {}
         self._checked: set[tuple[str, str]] = set()
         self._waits: dict[str, float] = {}
+        self._lock = threading.Lock()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rckpt-upload", daemon=True)
         self.bytes_sent = 0
@@ -98,13 +97,16 @@ class Uploader:
     def is_busy(self) -> bool:
         """Whether something waits to be uploaded, and has not waited in vain for BUSY_S."""
         since = self._clock() - BUSY_S
+        with self._lock:
+            states = list(self._states.items())
         return any(
             state.state == "pending" and not state.is_denied and self._moved_at.get(save_id, since) > since
-            for save_id, state in list(self._states.items())
+            for save_id, state in states
         )
 
     def status(self) -> Mapping[str, Any]:
-        states = list(self._states.items())
+        with self._lock:
+            states = list(self._states.items())
         pending = {save_id: asdict(state) for save_id, state in states if state.state == "pending"}
         return {"pending": pending, "done": len(states) - len(pending), "bytes_sent": self.bytes_sent}
 
@@ -136,6 +138,9 @@ class Uploader:
             except (ReplicatedCkptError, OSError) as exc:
                 log.error("uploads go on in %.0f s: %s", IDLE_PAUSE_S, exc)  # noqa: TRY400 - it explains itself
                 pause_s = IDLE_PAUSE_S
+            except Exception:
+                log.exception("a defect: uploads go on in %.0f s", RETRY_MAX_S)
+                pause_s = RETRY_MAX_S
             self._woken.wait(pause_s)
 
     def round(self) -> float:
@@ -155,6 +160,10 @@ class Uploader:
 
     def _wanted(self) -> list[Manifest]:
         """The saves here that are to be uploaded and are not known to be in the bucket, by what is committed here now."""
+        with self._lock:
+            return self._wanted_locked()
+
+    def _wanted_locked(self) -> list[Manifest]:
         found = []
         for _, manifest in self._service.store.catalog.committed():
             asked = self.orders.applied(manifest)
@@ -232,7 +241,7 @@ class Uploader:
         if missing and missing - {name for name in bucket.arrived(manifest) if self._is_intact(bucket, manifest, name)}:
             return False
         with committed_directory(self._service.store.root, manifest.checkpoint_id) as directory:
-            raw_manifest, raw_metadata = _descriptions(directory, manifest)
+            raw_manifest, raw_metadata = descriptions(directory, manifest)
         bucket.commit(manifest, raw_manifest, raw_metadata)
         return True
 
@@ -280,16 +289,3 @@ class Uploader:
         with self._pace_lock:
             self._pace.take(size_bytes)
             self.bytes_sent += size_bytes
-
-
-def _descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes]:
-    """The bytes of manifest and metadata as they go to the bucket, from a directory that is still this save's.
-
-    Raises:
-        ObjectMissing: it is another's by now. ObjectCorrupt: they are not what was saved.
-    """
-    raw_manifest = directory.read_small(MANIFEST_NAME)
-    if directory.manifest().save_id != manifest.save_id or manifest.upload is None:
-        raise ManifestInvalid(f"{manifest.checkpoint_id} was replaced meanwhile.")
-    raw_metadata = directory.read_checked(METADATA_NAME, manifest.metadata_bytes, manifest.metadata_crc32c)
-    return raw_manifest, manifest.bucket_metadata(raw_metadata)

@@ -21,11 +21,13 @@ from replicated_ckpt.stores.object_url import ObjectTarget
 log = logging.getLogger(__name__)
 
 WAIT_TIMEOUT_S = 600.0
-PROBE_TIMEOUT_S = 30.0
+PROBE_FIRST_S, PROBE_S = 15.0, 3.0
+"""How long a save waits for the bucket to be looked at: the first of a process, and every other."""
 GIVE_UP_S = 120.0
 """`wait` does not wait longer for a bucket of which every try has failed for that long."""
+ANSWER_WITHIN_S = 30.0
 _POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
-_AGENT_TRIES = 5
+_AGENT_TRIES = 2
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class ObjectTier:
         self._store = store
         self._target = target
         self._every = every
+        self._probe_s = PROBE_FIRST_S
         self._lock = threading.Lock()
         self._awaited: dict[str, str] = {}
 
@@ -77,11 +80,12 @@ class ObjectTier:
             return Probed(UploadPlan(url, has_own_prefix=True))
         document = {"url": url, "checkpoint_id": checkpoint_id}
         try:
-            found = self._asked("POST", "/v1/object/probe", document, PROBE_TIMEOUT_S)
+            found = self._asked("POST", "/v1/object/probe", document, self._probe_s)
         except ReplicatedCkptError as exc:
             found = {"error": str(exc), "is_empty": False, "save_id": "", "sequence_max": 0}
         if found["save_id"] and not overwrite:
             raise CheckpointExists(f"Checkpoint {checkpoint_id!r} exists already in {url}.")
+        self._probe_s = PROBE_S
         problem = f"object store {url}: {found['error']}" if found["error"] else ""
         plan = UploadPlan(url, has_own_prefix=replaces or not found["is_empty"])
         return Probed(plan, int(found["sequence_max"]), problem)
@@ -149,15 +153,15 @@ class ObjectTier:
             time.sleep(pause_s)
             pause_s = min(_POLL_MAX_S, 1.3 * pause_s)
 
-    def _asked(self, method: str, path: str, document: Any = None, timeout_s: float | None = None) -> dict[str, Any]:
-        """Asks this node's agent; one that has died meanwhile is started again, and told of the bucket."""
+    def _asked(self, method: str, path: str, document: Any = None, within_s: float = ANSWER_WITHIN_S) -> dict[str, Any]:
+        """Asks this node's agent; one that has died meanwhile is started again."""
         for tries_left in reversed(range(_AGENT_TRIES)):
             try:
                 endpoint = ensured_agent(self._store, "127.0.0.1")
-                with AgentClient(endpoint.local_address(), *(() if timeout_s is None else (timeout_s,))) as client:
+                with AgentClient(endpoint.local_address()) as client, client.within(within_s):
                     return client.call(method, path, document)
             except StoreUnavailable:
-                if tries_left == 0:
+                if tries_left == 0 or within_s < ANSWER_WITHIN_S:
                     raise
                 time.sleep(_POLL_FIRST_S * 4)
         raise AssertionError("the last try returns or raises")

@@ -1,6 +1,7 @@
 """The contract of ObjectClient, kept by every client there is; and what only a bucket of checkpoints can promise."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.object_client import PART_BYTES, ObjectClient
 from replicated_ckpt.stores.object_fsspec import FsspecClient
 from replicated_ckpt.stores.object_open import opened_client
+from replicated_ckpt.stores.object_retry import RetryingClient
 from replicated_ckpt.stores.object_s3 import S3Client
 from replicated_ckpt.stores.object_shard import ObjectShard, UncheckedShard
 from replicated_ckpt.stores.object_url import ObjectTarget
@@ -265,3 +267,23 @@ def test_a_mark_is_put_only_over_what_was_seen(moto: Server) -> None:
     assert client.put_over("a", b"three", seen)
     assert not client.put_over("a", b"four", seen)
     assert Bucket(client).small("a", 5) == b"three"
+
+
+def test_a_read_outlives_a_moment_of_bad_weather(moto: Server) -> None:
+    """Errors that pass are waited out; those that stay are raised after the time-out, denials at once."""
+    with weather(moto) as proxy:
+        client = RetryingClient(S3Client(s3_target(proxy.server)), within_s=3)
+        client.put("a", b"0123456789")
+        piece = bytearray(10)
+        for kind in ("status", "reset", "short_answer", "cut_answer"):
+            proxy.add(Fault(kind, method="GET", times=1, at=5))
+            client.read("a", 0, memoryview(piece))
+            assert piece == b"0123456789"
+        proxy.add(Fault("status"))
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            client.listed("")
+        assert 1 < time.monotonic() - started < 10
+    options = moto.storage_options()
+    with pytest.raises(StoreDenied):
+        RetryingClient(S3Client(ObjectTarget.checked("s3://nobody-has-this/x", options))).listed("")
