@@ -2,12 +2,19 @@
 
 import argparse
 import json
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from replicated_ckpt.agent.audit import Audit, Auditor
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.core.finding import Finding
 from replicated_ckpt.errors import CheckpointNotFound
+from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.stores.bucket_inspection import BucketInspector
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.object_open import opened_client
+from replicated_ckpt.stores.object_retry import RetryingClient
+from replicated_ckpt.stores.object_url import ObjectTarget
 
 HELP = "Read everything that this node and its peers hold, check every byte, and change nothing."
 
@@ -15,6 +22,7 @@ HELP = "Read everything that this node and its peers hold, check every byte, and
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="a node's store")
     parser.add_argument("--checkpoint", metavar="ID", help="only this checkpoint (default: all)")
+    parser.add_argument("--object-store", metavar="URL", help="read what lies there, too, such as s3://bucket/prefix")
     parser.add_argument("--json", action="store_true", help="the same for machines")
 
 
@@ -25,13 +33,48 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointNotFound, StoreError
     """
     audit = Auditor(existing_store(arguments.root)).audited(arguments.checkpoint)
-    if arguments.checkpoint and not audit.checkpoint_ids:
+    there = _InBucket() if arguments.object_store is None else _read(arguments.object_store, arguments.checkpoint)
+    if arguments.checkpoint and not audit.checkpoint_ids and not there.checkpoint_ids:
         raise CheckpointNotFound(f"No node that was reached holds {arguments.checkpoint!r}.")
     if arguments.json:
-        print(json.dumps(as_json(audit), indent=2))
+        in_bucket = {**asdict(there), "findings": [finding.to_json() for finding in there.findings]}
+        print(json.dumps({**as_json(audit), "object_store": in_bucket}, indent=2))
     else:
         _print(audit)
-    return exit_code(audit)
+        _print_bucket(there)
+    return ExitCode.FAILED if there.findings and exit_code(audit) is ExitCode.OK else exit_code(audit)
+
+
+@dataclass(frozen=True)
+class _InBucket:
+    """What was read in the bucket. `unchecked` were written by stock torch, and nobody took checksums of them."""
+
+    url: str = ""
+    checkpoint_ids: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    bytes_read: int = 0
+    findings: tuple[Finding, ...] = ()
+
+
+def _read(url: str, checkpoint_id: str | None) -> _InBucket:
+    """Reads the bucket; credentials come from the environment or a profile, as for s3fs."""
+    client = RetryingClient(opened_client(ObjectTarget.checked(url, None)))
+    try:
+        inspector = BucketInspector(Bucket(client))
+        findings = tuple(inspector.inspected(checkpoint_id))
+    finally:
+        client.close()
+    return _InBucket(url, tuple(inspector.checkpoint_ids), tuple(inspector.unchecked), inspector.bytes_read, findings)
+
+
+def _print_bucket(there: _InBucket) -> None:
+    for finding in there.findings:
+        print(finding)
+    for checkpoint_id in there.unchecked:
+        print(f"not checked: {checkpoint_id} in {there.url} was written by stock torch, without checksums")
+    if there.url:
+        verdict = "NOT intact" if there.findings else "intact"
+        print(f"{len(there.checkpoint_ids)} checkpoints in {there.url}, {there.bytes_read} bytes read: {verdict}")
 
 
 def existing_store(root: str) -> LocalStore:

@@ -216,5 +216,14 @@ def test_a_checkpoint_is_uploaded_by_hand(
     code, said = command("ls", "--root", str(root), "--object-store", url)
     assert code == 0
     assert "object-store" in said
+    code, said = command("verify", "--root", str(root), "--object-store", url)
+    assert (code, "NOT intact" in said) == (0, False), said
+    client, bucket = moto.client(), url.split("/")[2]
+    key = "runs/one/step-1/__0_0.distcp"
+    body = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
+    body[1000] ^= 1
+    client.put_object(Bucket=bucket, Key=key, Body=bytes(body))
+    code, said = command("verify", "--root", str(root), "--object-store", url)
+    assert (code, "step-1/__0_0.distcp" in said) == (1, True), said
     code, said = command("upload", "step-7", "--root", str(root), "--to", url)
     assert code == 3, said
