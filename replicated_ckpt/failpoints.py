@@ -41,6 +41,10 @@ POINTS: Mapping[str, str] = {
     "commit.durable": "step 6: the checkpoint has its name durably; trash and intent are still there",
     "commit.done": "step 6: everything is done but the answer",
     "coordinator.published": "step 7: all agents have answered, dcp.save has not returned",
+    "upload.part-sent": "step 8: a part of a shard is in the bucket, the shard is not",
+    "upload.shard-arrived": "step 8: a shard is in the bucket",
+    "upload.manifest-put": "step 8: shards and manifest are in the bucket, and no mark: it is no checkpoint there",
+    "upload.marked": "step 8: the mark is in the bucket, and nobody has read it back",
     "abort.trashed": "a save that is given up is in the trash, its intent still in place",
     "restore.copied": "a missing copy was pulled from a peer",
 }

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, crc32c, decoded_footer, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import (
@@ -144,6 +145,7 @@ class Bucket:
     def put_shard(self, manifest: Manifest, name: str, source: UploadSource, paced: Paced) -> None:
         """Uploads one shard of a save to where its manifest says."""
         self.client.put_shard(key_of(manifest, name), source, paced)
+        failpoints.reach("upload.shard-arrived")
 
     def arrived(self, manifest: Manifest) -> set[str]:
         """The shards of a save of which an object of the right size is there."""
@@ -191,6 +193,7 @@ class Bucket:
             bool(prefix_of(manifest)),
         )
         self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
+        failpoints.reach("upload.manifest-put")
         key, replaced = f"{manifest.checkpoint_id}/{METADATA_NAME}", None
         for _ in range(_COMMIT_TRIES):
             version = self.client.version(key)
@@ -202,6 +205,7 @@ class Bucket:
                 return
             replaced = there
             self.client.put_over(key, raw_metadata + mark.encoded(), version)
+            failpoints.reach("upload.marked")
         raise ObjectCorrupt(self.client.target.url, "commit", key, "what is read back is not what was written")
 
     def _tidy(self, manifest: Manifest, before: BucketSave | None) -> None:

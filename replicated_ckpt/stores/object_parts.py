@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.durable import translated, write_file
@@ -99,6 +100,7 @@ class MultipartUpload:
             answer = self._client.s3.upload_part(
                 **self._where, UploadId=self._upload_id, PartNumber=number, Body=part, **checksum
             )
+        failpoints.reach("upload.part-sent")
         stored = {name: value for name, value in checksum.items() if name == "ChecksumCRC32C"}
         with self._lock:
             self._parts[number] = {"PartNumber": number, "ETag": answer["ETag"], **stored}

@@ -24,6 +24,11 @@ LITTER_WITHIN_S = 10.0
 ORDER = list(failpoints.POINTS)
 
 
+def is_of_upload(name: str) -> bool:
+    """Whether tests/object_tier kills there."""
+    return name.startswith("upload.")
+
+
 @dataclass(frozen=True)
 class Case:
     """`victim` is killed at `point`: a rank, or the agent of a node. Node and rank 0 are the coordinator's.
@@ -233,5 +238,5 @@ def test_a_kill_and_then_the_loss_of_a_node(cluster: Cluster, case: Case, lost: 
 def test_every_failpoint_has_its_kill() -> None:
     """No step of the design goes without: each failpoint is killed at above, and stands in docs/design.md."""
     design = (Path(__file__).resolve().parents[2] / "docs" / "design.md").read_text()
-    assert {case.point for case in NEW_ID + SAME_ID} == set(failpoints.POINTS)
+    assert {case.point for case in NEW_ID + SAME_ID} == {name for name in failpoints.POINTS if not is_of_upload(name)}
     assert [name for name in failpoints.POINTS if f"| `{name}` |" not in design] == []
