@@ -13,7 +13,14 @@ from replicated_ckpt.agent.targets import TargetBook
 from replicated_ckpt.agent.upload import Uploader
 from replicated_ckpt.agent.watch import Patience
 from replicated_ckpt.core.uploading import UploadPlan, UploadState
-from replicated_ckpt.errors import CheckpointExists, ObjectMissing, ReplicatedCkptError, StoreUnavailable, UploadFailed
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ConfigInvalid,
+    ObjectMissing,
+    ReplicatedCkptError,
+    StoreUnavailable,
+    UploadFailed,
+)
 from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.object_url import ObjectTarget
@@ -58,9 +65,17 @@ class ObjectTier:
         """Whether the save of this sequence goes to the bucket: every n-th of a run, whoever restarts it."""
         return self._target is not None and sequence % self._every == 0
 
-    def hand_over(self) -> list[str]:
-        """Names the bucket to this node's agent, started here if need be; returns what is wrong. Cheap."""
-        if self._target is None or self._target.is_process_local:
+    def hand_over(self, world_size: int = 1) -> list[str]:
+        """Names the bucket to this node's agent, started here if need be; returns what is wrong. Cheap.
+
+        Raises:
+            ConfigInvalid: the bucket is this process's memory, and there are other ranks.
+        """
+        if self._target is None:
+            return []
+        if self._target.is_process_local:
+            if world_size > 1:
+                raise ConfigInvalid(f"{self._target.url} is memory of one process, and there are {world_size} ranks.")
             return []
         try:
             self._asked("POST", "/v1/object/target", self._target.to_json())

@@ -150,7 +150,7 @@ class ReplicatedWriter(StorageWriter):
         else:
             self._post = SavePost(checkpoint_id, node_post(self._store, self.config.domain))
             self._nonce = self._world.blackboard.post("save", self._post.to_json())
-        self._degraded(self._object_tier.hand_over())
+        self._degraded(self._object_tier.hand_over(self._world.size))
         failpoints.reach("rank.presented")
         return plan
 
