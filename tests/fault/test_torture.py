@@ -16,7 +16,7 @@ from tests.fault.torture.runs import outcomes, real_outcome, run_seed
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 SEEDS = range(30)
 REAL_SEEDS = (4,)
-MUTATION_SEEDS = (1051, 1059, *range(1000, 1030))
+MUTATION_SEEDS = (1051, 1052, 1059, 1067, *range(1000, 1030))
 
 
 def test_no_schedule_loses_anything() -> None:

@@ -223,6 +223,8 @@ class Schedule:
             network.cut = {node}
 
     def _protect(self) -> None:
+        if any(node.is_up and node.index in self._reachable() for node in self.cluster.nodes):
+            self._introduce()  # agents take copies of those whom they have met
         said = self.cluster.protect()
         up = [node for node in self.cluster.nodes if node.is_up and node.index not in self.cluster.network.cut]
         done = bool(said) and all(found.is_complete for found in said)
