@@ -49,6 +49,9 @@ class Site:
     def wait(self, **more: Any) -> Call:
         return call("objects.wait", where=self.where, **more)
 
+    def failing_wait(self, timeout_s: float, **more: Any) -> Call:
+        return call("objects.wait_fails", where=self.where, timeout_s=timeout_s, **more)
+
     def load(self, checkpoint_id: str, count: int, ranks: int, **more: Any) -> Call:
         return call("objects.load", checkpoint_id=checkpoint_id, count=count, ranks=ranks, where=self.where, **more)
 
