@@ -1,21 +1,18 @@
 """The agent's verbs of the object tier: which bucket, how it is, how far an upload has come, and one by hand."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from replicated_ckpt.agent.probe import Prober
 from replicated_ckpt.agent.request import Answer, Request, json_answer
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.targets import TargetBook
 from replicated_ckpt.agent.upload import Uploader
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_id, is_save_id
-from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError, ReplicatedCkptError
-from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.object_url import ObjectTarget
 
-_FAILED_PROBE_S = 20.0
-"""So long a bucket that could not be looked at is not looked at again for a save: it would wait in vain."""
 _PROBLEMS = (KeyError, TypeError, ValueError, AttributeError)
 
 
@@ -26,8 +23,7 @@ class ObjectRoutes:
         self._service = service
         self._targets = targets
         self._uploader = uploader
-        self._sequence_by_url: dict[str, int] = {}
-        self._failed_probes: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self._prober = Prober(targets)
 
     def wake(self) -> None:
         """A save was committed here: it may be one that goes to the bucket."""
@@ -59,8 +55,6 @@ class ObjectRoutes:
             match verb:
                 case "target":
                     is_new = self._targets.learn(ObjectTarget.from_json(fields))
-                    if is_new:
-                        self._failed_probes.clear()
                     return Answer(b"{}\n", after=self._uploader.try_now if is_new else self._uploader.wake)
                 case "probe":
                     with request.heartbeat:
@@ -75,28 +69,7 @@ class ObjectRoutes:
         """Whether a bucket can be reached, and whether a checkpoint's name is free there."""
         if not is_checkpoint_id(fields["checkpoint_id"]):
             raise ConfigInvalid("probe: no checkpoint id.")
-        url = fields["url"]
-        cached = self._failed_probes.get(url)
-        if cached is not None and time.monotonic() - cached[0] < _FAILED_PROBE_S:
-            return cached[1]
-        found = {"is_empty": False, "save_id": "", "sequence_max": 0, "error": "", "kind": ""}
-        try:
-            bucket = self._targets.bucket(url)
-            is_empty = bucket.is_empty(fields["checkpoint_id"])
-            there = None if is_empty else bucket.save_of(fields["checkpoint_id"])
-            sequence_max = self._sequence_max(url, bucket)
-        except ReplicatedCkptError as exc:
-            failed = {**found, "error": str(exc), "kind": type(exc).__name__}
-            self._failed_probes[url] = (time.monotonic(), failed)
-            return failed
-        return {**found, "is_empty": is_empty, "save_id": there.save_id if there else "", "sequence_max": sequence_max}
-
-    def _sequence_max(self, url: str, bucket: Bucket) -> int:
-        """The largest sequence in the bucket, looked for once: from then on the saves of this run are the newest."""
-        if url not in self._sequence_by_url:
-            found = max((save.holding.sequence for save in bucket.saves()), default=0)
-            self._sequence_by_url[url] = min(found, HEARD_SEQUENCE_MAX)
-        return self._sequence_by_url[url]
+        return self._prober.probed(str(fields["url"]), fields["checkpoint_id"])
 
     def _ordered(self, fields: Mapping[str, Any]) -> Answer:
         """Has a save of this node uploaded, by hand."""

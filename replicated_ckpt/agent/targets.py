@@ -21,7 +21,7 @@ _TARGETS_MAX = 64
 class TargetBook:
     """Targets by URL; the file is readable by this user alone, as it holds what the ranks hold in their memory.
 
-    Safe for concurrent use. `bucket` opens each once, again after its credentials changed.
+    Safe for concurrent use. `bucket` keeps what it has opened until the credentials change.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -65,12 +65,15 @@ class TargetBook:
             ConfigInvalid: no rank of this node has named it, or its options do not fit.
         """
         with self._lock:
-            if url not in self._bucket_by_url:
-                target = self._target_by_url.get(url)
-                if target is None:
-                    raise ConfigInvalid(f"No rank of this node has named the object store {url}.", _UNKNOWN_HINT)
-                self._bucket_by_url[url] = Bucket(opened_client(target))
-            return self._bucket_by_url[url]
+            known, target = self._bucket_by_url.get(url), self._target_by_url.get(url)
+        if known is not None:
+            return known
+        if target is None:
+            raise ConfigInvalid(f"No rank of this node has named the object store {url}.", _UNKNOWN_HINT)
+        opened = Bucket(opened_client(target))  # it may look for credentials for seconds
+        with self._lock:
+            is_current = self._target_by_url.get(url) == target
+            return self._bucket_by_url.setdefault(url, opened) if is_current else opened
 
     def _read(self) -> dict[str, ObjectTarget]:
         try:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from replicated_ckpt.agent.orders import OrderBook
@@ -276,16 +277,16 @@ class Uploader:
                 expected = Expected(entry.size_bytes, entry.crc32c)
                 source = UploadSource(directory.open(name), label, name, expected, resume_path=notes)
             with source:
-                bucket.put_shard(manifest, name, source, self._paced)
+                bucket.put_shard(manifest, name, source, partial(self._paced, manifest.save_id))
         except ObjectCorrupt as exc:
             if exc.store == label:
                 self._on_bad(manifest.checkpoint_id, manifest.save_id, name, exc.message)
             raise
         state.bytes_sent += entry.size_bytes
-        self._moved_at[manifest.save_id] = self._clock()
         self._checked.add((manifest.save_id, name))
 
-    def _paced(self, size_bytes: int) -> None:
+    def _paced(self, save_id: str, size_bytes: int) -> None:
         with self._pace_lock:
+            self._moved_at[save_id] = self._clock()
             self._pace.take(size_bytes)
             self.bytes_sent += size_bytes

@@ -38,7 +38,7 @@ def chosen_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], o
     """The node that is to bring `shard` to the bucket, as `own_node`, which holds it, sees the others.
 
     In order: the owner, the other intended holders, then any holder by name. None: one that comes first is silent and not
-    given up yet, or nobody holds it.
+    given up yet, or nobody holds it. One that was never heard is taken to hold what it was meant to.
     """
     entry = manifest.shards[shard]
     view_by_node = {view.node_id: view for view in views}
@@ -57,9 +57,12 @@ def chosen_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], o
 
 
 def _holds(view: NodeView, manifest: Manifest, shard: str) -> bool:
+    if view.holdings is None:
+        entry = manifest.shards[shard]
+        return view.node_id in (entry.owner_node, *entry.holders)
     return any(
         holding.save_id == manifest.save_id
         and holding.sizes.get(shard) == manifest.shards[shard].size_bytes
         and shard not in holding.damaged
-        for holding in view.holdings or ()
+        for holding in view.holdings
     )

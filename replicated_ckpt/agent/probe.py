@@ -1,0 +1,69 @@
+"""Probes: what a bucket says before a save. A save waits a bounded time for that, however long the bucket takes."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from replicated_ckpt.agent.targets import TargetBook
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.bucket import Bucket
+
+FIRST_WAIT_S, WAIT_S = 10.0, 2.0
+"""How long a save waits for the first answer of a bucket, of which all checkpoints are listed then, and for later ones."""
+_NOTHING = {"is_empty": False, "save_id": "", "sequence_max": 0, "error": "", "kind": ""}
+
+
+class Prober:
+    """At most one probe of a bucket is under way, on a thread of its own. Safe for concurrent use."""
+
+    def __init__(self, targets: TargetBook) -> None:
+        self._targets = targets
+        self._lock = threading.Lock()
+        self._under_way: set[str] = set()
+        self._begun: set[str] = set()
+        self._sequence_by_url: dict[str, int] = {}
+
+    def probed(self, url: str, checkpoint_id: str) -> Mapping[str, Any]:
+        """Whether a bucket can be reached, what lies under a checkpoint's name, and the largest sequence committed there.
+
+        One that has not answered in time is said to be unavailable, at once while its last probe is still under way.
+        """
+        with self._lock:
+            is_late = url in self._under_way
+            wait_s = WAIT_S if url in self._begun else FIRST_WAIT_S
+            self._under_way.add(url)
+            self._begun.add(url)
+        found: list[Mapping[str, Any]] = []
+        if not is_late:
+            thread = threading.Thread(
+                target=self._probe, args=(url, checkpoint_id, found), name="rckpt-probe", daemon=True
+            )
+            thread.start()
+            thread.join(wait_s)
+        return found[0] if found else _failed(StoreUnavailable(url, "probe", checkpoint_id, "it has not answered yet"))
+
+    def _probe(self, url: str, checkpoint_id: str, found: list[Mapping[str, Any]]) -> None:
+        try:
+            bucket = self._targets.bucket(url)
+            is_empty = bucket.is_empty(checkpoint_id)
+            there = None if is_empty else bucket.save_of(checkpoint_id)
+            sequence_max = self._sequence_max(url, bucket)
+            save_id = there.save_id if there else ""
+            found.append({**_NOTHING, "is_empty": is_empty, "save_id": save_id, "sequence_max": sequence_max})
+        except ReplicatedCkptError as exc:
+            found.append(_failed(exc))
+        finally:
+            with self._lock:
+                self._under_way.discard(url)
+
+    def _sequence_max(self, url: str, bucket: Bucket) -> int:
+        """The largest sequence in the bucket, looked for once: from then on the saves of this run are the newest."""
+        if url not in self._sequence_by_url:
+            found = max((save.holding.sequence for save in bucket.saves()), default=0)
+            self._sequence_by_url[url] = min(found, HEARD_SEQUENCE_MAX)
+        return self._sequence_by_url[url]
+
+
+def _failed(error: ReplicatedCkptError) -> Mapping[str, Any]:
+    return {**_NOTHING, "error": str(error), "kind": type(error).__name__}

@@ -1,0 +1,59 @@
+"""Who brings a shard to the bucket, one world per row."""
+
+import pytest
+
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.repair import NodeView, Presence
+from replicated_ckpt.core.uploading import chosen_uploader
+
+SHARD, SIZE = "__0_0.distcp", 100
+SAVE = "5" * 32
+MANIFEST = Manifest(
+    save_id=SAVE,
+    checkpoint_id="step-1",
+    sequence=1,
+    created_unix_s=0.0,
+    world_size=3,
+    copies=2,
+    metadata_bytes=1,
+    metadata_crc32c=0,
+    nodes=tuple(NodeEntry(node, node, None, (rank,)) for rank, node in enumerate(("owner", "buddy", "third"))),
+    shards={SHARD: ShardEntry(SIZE, 0, 0, "owner", ("owner", "buddy"))},
+)
+UP, SILENT, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
+
+
+def node(name: str, presence: Presence, what: str = "whole") -> NodeView:
+    """A node that holds the shard whole, a damaged or no copy of it, or of which nothing was heard."""
+    if what == "unheard":
+        return NodeView(name, presence, None)
+    sizes = {} if what == "none" else {SHARD: SIZE}
+    damaged = (SHARD,) if what == "damaged" else ()
+    return NodeView(name, presence, (Holding(name, "step-1", SAVE, 1, True, sizes, damaged=damaged),))
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "chosen"),
+    [
+        ("owner", [], "owner"),
+        ("owner", [node("buddy", UP), node("third", UP)], "owner"),
+        ("buddy", [node("owner", UP)], "owner"),
+        ("buddy", [node("owner", UP, "none")], "buddy"),
+        ("buddy", [node("owner", UP, "damaged")], "buddy"),
+        ("buddy", [node("owner", SILENT)], None),
+        ("buddy", [node("owner", SILENT, "unheard")], None),
+        ("buddy", [node("owner", GONE)], "buddy"),
+        ("buddy", [node("owner", GONE, "unheard")], "buddy"),
+        ("buddy", [], "buddy"),
+        ("third", [node("owner", GONE), node("buddy", UP)], "buddy"),
+        ("third", [node("owner", GONE), node("buddy", SILENT, "unheard")], None),
+        ("third", [node("owner", GONE), node("buddy", GONE)], "third"),
+        ("third", [node("owner", GONE), node("buddy", UP, "none")], "third"),
+        ("third", [node("owner", GONE), node("buddy", GONE), node("other", UP)], "other"),
+        ("third", [node("owner", GONE), node("buddy", GONE), node("other", SILENT, "unheard")], "third"),
+    ],
+)
+def test_the_first_in_line_that_has_it_uploads(own: str, others: list[NodeView], chosen: str | None) -> None:
+    """The owner, then who was meant to hold it, then anybody; one that is only silent is waited for."""
+    assert chosen_uploader(MANIFEST, SHARD, others, own) == chosen

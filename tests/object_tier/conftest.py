@@ -1,0 +1,31 @@
+"""Sites that end with their test: nodes, a bucket of their own, and the weather between them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from tests.buckets.servers import Server
+from tests.buckets.weather import weather
+from tests.multiprocess.cluster import Cluster
+from tests.object_tier.sites import Site
+
+SiteOf = Callable[..., Site]
+
+
+@pytest.fixture
+def site_of(tmp_path: Path) -> Iterator[SiteOf]:
+    """`site_of(moto, 2)` is a site of two blank nodes; every process in it ends with the test."""
+    with ExitStack() as stack:
+
+        def build(server: Server, node_count: int, **environment: Any) -> Site:
+            sky = stack.enter_context(weather(server))
+            cluster = Cluster(tmp_path / "cluster", node_count, quick_exit=True)
+            cluster.environment.update({name: str(value) for name, value in environment.items()})
+            name = server.make_bucket(f"b-{uuid4().hex[:12]}")
+            return Site(stack.enter_context(cluster), server, sky, name)
+
+        yield build

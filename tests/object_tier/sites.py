@@ -1,0 +1,90 @@
+"""A site: nodes with real agents, a bucket, and the weather between them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from replicated_ckpt.agent.endpoint import read_endpoint
+from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.stores.object_s3 import S3Client
+from replicated_ckpt.stores.object_url import ObjectTarget
+from tests.agent.agents import wait_for
+from tests.buckets.servers import Server
+from tests.buckets.weather import Weather
+from tests.multiprocess.cluster import Call, Cluster, call
+
+PREFIX = "runs/one"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Nodes that reach `server` through `sky` alone; the test itself looks at it directly."""
+
+    cluster: Cluster
+    server: Server
+    sky: Weather
+    name: str
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}/{PREFIX}"
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """Arguments of writers and readers."""
+        return {"object_store": self.url, "storage_options": self.sky.storage_options()}
+
+    @cached_property
+    def bucket(self) -> Bucket:
+        return Bucket(S3Client(ObjectTarget.checked(self.url, self.server.storage_options())))
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def save(self, checkpoint_id: str, count: int, **more: Any) -> Call:
+        return call("objects.save", checkpoint_id=checkpoint_id, count=count, where=self.where, **more)
+
+    def wait(self, **more: Any) -> Call:
+        return call("objects.wait", where=self.where, **more)
+
+    def failing_wait(self, timeout_s: float, **more: Any) -> Call:
+        return call("objects.wait_fails", where=self.where, timeout_s=timeout_s, **more)
+
+    def load(self, checkpoint_id: str, count: int, ranks: int, **more: Any) -> Call:
+        return call("objects.load", checkpoint_id=checkpoint_id, count=count, ranks=ranks, where=self.where, **more)
+
+    # What the test does and sees ---------------------------------------------------------------------------------
+
+    def lose_all(self) -> None:
+        """Every node is gone: agents and stores."""
+        for node in self.cluster.nodes:
+            node.lose()
+
+    def key(self, checkpoint_id: str, name: str) -> str:
+        """Of an object, in the bucket."""
+        return f"{PREFIX}/{checkpoint_id}/{name}"
+
+    def body(self, key: str) -> bytes:
+        raw: bytes = self.server.client().get_object(Bucket=self.name, Key=key)["Body"].read()
+        return raw
+
+    def change(self, key: str, body: bytes) -> None:
+        self.server.client().put_object(Bucket=self.name, Key=key, Body=body)
+
+    def asked(self, node: int, path: str) -> bytes:
+        """A node's agent's answer to a GET."""
+        endpoint = read_endpoint(self.cluster.nodes[node].disk / ".agent")
+        assert endpoint is not None, f"node {node} has no agent"
+        with AgentClient(endpoint.local_address()) as client:
+            return client.fetch("GET", path)
+
+    def uploads(self, node: int) -> Mapping[str, Any]:
+        """What a node's agent says of its uploads."""
+        found: Mapping[str, Any] = json.loads(self.asked(node, "/v1/status"))["object_store"]
+        return found
+
+    def wait_until_committed(self, checkpoint_id: str, within_s: float = 60.0) -> None:
+        """Asks the bucket alone."""
+        wait_for(lambda: self.bucket.save_of(checkpoint_id), within_s, f"{checkpoint_id} in {self.url}")

@@ -1,0 +1,134 @@
+"""A bucket that refuses, breaks, vanishes or hangs: saves do not notice, uploads end when it is over, and all is told."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.agent.agents import wait_for
+from tests.buckets.faults import Fault
+from tests.buckets.servers import Server
+from tests.object_tier.conftest import SiteOf
+from tests.object_tier.sites import Site
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(240)]
+
+COUNT = 4  # MiB of each rank
+SAVE_WITHIN_S = 6.0
+AFTER_WITHIN_S = 45.0
+SECRET = "testsecret"
+
+Worsened = Callable[[Site], Any]
+BAD_WEATHER: dict[str, tuple[Worsened, str]] = {
+    "slow-down": (lambda site: site.sky.add(Fault("status")), "SlowDown"),
+    "reset": (lambda site: site.sky.add(Fault("reset")), "ConnectionClosedError|EndpointConnectionError"),
+    "refused": (lambda site: site.sky.away(), "EndpointConnectionError|ConnectionClosedError"),
+    "hang": (lambda site: site.sky.away("hang"), "ReadTimeoutError|no answer|not answered"),
+}
+
+
+def metric(site: Site, node: int, name: str) -> float:
+    found = re.search(rf"^replicated_ckpt_{name} (\S+)$", site.asked(node, "/metrics").decode(), re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def assert_loads_from_the_bucket(site: Site) -> None:
+    site.lose_all()
+    for checkpoint_id in ("latest", "step-2"):
+        (found,) = site.cluster.launch([site.load(checkpoint_id, COUNT, 2)], nodes=[0]).of(0)
+        assert found["same"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BAD_WEATHER)
+def test_a_save_does_not_wait_for_the_weather(moto: Server, site_of: SiteOf, kind: str) -> None:
+    """Saves are as quick as without, `wait` and the agents say what is wrong, and all is uploaded when it is over."""
+    worsen, reason = BAD_WEATHER[kind]
+    site = site_of(moto, 2)
+    site.cluster.launch([site.save("step-1", COUNT), site.wait()], nodes=[0, 1])
+    worsen(site)
+    saves = [site.save(f"step-{number}", COUNT) for number in (2, 3)]
+    fails = site.failing_wait(timeout_s=4)
+    results = site.cluster.launch([*saves, fails], nodes=[0, 1])
+    assert max(*results.of(0), *results.of(1)) < SAVE_WITHIN_S
+    for failure in results.of(2):
+        assert failure["seconds"] < 8
+        assert failure["types"] == ["UploadFailed"]
+    assert any("step-2: object store s3://" in text for text in results.all_warnings)
+    for node in (0, 1):
+        pending = wait_for(lambda n=node: failing(site, n), 60, "a failing upload")
+        assert all(re.search(reason, upload["error"]) for upload in pending), pending
+        assert metric(site, node, "uploads_pending") == 2
+        assert metric(site, node, "uploads_failing") >= 1
+    site.sky.clear()
+    site.sky.back()
+    for checkpoint_id in ("step-2", "step-3"):
+        site.wait_until_committed(checkpoint_id, AFTER_WITHIN_S)
+    wait_for(
+        lambda: metric(site, 0, "uploads_pending") == metric(site, 1, "uploads_pending") == 0, 20, "no upload left"
+    )
+    assert site.uploads(0)["done"] == 3
+    assert metric(site, 0, "uploads_failing") == 0
+    assert_loads_from_the_bucket(site)
+
+
+def failing(site: Site, node: int) -> list[dict[str, Any]]:
+    return [upload for upload in site.uploads(node)["pending"].values() if upload["error"]]
+
+
+@pytest.mark.slow
+def test_a_server_that_leaves_in_the_middle_and_comes_back(moto: Server, site_of: SiteOf) -> None:
+    """What had arrived is not sent again: parts of the shard under way, and the shards that were done."""
+    site = site_of(moto, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)
+    count = 88
+    site.cluster.launch([site.save("step-2", count)], nodes=[0, 1])
+    wait_for(lambda: len(site.sky.requests("PUT", query="partNumber")) > 4, 60, "some parts")
+    site.sky.away()
+    wait_for(lambda: failing(site, 0) and failing(site, 1), 30, "failures")
+    time.sleep(3)
+    site.sky.back()
+    site.wait_until_committed("step-2", 90)
+    assert site.sky.uploaded_bytes() < (2 * count + 6 * 16) << 20
+    site.lose_all()
+    (found,) = site.cluster.launch([site.load("step-2", count, 2)], nodes=[0]).of(0)
+    assert found["same"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_everything_at_once(moto: Server, site_of: SiteOf, seed: int) -> None:
+    """One request in five fails in one way or another, for the whole time: everything arrives, and loads bit for bit."""
+    site = site_of(moto, 2)
+    for offset, kind in enumerate(("reset", "status", "lost_answer", "cut_answer")):
+        site.sky.add(Fault(kind, probability=0.06, seed=10 * seed + offset))  # type: ignore[arg-type]
+    calls = [site.save(f"step-{number}", COUNT) for number in (1, 2)]
+    site.cluster.launch(calls, nodes=[0, 1])
+    for checkpoint_id in ("step-1", "step-2"):
+        site.wait_until_committed(checkpoint_id, 90)
+    site.sky.clear()
+    assert_loads_from_the_bucket(site)
+
+
+def test_a_hang_of_one_request_costs_its_time_out(moto: Server, site_of: SiteOf) -> None:
+    """An upload that nobody answers is given up after the client's time-out, and made again."""
+    site = site_of(moto, 1)
+    site.sky.add(Fault("hang", method="PUT", key="__0_0", at=1 << 20, times=1))
+    found = site.cluster.launch([site.save("step-2", COUNT), site.wait()], nodes=[0], timeout_s=120)
+    assert found.agreed(1) == ["step-2"]
+    site.lose_all()
+    (value,) = site.cluster.launch([site.load("step-2", COUNT, 1)], nodes=[0]).of(0)
+    assert value["same"]
+
+
+def test_the_status_tells_no_secret(moto: Server, site_of: SiteOf) -> None:
+    """Neither it nor the metrics, while uploads fail."""
+    site = site_of(moto, 1)
+    site.sky.away()
+    site.cluster.launch([site.save("step-1", COUNT)], nodes=[0])
+    wait_for(lambda: failing(site, 0), 30, "a failure")
+    assert SECRET not in json.dumps(site.uploads(0))
+    assert SECRET.encode() not in site.asked(0, "/metrics")

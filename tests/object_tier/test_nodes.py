@@ -1,0 +1,73 @@
+"""The object tier of several nodes: each brings its own shards, and worlds of any size load what the nodes have lost."""
+
+from typing import Any
+
+import pytest
+
+from tests.buckets.servers import Server
+from tests.multiprocess.cluster import call
+from tests.object_tier.conftest import SiteOf
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
+
+KINDS = ["plain", "meshes"]
+COUNT = 3  # MiB of each rank
+
+
+def sources(value: dict[str, Any]) -> tuple[int, int, int]:
+    """MiB that a load took from the own store, from peers, from the bucket; torch's containers are a little more."""
+    report = value["report"]
+    local, peer, bucket = (report[name] >> 20 for name in ("bytes_local", "bytes_peer", "bytes_object"))
+    return local, peer, bucket
+
+
+def test_all_nodes_are_lost(moto: Server, site_of: SiteOf) -> None:
+    """Two nodes of two ranks each save and wait; worlds of one and of three ranks load it all on blank nodes."""
+    site = site_of(moto, 2)
+    saving = [
+        call("state.save", kinds=KINDS, checkpoint_id="step-1", **site.where),
+        site.save("step-2", COUNT),
+        site.wait(),
+    ]
+    saved = site.cluster.launch(saving, nodes=[0, 1], ranks=2)
+    assert saved.agreed(2) == ["step-1", "step-2"]
+    loading = [
+        call("objects.load_kinds", kinds=KINDS, checkpoint_id="step-1", where=site.where),
+        site.load("latest", COUNT, 4),
+    ]
+    for nodes, ranks in (([0], 1), ([1, 0], [2, 1])):
+        site.lose_all()
+        found = site.cluster.launch(loading, nodes=nodes, ranks=ranks)
+        assert found.digests(0) == [saved.agreed(0)] * len(found.values)
+        for value in found.of(1):
+            assert value["same"]
+            assert value["report"]["checkpoint_id"] == "step-2"
+            assert sources(value) == (0, 0, 4 * COUNT)
+
+
+def test_one_node_survives(moto: Server, site_of: SiteOf) -> None:
+    """Without a second copy: what the survivor has comes from it, to itself and to the blank one; the rest is fetched."""
+    site = site_of(moto, 2)
+    site.cluster.launch([site.save("step-1", COUNT, copies=1), site.wait(copies=1)], nodes=[0, 1], ranks=2)
+    site.cluster.nodes[0].lose()
+    found = site.cluster.launch([site.load("step-1", COUNT, 4)], nodes=[0, 1]).of(0)
+    assert all(value["same"] for value in found)
+    half = 2 * COUNT
+    assert [sources(value) for value in found] == [(0, half, half), (half, 0, half)]
+
+
+def test_readers_without_a_store(moto: Server, site_of: SiteOf) -> None:
+    """Ranks that have no node of ours, in a group and alone, load from the bucket; no agent runs for them."""
+    site = site_of(moto, 2)
+    site.cluster.launch([site.save("step-1", COUNT), site.wait()], nodes=[0, 1], ranks=2)
+    site.lose_all()
+    kinds = ["latest", "step-1"]
+    loads = [site.load(checkpoint_id, COUNT, 4, rootless=True) for checkpoint_id in kinds]
+    for results in (
+        site.cluster.launch(loads, nodes=[0], ranks=2),
+        site.cluster.launch(loads, nodes=[0], launcher="single"),
+    ):
+        for value in (*results.of(0), *results.of(1)):
+            assert value["same"]
+            assert sources(value) == (0, 0, 4 * COUNT)
+    assert [node.agent_pid() for node in site.cluster.nodes] == [None, None]

@@ -1,0 +1,48 @@
+"""The uploader by itself, round by round, on stores made by hand."""
+
+import threading
+from pathlib import Path
+
+from replicated_ckpt.agent.pace import Pace
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.targets import TargetBook
+from replicated_ckpt.agent.upload import BUSY_S, Uploader
+from replicated_ckpt.agent.watch import Patience
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.object_client import PART_BYTES
+from replicated_ckpt.stores.object_url import ObjectTarget
+from tests.agent.checkpoints import checkpointed, shard
+from tests.buckets.servers import Server
+
+
+class LongHours(Pace):
+    """Each piece takes most of the time that an agent stays for an upload that does not move."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, threading.Event())
+        self.now_s = 0.0
+        self.was_busy: list[bool] = []
+        self.uploader: Uploader | None = None
+
+    def take(self, size_bytes: int) -> None:
+        self.now_s += 0.8 * BUSY_S
+        assert self.uploader is not None
+        self.was_busy.append(self.uploader.is_busy)
+
+
+def test_an_agent_stays_for_an_upload_that_moves(moto: Server, tmp_path: Path) -> None:
+    """However long a single shard takes, as long as its parts leave one after the other."""
+    store = LocalStore(tmp_path / "node")
+    manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=4 * PART_BYTES)
+    pace, targets = LongHours(), TargetBook(store.agent_directory())
+    target = ObjectTarget.checked(f"s3://{moto.make_bucket('long-hours')}/x", moto.storage_options())
+    targets.learn(target)
+    uploader = pace.uploader = Uploader(
+        NodeService(store), targets, pace, Patience(), threading.Event(), lambda *_: None, lambda: pace.now_s
+    )
+    uploader.orders.take(manifest.save_id, target.url)
+    uploader.round()
+    assert len(pace.was_busy) >= 4
+    assert all(pace.was_busy)
+    assert not uploader.is_busy
+    assert targets.bucket(target.url).save_of("step-1") is not None
