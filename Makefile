@@ -2,6 +2,7 @@
 #   make test [TORCH=2.13.0] [ARGS="-k placement"]     the whole suite, pytest's closing line last
 #   make drill [ARGS="--scenario replace"]             several nodes on this machine, broken on purpose
 #   make torture [SEEDS=200] [REAL_SEEDS=20] [FIRST=0] random schedules of faults: simulated, then with real processes
+#   make bench-bucket [ARGS="--quick"]                 our clients of a bucket beside s3fs, on a real S3 server (root)
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
@@ -19,7 +20,7 @@ FAST    := not multiprocess and not fault and not slow and not radosgw
 # Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill torture check fast lint types install clean
+.PHONY: test drill torture bench-bucket check fast lint types install clean
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -31,6 +32,9 @@ drill: $(STAMP)
 torture: $(STAMP)
 	@$(BIN)/python -m tests.fault.torture --first $(FIRST) --seeds $(SEEDS)
 	@$(BIN)/python -m tests.fault.torture --first $(FIRST) --seeds $(REAL_SEEDS) --processes
+
+bench-bucket: $(STAMP)
+	@$(BIN)/python -m benchmarks.bucket $(ARGS)
 
 check: lint types fast
 

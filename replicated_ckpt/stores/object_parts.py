@@ -13,6 +13,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.durable import translated, write_file
+from replicated_ckpt.stores.object_body import MemoryBody
 from replicated_ckpt.stores.object_client import PART_BYTES, PARTS_PARALLEL, Paced
 from replicated_ckpt.stores.upload_source import UploadSource
 
@@ -93,12 +94,12 @@ class MultipartUpload:
         offset = (number - 1) * self._part_bytes
         size = min(self._part_bytes, self._source.size_bytes - offset)
         self._paced(size)
-        part = memory if size == len(memory) else bytearray(size)
-        crc = self._crcs[number] = self._source.read(offset, memoryview(part))
+        part = memoryview(memory)[:size]
+        crc = self._crcs[number] = self._source.read(offset, part)
         checksum = self._client.checksum_of(crc)
         with self._client.translated(f"send part {number} of", self._key):
             answer = self._client.s3.upload_part(
-                **self._where, UploadId=self._upload_id, PartNumber=number, Body=part, **checksum
+                **self._where, UploadId=self._upload_id, PartNumber=number, Body=MemoryBody(part), **checksum
             )
         failpoints.reach("upload.part-sent")
         stored = {name: value for name, value in checksum.items() if name == "ChecksumCRC32C"}

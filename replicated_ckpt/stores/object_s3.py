@@ -19,6 +19,7 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
+from replicated_ckpt.stores.object_body import MemoryBody, without_expect
 from replicated_ckpt.stores.object_client import PART_BYTES, Listing, Paced
 from replicated_ckpt.stores.object_parts import MultipartUpload, encoded_crc
 from replicated_ckpt.stores.object_url import ObjectTarget
@@ -27,6 +28,8 @@ from replicated_ckpt.stores.upload_source import UploadSource
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
 _DELETE_MAX = 1_000
+_SLICE_BYTES = 1 << 20
+"""Received at a time: urllib3 takes memory for each, and for little it takes the same again."""
 _KNOWN_OPTIONS = {
     "key",
     "secret",
@@ -101,7 +104,7 @@ class S3Client:
                     raise self._corrupt(key, f"asked for {span}, answered with status {status}")
                 done = 0
                 while done < len(target):
-                    count = body.readinto(target[done:])
+                    count = body.readinto(target[done : done + _SLICE_BYTES])
                     if not count:
                         raise self._corrupt(key, f"asked for {span}, it ended after {done} bytes")
                     done += count
@@ -116,7 +119,7 @@ class S3Client:
     def _put(self, key: str, data: bytes | bytearray, crc: int, **conditions: str) -> None:
         with self.translated("write", key):
             self.s3.put_object(
-                Bucket=self.bucket, Key=self.prefix + key, Body=data, **self.checksum_of(crc), **conditions
+                Bucket=self.bucket, Key=self.prefix + key, Body=MemoryBody(data), **self.checksum_of(crc), **conditions
             )
 
     def version(self, key: str) -> str:
@@ -267,4 +270,6 @@ def _botocore_client(target: ObjectTarget) -> Any:
         settings = settings.merge(botocore.config.Config(signature_version=botocore.UNSIGNED))
     if options.get("config_kwargs"):
         settings = settings.merge(botocore.config.Config(**options["config_kwargs"]))
-    return session.create_client("s3", config=settings, **extra)
+    client = session.create_client("s3", config=settings, **extra)
+    client.meta.events.register_last("before-call.s3", without_expect)
+    return client

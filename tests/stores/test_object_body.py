@@ -1,0 +1,82 @@
+"""The body of a request to S3: a file to those who read it, and never a copy; and what it is for, slow links."""
+
+import io
+import os
+import random
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from replicated_ckpt.core.checksum import table_of
+from replicated_ckpt.stores import object_s3
+from replicated_ckpt.stores.object_body import MemoryBody
+from replicated_ckpt.stores.object_client import PART_BYTES
+from replicated_ckpt.stores.object_s3 import S3Client
+from replicated_ckpt.stores.object_url import ObjectTarget
+from replicated_ckpt.stores.upload_source import UploadSource
+from replicated_ckpt.stores.verified import Expected
+from tests.buckets.faults import Fault
+from tests.buckets.servers import Server
+from tests.buckets.weather import weather
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_a_file(seed: int) -> None:
+    """Whatever is read, in whatever order, it says and gives what io.BytesIO does."""
+    chance = random.Random(seed)
+    data = chance.randbytes(chance.choice([0, 1, 1000]))
+    body, file = MemoryBody(data), io.BytesIO(data)
+    for _ in range(50):
+        size = chance.choice([None, -1, 0, 1, 300, 5000])
+        assert body.read(size) == file.read(size)
+        offset = chance.randint(0, len(data))
+        whence, shift = chance.choice([(os.SEEK_SET, 0), (os.SEEK_CUR, file.tell()), (os.SEEK_END, len(data))])
+        assert body.seek(offset - shift, whence) == file.seek(offset - shift, whence)
+        assert body.tell() == file.tell()
+    assert len(body) == len(data)
+
+
+def test_it_copies_nothing() -> None:
+    """What it gives is the memory itself."""
+    memory = bytearray(100)
+    piece = MemoryBody(memory).read(10)
+    memory[3] = 7
+    assert piece[3] == 7
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 300_000])
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_a_signed_payload_is_read_and_sent(moto: Server, size_bytes: int, *, is_signed: bool) -> None:
+    """The signer reads the body first, if the user wants payloads signed; then it is sent from its start."""
+    bucket = moto.make_bucket(f"b-{uuid4().hex[:12]}")
+    options = {**moto.storage_options(), "config_kwargs": {"s3": {"payload_signing_enabled": is_signed}}}
+    client = S3Client(ObjectTarget.checked(f"s3://{bucket}", options))
+    data = os.urandom(size_bytes)
+    client.put("one", data)
+    found = bytearray(size_bytes)
+    client.read("one", 0, memoryview(found))
+    assert found == data
+
+
+def test_a_slow_link_is_not_given_up(moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part may take longer than any time-out, as long as something moves."""
+    monkeypatch.setattr(object_s3, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(object_s3, "READ_TIMEOUT_S", 3.0)
+    path = tmp_path / "shard"
+    data = os.urandom(PART_BYTES * 2)
+    table = table_of([data])
+    path.write_bytes(data + table.encoded())
+    expected = Expected(table.file_bytes, table.file_crc())
+    with weather(moto) as proxy:
+        bucket = proxy.server.make_bucket(f"b-{uuid4().hex[:12]}")
+        client = S3Client(ObjectTarget.checked(f"s3://{bucket}", proxy.server.storage_options()))
+        proxy.add(Fault("throttle", method="PUT", bytes_per_s=7e6))
+        start_s = time.monotonic()
+        with UploadSource(
+            os.open(path, os.O_RDONLY), "node", "shard", expected, resume_path=tmp_path / "notes"
+        ) as source:
+            client.put_shard("shard", source, lambda size_bytes: None)
+        assert time.monotonic() - start_s > 3.5
+        assert client.size_bytes("shard") == table.file_bytes
