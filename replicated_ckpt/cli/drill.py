@@ -10,8 +10,9 @@ from types import FrameType
 from typing import NoReturn
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.drill.drill import Drill, drill_directory
-from replicated_ckpt.drill.plan import WIDTH_BY_MODEL_SIZE, DrillOptions, Scenario, plan_drill
+from replicated_ckpt.drill.drill import Drill, DrillResult, drill_directory
+from replicated_ckpt.drill.object_store import has_moto, object_store
+from replicated_ckpt.drill.plan import WIDTH_BY_MODEL_SIZE, DrillOptions, DrillPlan, Scenario, plan_drill
 from replicated_ckpt.drill.table import as_json, render
 
 HELP = "kill nodes with their disks on this machine, resume from what survived, and check every tensor"
@@ -33,24 +34,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--victim",
         type=int,
         metavar="NODE",
-        help="which node dies; coordinator and beyond choose their own (default: the last)",
+        help="which node dies; coordinator, beyond and cluster choose their own (default: the last)",
     )
     add("--copies", type=int, default=defaults.copies, help="copies of every shard (default: %(default)s)")
     add("--steps", type=int, default=defaults.steps, help="training steps, two saves among them (default: %(default)s)")
     add("--model-size", choices=list(WIDTH_BY_MODEL_SIZE), default=defaults.model_size, help="default: %(default)s")
+    add(
+        "--object-store",
+        metavar="URL",
+        help="where the scenario cluster saves to besides the nodes: a bucket such as s3://bucket/prefix, with credentials "
+        "from the environment as s3fs takes them, in which a prefix of the drill's own is made and removed; or 'moto', "
+        "an S3 server of the drill's own, in memory (default: moto if it is installed, else cluster is skipped)",
+    )
     add("--data", type=Path, metavar="DIR", help="folder with FashionMNIST (default: Debian's package, else download)")
     add(
         "--workdir", type=Path, metavar="DIR", help="new or empty folder for stores and logs (default: a temporary one)"
     )
-    add("--keep", action="store_true", help="keep the work directory, to look at the stores afterwards")
+    add(
+        "--keep",
+        action="store_true",
+        help="keep the work directory and what is in the bucket, to look at them afterwards",
+    )
     add("--json", action="store_true", help="print the result as JSON instead of as a table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the drill. The exit code is OK only if every scenario held.
 
-    Raises: ConfigInvalid for options that contradict each other, DrillError when the drill itself cannot go on, and
-    KeyboardInterrupt on SIGINT and SIGTERM; no process and, without --keep, no file is left in any case.
+    Raises: ConfigInvalid for options that contradict each other, DrillError when the drill itself cannot go on,
+    StoreError when the object store that is named cannot be used, and KeyboardInterrupt on SIGINT and SIGTERM; no
+    process and, without --keep, no file is left in any case.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     started = time.monotonic()
@@ -58,18 +71,29 @@ def run(args: argparse.Namespace) -> int:
     def progress(line: str) -> None:
         print(f"[{time.monotonic() - started:6.1f} s] {line}", file=sys.stderr, flush=True)
 
-    plan = plan_drill(_options(args))
-    with drill_directory(args.workdir, keep=args.keep) as workdir:
-        result = Drill(plan, workdir, data=args.data, progress=progress).run()
+    plan = plan_drill(_options(args), has_moto=has_moto())
+    for scenario, reason in plan.skipped.items():
+        progress(f"{scenario}: SKIPPED, {reason}")
+    with (
+        drill_directory(args.workdir, keep=args.keep) as workdir,
+        object_store(plan.object_store, workdir, keep=args.keep, progress=progress) as bucket,
+    ):
+        result = Drill(plan, workdir, object_store=bucket, data=args.data, progress=progress).run()
         if args.keep:
             progress(f"kept: {workdir}")
-    seconds = time.monotonic() - started
-    if args.json:
-        print(json.dumps(as_json(plan, result.reports, data=result.data, seconds=seconds), indent=2))
-    else:
-        notes = (f"Trained on {result.data}. {seconds:.0f} s in all.",)
-        print("\n" + render(result.reports, notes))
+    about = bucket.about if bucket else None
+    _show(plan, result, seconds=time.monotonic() - started, about=about, as_value=args.json)
     return ExitCode.OK if all(report.held for report in result.reports) else ExitCode.FAILED
+
+
+def _show(plan: DrillPlan, result: DrillResult, *, seconds: float, about: str | None, as_value: bool) -> None:
+    if as_value:
+        value = as_json(plan, result.reports, data=result.data, seconds=seconds, object_store=about)
+        print(json.dumps(value, indent=2))
+    else:
+        objects = f" Objects in {about}." if about else ""
+        notes = (f"Trained on {result.data}.{objects} {seconds:.0f} s in all.",)
+        print("\n" + render(result.reports, notes, skipped=plan.skipped))
 
 
 def _options(args: argparse.Namespace) -> DrillOptions:
@@ -81,6 +105,7 @@ def _options(args: argparse.Namespace) -> DrillOptions:
         copies=args.copies,
         steps=args.steps,
         model_size=args.model_size,
+        object_store=args.object_store,
     )
 
 

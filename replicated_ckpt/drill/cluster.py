@@ -127,14 +127,16 @@ class Cluster:
         if node.process.returncode != 0:
             raise JobFailed(node.log.read_text(errors="replace").strip() or f"{name} failed without a word.")
 
-    def kill_node(self, store: Path) -> None:
-        """The node is gone: SIGKILL to its torchrun, ranks and agent, and its store with all that is in it.
+    def kill_nodes(self, stores: Sequence[Path]) -> None:
+        """The nodes are gone: SIGKILL to their torchruns, ranks and agents, then their stores with all that is in them.
 
-        Raises: DrillError if something of it cannot be killed.
+        Raises: DrillError if something of one cannot be killed.
         """
-        if not marked.kill(self._mark_of(store), KILL_LIMIT_S):
-            raise DrillError(f"Processes of {store.name} outlive SIGKILL.")
-        shutil.rmtree(store)
+        for store in stores:
+            if not marked.kill(self._mark_of(store), KILL_LIMIT_S):
+                raise DrillError(f"Processes of {store.name} outlive SIGKILL.")
+        for store in stores:
+            shutil.rmtree(store)
 
     def stop_agents(self) -> bool:
         """Ask everything that still runs, which after a job are the agents, to stop; kill what does not.

@@ -13,7 +13,9 @@ from pathlib import Path
 from replicated_ckpt.drill.cluster import Cluster
 from replicated_ckpt.drill.errors import DrillError
 from replicated_ckpt.drill.evidence import Evidence, JobSpec
+from replicated_ckpt.drill.object_store import ObjectStore
 from replicated_ckpt.drill.plan import (
+    UPLOAD_LIMIT_S,
     WIDTH_BY_MODEL_SIZE,
     DrillPlan,
     Promise,
@@ -50,18 +52,27 @@ class _Dataset:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """A run after its loss: what it reported before, how long the survivors needed to notice."""
+    """A run after its loss: what it reported before, how long the survivors, if any, needed to notice."""
 
     before: Evidence
-    detect_s: float
+    detect_s: float | None
 
 
 class Drill:
     """One drill in one work directory. Leaves no process behind, whatever happens; the directory is the caller's."""
 
-    def __init__(self, plan: DrillPlan, workdir: Path, *, data: Path | None, progress: Progress) -> None:
+    def __init__(
+        self,
+        plan: DrillPlan,
+        workdir: Path,
+        *,
+        object_store: ObjectStore | None,
+        data: Path | None,
+        progress: Progress,
+    ) -> None:
         self._plan = plan
         self._workdir = workdir
+        self._object_store = object_store
         self._data = data
         self._progress = progress
         self._cluster = Cluster(workdir)
@@ -107,17 +118,19 @@ class Drill:
             yield report
 
     def _lose(self, run: RunPlan, dataset: _Dataset) -> _Loss:
-        """Train and save on all nodes, then lose some of them with their disks while training goes on."""
+        """Train and save on all nodes, then lose some or all of them with their disks while training goes on."""
         stores = [self._workdir / run.name / f"node-{node}" for node in range(run.nodes)]
         self._progress(f"{run.name}: {run.nodes} nodes x {run.ranks_per_node} ranks train and save")
-        spec = self._spec(run.name, dataset, loads=(), save_steps=self._plan.schedule.save_steps, trains_on=True)
+        spec = self._spec(run, dataset, loads=(), save_steps=self._plan.schedule.save_steps, trains_on=True)
         job = self._cluster.start(run.name, spec, stores, ranks_per_node=run.ranks_per_node)
-        before = job.wait_until_reported(self._limit_s)
+        before = job.wait_until_reported(self._limit_s(run))
         dead = [stores[node] for node in run.dies]
         self._progress(f"{run.name}: SIGKILL to {_names(dead)}, agents included; their stores are deleted")
         killed = time.monotonic()
-        for store in dead:
-            self._cluster.kill_node(store)
+        self._cluster.kill_nodes(dead)
+        if run.is_total:
+            self._progress(f"{run.name}: no node, no process and no store is left")
+            return _Loss(before, detect_s=None)
         job.wait_until_ended(DETECT_LIMIT_S, except_on=dead)
         detect_s = time.monotonic() - killed
         self._progress(f"{run.name}: {_names([stores[node] for node in run.survivors])} noticed after {detect_s:.1f} s")
@@ -130,11 +143,11 @@ class Drill:
         loads: tuple[str, ...] = ("latest",)
         if resume.promise is Promise.SHARD_LOST:
             loads = (checkpoint_id(self._plan.schedule.last_save_step), "latest")
-        spec = self._spec(f"{run.name}-{resume.scenario}", dataset, loads=loads, save_steps=(), trains_on=False)
+        spec = self._spec(run, dataset, resume=resume, loads=loads, save_steps=(), trains_on=False)
         folder = self._folder(run, resume)
         stores = [folder / f"node-{seat.node}" for seat in resume.seats]
         job = self._cluster.start(resume.scenario, spec, stores, ranks_per_node=resume.ranks_per_node)
-        after = job.wait_until_reported(self._limit_s)
+        after = job.wait_until_reported(self._limit_s(run))
         job.wait_until_ended(END_LIMIT_S)
         return judge(self._plan, run, resume, before=loss.before, after=after, detect_s=loss.detect_s)
 
@@ -150,9 +163,18 @@ class Drill:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns(AGENT_DIR))  # an agent serves one store only
 
     def _spec(
-        self, name: str, dataset: _Dataset, *, loads: tuple[str, ...], save_steps: tuple[int, ...], trains_on: bool
+        self,
+        run: RunPlan,
+        dataset: _Dataset,
+        *,
+        resume: ResumePlan | None = None,
+        loads: tuple[str, ...],
+        save_steps: tuple[int, ...],
+        trains_on: bool,
     ) -> JobSpec:
         options = self._plan.options
+        bucket = self._object_store if run.is_total else None
+        name = run.name if resume is None else f"{run.name}-{resume.scenario}"
         return JobSpec(
             results=str(self._workdir / "results" / name),
             data=str(dataset.path),
@@ -165,12 +187,14 @@ class Drill:
             save_steps=save_steps,
             end_step=self._plan.schedule.end_step,
             trains_on=trains_on,
-            limit_s=self._limit_s + DETECT_LIMIT_S + END_LIMIT_S,
+            limit_s=self._limit_s(run) + DETECT_LIMIT_S + END_LIMIT_S,
+            object_store=bucket.url if bucket else None,
+            storage_options=bucket.storage_options if bucket else None,
         )
 
-    @property
-    def _limit_s(self) -> float:
-        return JOB_LIMIT_S + STEP_LIMIT_S * self._plan.schedule.end_step
+    def _limit_s(self, run: RunPlan) -> float:
+        upload_s = UPLOAD_LIMIT_S if run.is_total else 0.0
+        return JOB_LIMIT_S + STEP_LIMIT_S * self._plan.schedule.end_step + upload_s
 
 
 @contextmanager

@@ -17,6 +17,12 @@ class WaitTimedOut(DrillError):
     """Something did not happen before its deadline; the stacks of all ranks were dumped first."""
 
 
+class MotoFailed(DrillError):
+    """The embedded object store did not start."""
+
+    default_hint = "Try `pip install 'moto[server]'`, or name a bucket: --object-store s3://bucket/prefix."
+
+
 class DatasetUnusable(DrillError):
     """The training data asked for cannot be read."""
 

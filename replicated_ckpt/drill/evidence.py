@@ -27,6 +27,8 @@ class JobSpec:
     end_step: int
     trains_on: bool
     limit_s: float
+    object_store: str | None = None
+    storage_options: Mapping[str, Any] | None = None
 
     def write(self, path: Path) -> None:
         """Make the spec readable for the ranks."""
@@ -48,6 +50,14 @@ class SaveRecord:
     seconds: float
     shards: tuple[str, ...]
     copies_made: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecord:
+    """The writer's `wait` as one rank saw it: what is in the object store now."""
+
+    checkpoint_ids: tuple[str, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,7 @@ class RankReport:
     saves: tuple[SaveRecord, ...]
     loads: tuple[LoadRecord, ...]
     loss_by_step: Mapping[int, float]
+    wait: WaitRecord | None = None
 
     def write(self, results: Path) -> None:
         """Appear in the results, whole."""
@@ -137,6 +148,7 @@ def _report(raw: dict[str, Any]) -> RankReport:
         saves=tuple(SaveRecord(**save | {"shards": tuple(save["shards"])}) for save in raw["saves"]),
         loads=tuple(_load(load) for load in raw["loads"]),
         loss_by_step={int(step): loss for step, loss in raw["loss_by_step"].items()},
+        wait=WaitRecord(tuple(raw["wait"]["checkpoint_ids"]), raw["wait"]["seconds"]) if raw["wait"] else None,
     )
 
 

@@ -1,8 +1,8 @@
 """What a drill will do, decided before anything starts. Pure: no I/O, clock, processes or torch."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from replicated_ckpt.core.placement import PlacedNode, placed
@@ -10,6 +10,11 @@ from replicated_ckpt.errors import ConfigInvalid
 
 GLOBAL_BATCH_MIN = 48
 STEPS_MIN = 3
+MOTO = "moto"
+"""The object store that the drill brings along: a server of its own, in memory."""
+NO_MOTO = "moto is not installed (pip install 'moto[server]'), and no --object-store is named"
+UPLOAD_LIMIT_S = 120.0
+"""How long a rank of a drill waits for its uploads."""
 WIDTH_BY_MODEL_SIZE = {"small": 8, "medium": 32, "large": 96}
 
 
@@ -21,6 +26,7 @@ class Scenario(StrEnum):
     COORDINATOR = "coordinator"
     GROW = "grow"
     BEYOND = "beyond"
+    CLUSTER = "cluster"
 
 
 class Promise(StrEnum):
@@ -33,7 +39,10 @@ class Promise(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DrillOptions:
-    """What the operator asked for; checked by `plan_drill`."""
+    """What the operator asked for; checked by `plan_drill`.
+
+    `object_store` is a URL or MOTO; None is MOTO where it is installed.
+    """
 
     scenarios: tuple[Scenario, ...] = tuple(Scenario)
     nodes: int = 2
@@ -42,6 +51,7 @@ class DrillOptions:
     copies: int = 2
     steps: int = 12
     model_size: str = "small"
+    object_store: str | None = None
     seed: int = 7
 
 
@@ -97,6 +107,11 @@ class RunPlan:
         return self.nodes * self.ranks_per_node
 
     @property
+    def is_total(self) -> bool:
+        """Whether every node dies, so that the object store is all that is left. Only then does the run save to it."""
+        return not self.survivors
+
+    @property
     def survivors(self) -> tuple[int, ...]:
         """Nodes that keep their store, in rank order."""
         return tuple(node for node in range(self.nodes) if node not in self.dies)
@@ -114,6 +129,10 @@ class DrillPlan:
     schedule: Schedule
     global_batch: int
     runs: tuple[RunPlan, ...]
+    object_store: str | None = None
+    """A URL or MOTO; None exactly if no run is total."""
+    skipped: Mapping[Scenario, str] = field(default_factory=dict)
+    """Scenarios that were asked for and cannot run here, with the reason."""
 
     @property
     def ranks_max(self) -> int:
@@ -126,15 +145,22 @@ def checkpoint_id(step: int) -> str:
     return f"step-{step}"
 
 
-def plan_drill(options: DrillOptions) -> DrillPlan:
+def plan_drill(options: DrillOptions, *, has_moto: bool = True) -> DrillPlan:
     """Group the scenarios by the loss that they share, so that each loss happens once.
 
-    Raises: ConfigInvalid, with nothing started, when the options contradict each other.
+    `has_moto` says whether moto is installed; where it is needed and is not, the scenario is skipped.
+
+    Raises: ConfigInvalid, with nothing started, when the options contradict each other, or nothing is left to do.
     """
     _check(options)
+    _check_object_store(options, has_moto=has_moto)
+    skips = Scenario.CLUSTER in options.scenarios and options.object_store is None and not has_moto
+    skipped = {Scenario.CLUSTER: NO_MOTO} if skips else {}
     victim = options.nodes - 1 if options.victim is None else options.victim
     losses: dict[tuple[int, int, tuple[int, ...]], list[ResumePlan]] = {}
     for scenario in dict.fromkeys(options.scenarios):
+        if scenario in skipped:
+            continue
         nodes, ranks_per_node, dies = _loss(scenario, options, victim)
         resume = _resume(scenario, nodes, ranks_per_node, dies)
         losses.setdefault((nodes, ranks_per_node, dies), []).append(resume)
@@ -142,7 +168,9 @@ def plan_drill(options: DrillOptions) -> DrillPlan:
         RunPlan(f"run-{number}", nodes, ranks_per_node, dies, tuple(resumes))
         for number, ((nodes, ranks_per_node, dies), resumes) in enumerate(losses.items(), start=1)
     )
-    return DrillPlan(options, _schedule(options.steps), _global_batch(_worlds(runs)), runs)
+    named = MOTO if options.object_store is None else options.object_store
+    object_store = named if any(run.is_total for run in runs) else None
+    return DrillPlan(options, _schedule(options.steps), _global_batch(_worlds(runs)), runs, object_store, skipped)
 
 
 def _loss(scenario: Scenario, options: DrillOptions, victim: int) -> tuple[int, int, tuple[int, ...]]:
@@ -153,6 +181,8 @@ def _loss(scenario: Scenario, options: DrillOptions, victim: int) -> tuple[int, 
         nodes = 2 * options.copies
         groups = placed([PlacedNode(str(node)) for node in range(nodes)], options.copies).groups
         return nodes, 1, tuple(sorted(int(node) for node in groups[-1]))
+    if scenario is Scenario.CLUSTER:
+        return options.nodes, options.ranks_per_node, tuple(range(options.nodes))
     return options.nodes, options.ranks_per_node, (victim,)
 
 
@@ -167,6 +197,9 @@ def _resume(scenario: Scenario, nodes: int, ranks_per_node: int, dies: tuple[int
             return ResumePlan(scenario, Promise.SAME_LOSS, seats, ranks_per_node)
         case Scenario.BEYOND:
             return ResumePlan(scenario, Promise.SHARD_LOST, survivors, ranks_per_node)
+        case Scenario.CLUSTER:
+            # Another number of ranks whatever it was: half as many on each node, or twice.
+            return ResumePlan(scenario, Promise.SAME_LOSS, same_world, ranks_per_node // 2 or 2)
         case Scenario.REPLACE | Scenario.COORDINATOR:
             return ResumePlan(scenario, Promise.SAME_BITS, same_world, ranks_per_node)
 
@@ -197,3 +230,16 @@ def _check(options: DrillOptions) -> None:
     for problem, is_real in problems.items():
         if is_real:
             raise ConfigInvalid(problem)
+
+
+def _check_object_store(options: DrillOptions, *, has_moto: bool) -> None:
+    named, scenarios = options.object_store, set(options.scenarios)
+    if named is not None and Scenario.CLUSTER not in scenarios:
+        raise ConfigInvalid(
+            "--object-store: of all scenarios only cluster saves to one.", "Use --scenario cluster, or all."
+        )
+    if not has_moto and (named == MOTO or (named is None and scenarios == {Scenario.CLUSTER})):
+        raise ConfigInvalid(
+            "--object-store moto: moto is not installed.",
+            "pip install 'moto[server]', or name a bucket: --object-store s3://bucket/prefix.",
+        )

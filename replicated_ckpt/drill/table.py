@@ -1,9 +1,9 @@
 """The drill's last words, for people and for machines. Pure: reports in, text out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replicated_ckpt.drill.plan import DrillPlan, Promise
+from replicated_ckpt.drill.plan import DrillPlan, Promise, Scenario
 from replicated_ckpt.drill.verdict import LOSS_TOLERANCE, ScenarioReport
 
 HEADER = (
@@ -26,20 +26,31 @@ MEANING_BY_PROMISE = {
 }
 
 
-def render(reports: Sequence[ScenarioReport], notes: Sequence[str]) -> str:
-    """The table, the problems of what did not hold, and the notes, ready to print."""
-    rows = [HEADER, *(_row(report) for report in reports)]
+def render(
+    reports: Sequence[ScenarioReport], notes: Sequence[str], *, skipped: Mapping[Scenario, str] | None = None
+) -> str:
+    """The table, the problems of what did not hold, why something was skipped, and the notes, ready to print."""
+    skipped = skipped or {}
+    rows = [HEADER, *(_row(report) for report in reports), *(_skipped_row(scenario) for scenario in skipped)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     problems = [f"{report.scenario}: {problem}" for report in reports for problem in report.problems]
+    problems += [f"{scenario}: SKIPPED, {reason}." for scenario, reason in skipped.items()]
     promises = dict.fromkeys(report.promise for report in reports)
     meanings = [f"{promise}: {MEANING_BY_PROMISE[Promise(promise)]}." for promise in promises]
-    blocks = [lines, problems, [*meanings, *notes]]
+    blocks = [lines, problems, [*meanings, *_uploads(reports), *notes]]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def as_json(plan: DrillPlan, reports: Sequence[ScenarioReport], *, data: str | None, seconds: float) -> dict[str, Any]:
+def as_json(
+    plan: DrillPlan,
+    reports: Sequence[ScenarioReport],
+    *,
+    data: str | None,
+    seconds: float,
+    object_store: str | None = None,
+) -> dict[str, Any]:
     """What `render` shows, as one JSON value."""
     options = plan.options
     return {
@@ -51,9 +62,21 @@ def as_json(plan: DrillPlan, reports: Sequence[ScenarioReport], *, data: str | N
         "model_size": options.model_size,
         "steps": options.steps,
         "data": data,
+        "object_store": object_store,
         "loss_tolerance": LOSS_TOLERANCE,
         "scenarios": [report.as_json() for report in reports],
+        "skipped": dict(plan.skipped),
     }
+
+
+def _uploads(reports: Sequence[ScenarioReport]) -> list[str]:
+    """What the columns do not say of a scenario whose nodes all died, and which held."""
+    return [
+        f"{report.scenario}: wait() took {report.wait_s:.2f} s after the last step; then no process and no store was left, "
+        "and every byte came from the object store."
+        for report in reports
+        if report.wait_s is not None and report.held
+    ]
 
 
 def size(size_bytes: int) -> str:
@@ -80,6 +103,10 @@ def _row(report: ScenarioReport) -> tuple[str, ...]:
         str(report.tensors_verified),
         f"{'held' if report.held else 'FAILED'}: {report.promise}",
     )
+
+
+def _skipped_row(scenario: Scenario) -> tuple[str, ...]:
+    return (scenario, *("-" for _ in HEADER[1:-1]), "SKIPPED")
 
 
 def _seconds(value: float | None) -> str:

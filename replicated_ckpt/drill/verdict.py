@@ -34,6 +34,7 @@ class ScenarioReport:
     save_s: float | None = None
     detect_s: float | None = None
     restore_s: float | None = None
+    wait_s: float | None = None
     tensors_verified: int = 0
     problems: tuple[str, ...] = ()
 
@@ -53,7 +54,7 @@ def failed(run: RunPlan, resume: ResumePlan, problem: str) -> ScenarioReport:
 
 
 def judge(
-    plan: DrillPlan, run: RunPlan, resume: ResumePlan, *, before: Evidence, after: Evidence, detect_s: float
+    plan: DrillPlan, run: RunPlan, resume: ResumePlan, *, before: Evidence, after: Evidence, detect_s: float | None
 ) -> ScenarioReport:
     """Hold what the resumed ranks reported against what was saved and against the run's own undisturbed end."""
     step = plan.schedule.last_save_step
@@ -64,6 +65,8 @@ def judge(
         findings, verified = _shard_lost_problems(resume, after, lost), 0
     else:
         findings, verified = _carried_on_problems(plan, resume, before, after), _equal_tensors(before, after, step)
+    if run.is_total:
+        findings = (*_by_problem(_upload_problems(plan, before)), *_by_problem(_origin_problems(after)), *findings)
     loads = [report.loads[0] for report in after.reports if report.loads]
     return ScenarioReport(
         scenario=resume.scenario,
@@ -78,6 +81,7 @@ def judge(
         save_s=max((save.seconds for _, save in saves), default=None),
         detect_s=detect_s,
         restore_s=max((load.seconds for load in loads), default=None),
+        wait_s=max((report.wait.seconds for report in before.reports if report.wait), default=None),
         tensors_verified=verified,
         problems=(*_save_problems(plan, run, saves), *findings),
     )
@@ -96,6 +100,23 @@ def _save_problems(plan: DrillPlan, run: RunPlan, saves: list[tuple[int, SaveRec
         for rank, save in saves
         if save.copies_made != wanted
     )
+
+
+def _upload_problems(plan: DrillPlan, before: Evidence) -> Iterator[RankProblem]:
+    """What `wait` did not vouch for, before the nodes died."""
+    wanted = [checkpoint_id(step) for step in plan.schedule.save_steps]
+    for report in before.reports:
+        if missing := [name for name in wanted if report.wait is None or name not in report.wait.checkpoint_ids]:
+            yield report.rank, f"wait() did not say that the object store has {_some(missing)}"
+
+
+def _origin_problems(after: Evidence) -> Iterator[RankProblem]:
+    """Bytes that can only come from a node that was not dead after all."""
+    for report in after.reports:
+        for load in report.loads:
+            if load.raised is None and (load.bytes_local or load.bytes_peer or not load.bytes_object):
+                found = f"{load.bytes_local} bytes from its own store, {load.bytes_peer} from peers"
+                yield report.rank, f"loaded {found} and {load.bytes_object} from the object store, the only one left"
 
 
 def _carried_on_problems(plan: DrillPlan, resume: ResumePlan, before: Evidence, after: Evidence) -> tuple[str, ...]:

@@ -28,9 +28,10 @@ from replicated_ckpt.drill.evidence import (
     LoadRecord,
     RankReport,
     SaveRecord,
+    WaitRecord,
     write_digests,
 )
-from replicated_ckpt.drill.plan import checkpoint_id
+from replicated_ckpt.drill.plan import UPLOAD_LIMIT_S, checkpoint_id
 from replicated_ckpt.drill.workload import Images, build, train_step
 from replicated_ckpt.errors import ReplicatedCkptError
 
@@ -46,8 +47,9 @@ class Trainer:
         # Fresh weights differ from any saved ones, so that a load which does nothing cannot look like one that worked.
         self.model, self.optimizer = build(spec.width, seed=spec.seed + len(spec.loads), device=self.device)
         self.images = Images.load(Path(spec.data))
-        self.writer = ReplicatedWriter(store, copies=spec.copies)
-        self.reader = ReplicatedReader(store)
+        bucket: dict[str, Any] = {"object_store": spec.object_store, "storage_options": spec.storage_options}
+        self.writer = ReplicatedWriter(store, copies=spec.copies, **bucket)
+        self.reader = ReplicatedReader(store, **bucket)
         self.results = Path(spec.results)
         self.step = 0
         self.loss_by_step: dict[int, float] = {}
@@ -75,6 +77,11 @@ class Trainer:
         if report is None:
             raise RuntimeError("dcp.save returned and the writer knows of no save")
         return SaveRecord(name, self.step, seconds, report.shards, report.copies_made)
+
+    def wait(self) -> WaitRecord:
+        """Wait until every checkpoint of this rank's writer is in the object store."""
+        started = time.perf_counter()
+        return WaitRecord(self.writer.wait(UPLOAD_LIMIT_S), time.perf_counter() - started)
 
     def load(self, requested: str) -> LoadRecord:
         """Try to load and say how it went. After a success model and optimizer are those of the checkpoint."""
@@ -125,7 +132,8 @@ def run(trainer: Trainer) -> None:
             if trainer.step in spec.save_steps:
                 saves.append(trainer.save())
         trainer.record_digests("end", trainer.state())
-    RankReport(dist.get_rank(), tuple(saves), tuple(loads), trainer.loss_by_step).write(trainer.results)
+    wait = trainer.wait() if saves and spec.object_store else None
+    RankReport(dist.get_rank(), tuple(saves), tuple(loads), trainer.loss_by_step, wait).write(trainer.results)
     while spec.trains_on:
         trainer.advance()
 

@@ -1,6 +1,7 @@
 """Simulated nodes: what is started can be found, waited for within a limit, and ended without a rest."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from replicated_ckpt.drill.evidence import (
     LoadRecord,
     RankReport,
     SaveRecord,
+    WaitRecord,
     write_digests,
 )
 
@@ -48,6 +50,22 @@ def test_a_hang_ends_in_an_error_and_nothing_is_left(tmp_path: Path) -> None:
     assert marked.marked(cluster._mark) == ()
 
 
+def test_nodes_die_together_with_their_stores(tmp_path: Path) -> None:
+    """All processes first, detached ones too: nobody is left to write into a store that is being deleted."""
+    cluster = Cluster(tmp_path)
+    stores = [tmp_path / f"node-{number}" for number in range(3)]
+    for store in stores:
+        (store / "step-1").mkdir(parents=True)
+        cluster._start_node(store.name, store, (sys.executable, "-c", DETACHED_SLEEPER))
+    try:
+        cluster.kill_nodes(stores[:2])
+        assert [store.exists() for store in stores] == [False, False, True]
+        assert not any(marked.marked(cluster._mark_of(store)) for store in stores[:2])
+        assert marked.marked(cluster._mark_of(stores[2]))
+    finally:
+        cluster.end()
+
+
 def test_a_job_that_dies_early_is_an_error_at_once(tmp_path: Path) -> None:
     """Nobody waits for reports of ranks that are gone."""
     cluster = Cluster(tmp_path)
@@ -67,6 +85,7 @@ def test_evidence_survives_the_way_through_files(tmp_path: Path) -> None:
             (SaveRecord("step-1", 1, 0.5, ("__0_0.distcp",), 2),),
             (LoadRecord("latest", 0.25, raised="CheckpointException", failures=(failure,)),),
             {1: 0.1 + rank},
+            WaitRecord(("step-1",), 0.1) if rank else None,
         )
         for rank in range(11)
     )
@@ -79,6 +98,9 @@ def test_evidence_survives_the_way_through_files(tmp_path: Path) -> None:
 def test_a_job_spec_survives_the_way_through_a_file(tmp_path: Path) -> None:
     """The ranks do what the drill decided."""
     spec = JobSpec("r", "d", "cpu", 8, 7, 48, 2, ("step-8", "latest"), (4, 8), 12, trains_on=False, limit_s=9.5)
+    spec.write(tmp_path / "job.json")
+    assert JobSpec.read(tmp_path / "job.json") == spec
+    spec = replace(spec, object_store="s3://b/x", storage_options={"client_kwargs": {"endpoint_url": "http://h"}})
     spec.write(tmp_path / "job.json")
     assert JobSpec.read(tmp_path / "job.json") == spec
 

@@ -48,6 +48,29 @@ def test_a_node_dies_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> 
 
 
 @pytest.mark.multiprocess
+@pytest.mark.timeout(180)
+def test_a_whole_cluster_dies_and_comes_back_from_its_bucket(tmp_path: Path) -> None:
+    """Two nodes of one rank, all killed and deleted; two blank nodes of two ranks have every tensor as it was saved."""
+    pytest.importorskip("moto")
+    workdir = tmp_path / "work"
+    command = [*COMMAND, "--scenario", "cluster", "--object-store", "moto", "--ranks-per-node", "1", "--json"]
+    command += ["--steps", "3", "--workdir", str(workdir), "--keep"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert ended.returncode == ExitCode.OK, ended.stderr + ended.stdout
+    result = json.loads(ended.stdout)
+    assert (result["held"], result["skipped"]) == (True, {})
+    assert result["object_store"].startswith("moto ")
+    (line,) = result["scenarios"]
+    assert (line["ranks_before"], line["ranks_after"], line["shards_lost"], line["shards"]) == (2, 4, 2, 2)
+    assert line["tensors_verified"] > 20
+    assert (line["bytes_local"], line["bytes_peer"]) == (0, 0)
+    assert line["bytes_object"] > 0
+    assert line["wait_s"] is not None
+    assert not list((workdir / "run-1").glob("node-*/step-*"))
+    assert processes_in(workdir) == []
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupted_drill_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C ends every process and removes the work directory."""

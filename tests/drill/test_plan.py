@@ -4,6 +4,8 @@ import pytest
 
 from replicated_ckpt.drill.plan import (
     GLOBAL_BATCH_MIN,
+    MOTO,
+    NO_MOTO,
     DrillOptions,
     Promise,
     ResumePlan,
@@ -30,24 +32,62 @@ def planned(scenario: Scenario, options: DrillOptions | None = None) -> tuple[Ru
         (Scenario.COORDINATOR, (0,), (Seat(0, True), Seat(1, False)), 8, Promise.SAME_BITS),
         (Scenario.GROW, (1,), (Seat(0, False), Seat(1, True), Seat(2, True)), 12, Promise.SAME_LOSS),
         (Scenario.BEYOND, (2, 3), (Seat(0, False), Seat(1, False)), 2, Promise.SHARD_LOST),
+        (Scenario.CLUSTER, (0, 1), (Seat(0, True), Seat(1, True)), 4, Promise.SAME_LOSS),
     ],
 )
 def test_each_scenario_loses_and_resumes_as_documented(
     scenario: Scenario, dies: tuple[int, ...], seats: tuple[Seat, ...], ranks: int, promise: Promise
 ) -> None:
-    """By default there are 2 nodes x 4 ranks, and the last node dies; beyond takes a whole pair out of two."""
+    """By default there are 2 nodes x 4 ranks, and the last node dies; beyond takes a whole pair out of two,
+    cluster all there is."""
     run, resume = planned(scenario)
     assert (run.dies, resume.seats, resume.ranks, resume.promise) == (dies, seats, ranks, promise)
 
 
 def test_scenarios_of_one_loss_share_its_run() -> None:
-    """All five scenarios need three losses, not five."""
+    """All six scenarios need four losses, not six."""
     runs = plan_drill(DrillOptions()).runs
     assert [[resume.scenario for resume in run.resumes] for run in runs] == [
         [Scenario.SHRINK, Scenario.REPLACE, Scenario.GROW],
         [Scenario.COORDINATOR],
         [Scenario.BEYOND],
+        [Scenario.CLUSTER],
     ]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 1), (4, 2)])
+def test_a_cluster_never_comes_back_as_it_was(before: int, after: int) -> None:
+    """What the bucket has must be read on another number of ranks, however many there were."""
+    _, resume = planned(Scenario.CLUSTER, DrillOptions(scenarios=(Scenario.CLUSTER,), ranks_per_node=before))
+    assert resume.ranks_per_node == after
+
+
+def test_only_a_run_that_loses_everything_has_an_object_store() -> None:
+    """The others must hold without one."""
+    plan = plan_drill(DrillOptions())
+    assert [run.is_total for run in plan.runs] == [False, False, False, True]
+    assert plan.object_store == MOTO
+    assert plan_drill(DrillOptions(scenarios=(Scenario.REPLACE,))).object_store is None
+    assert plan_drill(DrillOptions(object_store="s3://bucket/x"), has_moto=False).object_store == "s3://bucket/x"
+
+
+def test_without_moto_and_a_bucket_the_cluster_is_skipped_and_the_rest_runs() -> None:
+    """Not in silence: the plan has the reason."""
+    plan = plan_drill(DrillOptions(), has_moto=False)
+    assert plan.skipped == {Scenario.CLUSTER: NO_MOTO}
+    assert plan.object_store is None
+    assert {resume.scenario for run in plan.runs for resume in run.resumes} == set(Scenario) - {Scenario.CLUSTER}
+    assert plan_drill(DrillOptions()).skipped == {}
+
+
+@pytest.mark.parametrize(
+    "options", [DrillOptions(object_store=MOTO), DrillOptions(scenarios=(Scenario.CLUSTER,))], ids=["moto", "cluster"]
+)
+def test_what_was_asked_for_by_name_is_not_skipped(options: DrillOptions) -> None:
+    """It is refused, with what to install."""
+    with pytest.raises(ConfigInvalid, match="moto is not installed") as refused:
+        plan_drill(options, has_moto=False)
+    assert "pip install 'moto[server]'" in refused.value.hint
 
 
 def test_the_victim_can_be_chosen() -> None:
@@ -96,6 +136,7 @@ def test_a_run_saves_twice_and_goes_on(steps: int) -> None:
         DrillOptions(victim=2),
         DrillOptions(victim=-1),
         DrillOptions(model_size="enormous"),
+        DrillOptions(scenarios=(Scenario.REPLACE,), object_store=MOTO),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: DrillOptions) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicated_ckpt.drill.plan import DrillOptions, plan_drill
+from replicated_ckpt.drill.plan import DrillOptions, Scenario, plan_drill
 from replicated_ckpt.drill.table import HEADER, as_json, render, size
 from replicated_ckpt.drill.verdict import LOSS_TOLERANCE, ScenarioReport, failed
 
@@ -59,9 +59,35 @@ def test_a_scenario_that_could_not_be_carried_out_is_shown() -> None:
     assert " - " in render([report], [])
 
 
+def test_a_lost_cluster_has_its_line() -> None:
+    """The objects column has the bytes; the wait before the loss is told below, unless the scenario failed."""
+    lost = replace(
+        HELD, scenario="cluster", bytes_local=0, bytes_peer=0, bytes_object=1_850_000, detect_s=None, wait_s=0.3
+    )
+    row = render([lost], []).splitlines()[2]
+    assert " ".join(row.split()) == "cluster 8 → 8 4 of 8 0 B 0 B 1.9 MB 0.25 - 0.75 32 held: same bits"
+    assert "cluster: wait() took 0.30 s" in render([lost], [])
+    assert "every byte came from" not in render([replace(lost, problems=("rank 0 has its doubts",))], [])
+    assert "wait()" not in render([HELD], [])
+
+
+def test_what_was_skipped_is_a_line_with_a_reason() -> None:
+    """Nobody takes a drill for whole that was not."""
+    skipped = {Scenario.CLUSTER: "the moon is not full"}
+    text = render([HELD], [], skipped=skipped)
+    assert [line.split() for line in text.splitlines() if line.startswith("cluster ")] == [
+        ["cluster", *"-" * (len(HEADER) - 2), "SKIPPED"]
+    ]
+    assert "cluster: SKIPPED, the moon is not full." in text
+    value = as_json(plan_drill(DrillOptions(), has_moto=False), [HELD], data="clouds", seconds=1.0)
+    assert list(value["skipped"]) == ["cluster"]
+
+
 def test_json_is_the_table() -> None:
     """Machines get every column, and whether all held."""
-    value = json.loads(json.dumps(as_json(plan_drill(DrillOptions()), [HELD], data="clouds", seconds=61.23456)))
+    shown = as_json(plan_drill(DrillOptions()), [HELD], data="clouds", seconds=61.23456, object_store="s3://b")
+    value = json.loads(json.dumps(shown))
+    assert (value["object_store"], value["skipped"]) == ("s3://b", {})
     assert value["held"] is True
     assert value["seconds"] == 61.235
     assert value["scenarios"][0]["bytes_peer"] == 1_250_000

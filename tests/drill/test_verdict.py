@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicated_ckpt.drill.evidence import Evidence, LoadFailure, LoadRecord, RankReport, SaveRecord
+from replicated_ckpt.drill.evidence import Evidence, LoadFailure, LoadRecord, RankReport, SaveRecord, WaitRecord
 from replicated_ckpt.drill.plan import DrillOptions, DrillPlan, Scenario, plan_drill
 from replicated_ckpt.drill.verdict import LOSS_TOLERANCE, SHARD_LOST_LIMIT_S, ScenarioReport, judge
 
@@ -21,6 +21,7 @@ NAMED_REFUSAL = LoadRecord(
     raised="CheckpointException",
     failures=(LoadFailure("ShardLost", "gone", 0, ("__2_0.distcp", "__3_0.distcp")),),
 )
+FROM_BUCKET = replace(LOADED, bytes_local=0, bytes_peer=0, bytes_object=13)
 LATEST_REFUSAL = LoadRecord("latest", 0.1, raised="CheckpointNotFound")
 
 Tamper = Callable[[Evidence], Evidence]
@@ -41,6 +42,13 @@ def saved(ranks: int) -> Evidence:
         for rank in range(ranks)
     )
     return Evidence(reports, {f"saved-{NAME}": SAVED, "end": END})
+
+
+def uploaded(ranks: int) -> Evidence:
+    """As saved, and `wait` has said that it is in the object store."""
+    before = saved(ranks)
+    wait = WaitRecord(("step-2", NAME), 0.2)
+    return replace(before, reports=tuple(replace(report, wait=wait) for report in before.reports))
 
 
 def resumed(ranks: int, loads: tuple[LoadRecord, ...] = (LOADED,)) -> Evidence:
@@ -182,3 +190,49 @@ def test_a_problem_of_many_ranks_is_one_line() -> None:
     """Eight ranks with the same trouble are one problem."""
     report = verdict(Scenario.BEYOND, saved(4), resumed(2, (NAMED_REFUSAL,)))
     assert report.problems == ("rank 0, 1: tried 1 of 2 loads",)
+
+
+def test_a_cluster_that_comes_back_from_the_bucket_holds() -> None:
+    """All shards lost, no node to notice it, and every byte from the object store."""
+    plan = plan_of(Scenario.CLUSTER)
+    (run,) = plan.runs
+    report = judge(plan, run, run.resumes[0], before=uploaded(2), after=resumed(4, (FROM_BUCKET,)), detect_s=None)
+    assert report.problems == ()
+    assert (report.ranks_before, report.ranks_after, report.shards_lost, report.shards) == (2, 4, 2, 2)
+    assert (report.bytes_local, report.bytes_peer, report.bytes_object) == (0, 0, 52)
+    assert (report.detect_s, report.wait_s, report.tensors_verified) == (None, 0.2, 2)
+
+
+@pytest.mark.parametrize(
+    ("tamper_before", "tamper_after", "problem"),
+    [
+        (
+            on_rank(1, lambda report: replace(report, wait=None)),
+            None,
+            "rank 1: wait() did not say that the object store has step-2, step-4",
+        ),
+        (
+            on_rank(0, lambda report: replace(report, wait=WaitRecord(("step-2",), 0.1))),
+            None,
+            "rank 0: wait() did not say that the object store has step-4",
+        ),
+        (None, on_load(2, 0, bytes_local=1), "rank 2: loaded 1 bytes from its own store"),
+        (None, on_load(3, 0, bytes_peer=7), "rank 3: loaded 0 bytes from its own store, 7 from peers"),
+        (None, on_load(1, 0, bytes_object=0), "and 0 from the object store"),
+        (None, with_digests(loaded_step_4={**SAVED, "model.weight": "ab"}), "not as saved: 1 tensors differ"),
+        (None, with_loss(1, 6, 1.6), "rank 1: loss at step 6"),
+        (None, on_load(0, 0, raised="CheckpointNotFound"), "rank 0: could not load: CheckpointNotFound"),
+    ],
+)
+def test_a_cluster_that_was_saved_by_luck_does_not_hold(
+    tamper_before: Tamper | None, tamper_after: Tamper | None, problem: str
+) -> None:
+    """Uploads that nobody vouched for, a node that was not dead, a tensor that differs."""
+    before, after = uploaded(2), resumed(4, (FROM_BUCKET,))
+    report = verdict(
+        Scenario.CLUSTER,
+        tamper_before(before) if tamper_before else before,
+        tamper_after(after) if tamper_after else after,
+    )
+    assert not report.held
+    assert problem in "\n".join(report.problems)

@@ -1,0 +1,148 @@
+"""Where a drill's checkpoints go besides the nodes: a place of its own under a URL, or in an embedded moto server."""
+
+import importlib.util
+import math
+import os
+import select
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from replicated_ckpt.drill import marked
+from replicated_ckpt.drill.cluster import PACKAGE_PARENT
+from replicated_ckpt.drill.errors import MotoFailed
+from replicated_ckpt.drill.plan import MOTO
+from replicated_ckpt.errors import ConfigInvalid, StoreError
+from replicated_ckpt.stores.object_client import ObjectClient
+from replicated_ckpt.stores.object_open import opened_client
+from replicated_ckpt.stores.object_url import ObjectTarget
+
+MOTO_START_LIMIT_S = 30.0
+MOTO_END_LIMIT_S = 5.0
+MOTO_PACKAGES = ("moto", "flask", "flask_cors")  # what moto[server] brings
+BUCKET = "drill"
+_NOTE_KEY = "what-is-this.txt"
+_NOTE = b"A drill of replicated_ckpt writes here, and removes it at its end.\n"
+_HINT = "Check the URL of --object-store, and the credentials in the environment; nothing was started yet."
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore:
+    """What writers and readers are given. `about` names it for people, without a secret."""
+
+    url: str
+    storage_options: Mapping[str, Any] | None
+    about: str
+
+
+def has_moto() -> bool:
+    """Whether an embedded server can be started here. Imports nothing."""
+    return all(importlib.util.find_spec(name) is not None for name in MOTO_PACKAGES)
+
+
+@contextmanager
+def object_store(named: str | None, workdir: Path, *, keep: bool, progress: Progress) -> Iterator[ObjectStore | None]:
+    """The store that a plan names, for as long as the drill lasts; None if it names none.
+
+    moto ends with the block, and with this process however that ends. Under a URL the drill writes to a new prefix, and
+    removes it afterwards unless `keep`; credentials are those of the environment.
+
+    Raises: MotoFailed, ConfigInvalid for a URL that cannot work, StoreError if it cannot be written to.
+    """
+    if named is None:
+        yield None
+    elif named == MOTO:
+        with _moto(workdir) as url:
+            progress(f"object store: moto at {url}")
+            yield ObjectStore(f"s3://{BUCKET}", _way_to(url), f"moto {version('moto')}")
+    else:
+        with _own_prefix(named, keep=keep, progress=progress) as url:
+            yield ObjectStore(url, None, named)
+
+
+def _way_to(endpoint_url: str) -> dict[str, Any]:
+    """Options of s3fs for moto, complete: nothing of the environment's is meant for it, least of all a proxy."""
+    return {
+        "key": "drill",
+        "secret": "drill-secret",
+        "client_kwargs": {"endpoint_url": endpoint_url, "region_name": "us-east-1"},
+        "config_kwargs": {"proxies": {}},
+    }
+
+
+@contextmanager
+def _moto(workdir: Path) -> Iterator[str]:
+    log = workdir / "logs" / "moto.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join(filter(None, (str(PACKAGE_PARENT), os.environ.get("PYTHONPATH"))))
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            (sys.executable, "-m", "replicated_ckpt.drill.moto_server", BUCKET),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            # Not the nodes' mark: it outlives them.
+            env=os.environ | {"PYTHONPATH": path, marked.MARK_VARIABLE: f"moto:{workdir}"},
+            start_new_session=True,
+        )
+    with process:
+        try:
+            assert process.stdout is not None
+            is_heard, _, _ = select.select([process.stdout], [], [], MOTO_START_LIMIT_S)
+            url = process.stdout.readline().strip() if is_heard else ""
+            if not url:
+                raise MotoFailed(f"moto did not start. {log.read_text(errors='replace').strip()[-2000:]}")
+            yield url
+        finally:
+            process.kill()
+            process.wait(MOTO_END_LIMIT_S)
+
+
+@contextmanager
+def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
+    """A new place under `url`, known to be writable."""
+    own = f"{url.rstrip('/')}/drill-{uuid.uuid4().hex[:12]}"
+    target = ObjectTarget.checked(own, None)
+    if target.is_process_local:
+        raise ConfigInvalid(f"--object-store {url}: it would be gone with the process that wrote it.")
+    client = opened_client(target)
+    try:
+        try:
+            client.put(_NOTE_KEY, _NOTE)
+        except StoreError as exc:
+            raise type(exc)(exc.store, exc.op, exc.key, exc.detail, _HINT) from exc
+        progress(f"object store: {own}")
+        try:
+            yield own
+        finally:
+            if keep:
+                progress(f"kept: {own}")
+            else:
+                _remove_all(client, own, progress)
+    finally:
+        client.close()
+
+
+def _remove_all(client: ObjectClient, own: str, progress: Progress) -> None:
+    """Removes what the drill put there, uploads that its nodes died in included. Says so where it cannot."""
+    try:
+        client.delete(list(_keys(client, "")))
+        client.end_unfinished("", -math.inf)  # begun before now by any clock
+    except StoreError as exc:
+        progress(f"left behind: {own}: {exc}")
+
+
+def _keys(client: ObjectClient, directory: str) -> Iterator[str]:
+    listing = client.listed(directory)
+    yield from (f"{directory}{name}" for name in listing.sizes)
+    for name in listing.directories:
+        yield from _keys(client, f"{directory}{name}/")
