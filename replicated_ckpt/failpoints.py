@@ -43,6 +43,7 @@ POINTS: Mapping[str, str] = {
     "coordinator.published": "step 7: all agents have answered, dcp.save has not returned",
     "abort.trashed": "a save that is given up is in the trash, its intent still in place",
     "restore.copied": "a missing copy was pulled from a peer",
+    "retire.trashed": "a checkpoint that is kept no longer is in the trash, not durably",
 }
 """Every failpoint, and what holds when it is reached."""
 
