@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING
 from replicated_ckpt.version import __version__
 
 if TYPE_CHECKING:
+    from replicated_ckpt.config import Retention
     from replicated_ckpt.dcp.reader import ReplicatedReader
     from replicated_ckpt.dcp.report import LoadReport, SaveReport
     from replicated_ckpt.dcp.writer import ReplicatedWriter
 
-__all__ = ["LoadReport", "ReplicatedReader", "ReplicatedWriter", "SaveReport", "__version__"]
+__all__ = ["LoadReport", "ReplicatedReader", "ReplicatedWriter", "Retention", "SaveReport", "__version__"]
 
 _HOME_BY_NAME = {
     "LoadReport": "replicated_ckpt.dcp.report",
     "ReplicatedReader": "replicated_ckpt.dcp.reader",
     "ReplicatedWriter": "replicated_ckpt.dcp.writer",
+    "Retention": "replicated_ckpt.config",
     "SaveReport": "replicated_ckpt.dcp.report",
 }
 

@@ -19,6 +19,27 @@ def _checked_root(root: str | os.PathLike[str]) -> str:
     return os.path.abspath(text)  # noqa: PTH100 - a symbolic link stays what the user called it
 
 
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which checkpoints of a run a tier keeps: the newest `keep_last`, and every `keep_every`-th by sequence besides.
+
+    The sequence counts the saves of a run, restarts included. `keep_every` None: none besides.
+
+    Raises:
+        ConfigInvalid: a number that is not a whole one from 1.
+    """
+
+    keep_last: int
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
+            if value is None and name == "keep_every":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigInvalid(f"Retention({name}=...) must be a whole number from 1, not {value!r}.")
+
+
 @dataclass(frozen=True)
 class WriterConfig:
     """What a writer promises. See ReplicatedWriter for the meaning of each field."""
@@ -31,6 +52,8 @@ class WriterConfig:
     overwrite: bool
     object_store: str | None = None
     object_every: int = 1
+    retention: Retention | None = None
+    object_retention: Retention | None = None
 
     @property
     def must_have_all_copies(self) -> bool:
@@ -49,6 +72,8 @@ class WriterConfig:
         overwrite: bool,
         object_store: str | None,
         object_every: int,
+        retention: Retention | None = None,
+        object_retention: Retention | None = None,
     ) -> "WriterConfig":
         """The settings, validated.
 
@@ -67,8 +92,13 @@ class WriterConfig:
             raise ConfigInvalid(f"on_degraded must be one of {get_args(OnDegraded)}, not {on_degraded!r}.")
         if domain is not None and (not isinstance(domain, str) or not domain):
             raise ConfigInvalid(f"domain must be a name such as a rack's, not {domain!r}.")
+        for name, value in (("retention", retention), ("object_retention", object_retention)):
+            if value is not None and not isinstance(value, Retention):
+                raise ConfigInvalid(f"{name} must be a Retention, Retention(keep_last=3) say, not {value!r}.")
+        if object_retention is not None and object_store is None:
+            raise ConfigInvalid('object_retention needs object_store="s3://bucket/prefix", say.')
         checked = (_checked_root(root), copies, ack, domain, on_degraded, bool(overwrite), object_store, object_every)
-        return cls(*checked)  # type: ignore[arg-type]
+        return cls(*checked, retention, object_retention)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

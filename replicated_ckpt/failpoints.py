@@ -47,6 +47,7 @@ POINTS: Mapping[str, str] = {
     "upload.marked": "step 8: the mark is in the bucket, and nobody has read it back",
     "abort.trashed": "a save that is given up is in the trash, its intent still in place",
     "restore.copied": "a missing copy was pulled from a peer",
+    "retire.trashed": "a checkpoint that is kept no longer is in the trash, not durably",
 }
 """Every failpoint, and what holds when it is reached."""
 

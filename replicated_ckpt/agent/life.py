@@ -36,6 +36,7 @@ from replicated_ckpt.agent.targets import TargetBook
 from replicated_ckpt.agent.upload import Uploader
 from replicated_ckpt.agent.watch import Patience
 from replicated_ckpt.config import AgentConfig
+from replicated_ckpt.core.policy import Standing
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.tls import fingerprint, server_context
@@ -158,7 +159,7 @@ class Agent:
             Pace(mib_per_s * (1 << 20), self._stopping) for mib_per_s in (config.copy_mib_per_s, config.scrub_mib_per_s)
         )
         patience = Patience(config.lost_after_s, config.away_after_s)
-        self._reprotector = Reprotector(self._service, patience, copying, self._stopping)
+        self._reprotector = Reprotector(self._service, patience, copying, self._stopping, standing=self._standing)
         self._targets = TargetBook(self._service.store.agent_directory())
         uploading = Pace(config.upload_mib_per_s * (1 << 20), self._stopping)
         self._uploader = Uploader(
@@ -216,6 +217,9 @@ class Agent:
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         log.info("stopping on %s", signal.Signals(number).name)
         self._stopping.set()
+
+    def _standing(self) -> Standing:
+        return self._uploader.standing()
 
     def status(self) -> Mapping[str, Any]:
         """What `GET /v1/status` answers."""

@@ -10,6 +10,7 @@ from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.targets import TargetBook
 from replicated_ckpt.agent.upload import Uploader
 from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
+from replicated_ckpt.core.policy import Standing
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.object_url import ObjectTarget
 
@@ -28,6 +29,9 @@ class ObjectRoutes:
     def wake(self) -> None:
         """A save was committed here: it may be one that goes to the bucket."""
         self._uploader.wake()
+
+    def standing(self) -> Standing:
+        return self._uploader.standing()
 
     def answer(self, parts: Sequence[str], request: Request) -> Answer:
         """Answer to a request below `/v1/object`.

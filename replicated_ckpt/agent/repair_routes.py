@@ -1,4 +1,4 @@
-"""The agent's verbs of repair: who is here, what seems bad, read everything, carry out a plan."""
+"""The agent's verbs of repair: who is here, what seems bad, what is kept, read everything, carry out a plan."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,6 +9,7 @@ from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import Answer, Request, json_answer
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_file, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.policy import Policy
 from replicated_ckpt.core.repair import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.agent_client import AgentAddress
@@ -38,6 +39,7 @@ class RepairRoutes:
             "suspects": self._suspect,
             "verify": self._verify,
             "repair": self._carry_out,
+            "retention": self._retain,
         }
         fields = request.document()
         try:
@@ -75,6 +77,13 @@ class RepairRoutes:
             raise ConfigInvalid("suspects: no file of a checkpoint is named.")
         self._reprotector.suspect(checkpoint_id, save_id, name, str(fields.get("why", ""))[:500])
         return json_answer()
+
+    def _retain(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """A rank names the policies of its run, with the sequence of the save that it is about to make, or has made."""
+        del request
+        is_new = self._service.policies.learn([Policy.from_json(entry) for entry in fields["policies"]])
+        is_due = is_new or fields.get("is_committed")
+        return replace(json_answer(), after=self._reprotector.wake) if is_due else json_answer()
 
     def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """Reads everything here, or one checkpoint, and says what is wrong and what is intact."""

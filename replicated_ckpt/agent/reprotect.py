@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
@@ -12,11 +12,15 @@ from typing import TypeAlias
 from replicated_ckpt.agent.manifests import ManifestBook
 from replicated_ckpt.agent.mend import Mender
 from replicated_ckpt.agent.pace import Pace, Stopped
+from replicated_ckpt.agent.retire import Retirer
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.agent.watch import Patience, PeerWatch
 from replicated_ckpt.core.finding import Finding
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.repair import Adopt, CopyShard, NodeView, Presence, RepairPlan, planned
+from replicated_ckpt.core.retention import planned_retention, without_retired
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -52,8 +56,9 @@ class Protection:
 class Reprotector:
     """One thread that looks, plans and does this node's part, whenever it is woken and every IDLE_PAUSE_S.
 
-    All nodes plan alike from what all nodes hold, so nobody has to be in charge. Nothing is ever deleted: a node that
-    comes back after it was given up brings one copy more. `round` may also be called directly, while the thread is off.
+    All nodes plan alike from what all nodes hold, so nobody has to be in charge. Nothing is deleted but what the
+    policy of a run retires: a node that comes back after it was given up brings one copy more. `standing` says what the
+    other nodes are told besides. `round` may also be called directly, while the thread is off.
     """
 
     def __init__(
@@ -63,8 +68,11 @@ class Reprotector:
         pace: Pace,
         stopping: threading.Event,
         clock: Callable[[], float] = time.monotonic,
+        standing: Callable[[], Standing] = lambda: NOTHING_SAID,
     ) -> None:
         self._service = service
+        self._standing = standing
+        self._retirer = Retirer(service, stopping)
         self._patience = patience
         self._clock = clock
         self._watch = PeerWatch(service.peers, patience, clock)
@@ -112,7 +120,12 @@ class Reprotector:
         return self._busy.is_set()
 
     def status(self) -> Mapping[str, object]:
-        return {**asdict(self.last), "bytes_copied": self._mender.bytes_copied, "rounds": self._rounds}
+        return {
+            **asdict(self.last),
+            "bytes_copied": self._mender.bytes_copied,
+            "rounds": self._rounds,
+            "retention": self._retirer.status(),
+        }
 
     def carried_out(self, part: RepairPlan) -> list[Outcome]:
         """Has this node's part of a plan done by the thread of re-protection, and waits for it; each action's error or "".
@@ -164,10 +177,10 @@ class Reprotector:
         others = self._watch.looked()
         views = (self._own_view(), *others)
         self._service.heard.hear(max((h.sequence for view in others for h in view.holdings or ()), default=0))
-        plan = planned(self._manifests.of(views), views)
+        in_doubt = self._watch.has_doubt(others)
+        plan = planned(self._kept(views, in_doubt=in_doubt), views)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         done, failed = self._carried_out(plan.of_node(self._service.node_id))
-        in_doubt = self._watch.has_doubt(others)
         found = Protection(
             is_complete=not plan.actions and not plan.short and not in_doubt,
             planned=len(plan.actions),
@@ -179,6 +192,21 @@ class Reprotector:
         )
         self._say(found, plan)
         return found
+
+    def _kept(self, views: Sequence[NodeView], *, in_doubt: bool) -> Mapping[str, Manifest]:
+        """Retires what the runs' policies keep no longer, and returns the manifests of the rest.
+
+        While a node is silent nothing is removed; nor is anything brought back that will be.
+        """
+        try:
+            self._service.policies.learn(policy for view in views for policy in view.standing.policies)
+        except ReplicatedCkptError as exc:
+            log.warning("policies of retention are known until this agent ends: %s", exc)
+        manifests = self._manifests.of(views)
+        plan = planned_retention(manifests, views, self._service.policies.known())
+        if not in_doubt:
+            self._retirer.carry_out(plan)
+        return without_retired(manifests, plan.retired)
 
     def _read_suspects(self) -> None:
         """Reads the files that were said to be bad; those that are count no more as copies."""
@@ -196,7 +224,9 @@ class Reprotector:
 
     def _own_view(self) -> NodeView:
         unbelieved = tuple(self._service.store.catalog.unbelieved())
-        return NodeView(self._service.node_id, Presence.UP, self._service.holdings(), None, unbelieved)
+        return NodeView(
+            self._service.node_id, Presence.UP, self._service.holdings(), None, unbelieved, self._standing()
+        )
 
     def _do_orders(self) -> None:
         while self._orders:

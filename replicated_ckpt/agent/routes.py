@@ -77,7 +77,7 @@ class Routes:
                 return self._file(request, query.get("checkpoint_id", ""), save_id, name)
             case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
                 return self._save(request, save_id, rest)
-            case ("POST", "v1", "hello" | "bye" | "hear" | "suspects" | "verify" | "repair" as verb):
+            case ("POST", "v1", "hello" | "bye" | "hear" | "suspects" | "verify" | "repair" | "retention" as verb):
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
                 return Answer(b"{}\n", after=self._stop)
@@ -137,7 +137,9 @@ class Routes:
         found = self._service.holdings(checkpoint_id)
         unbelieved = list(self._service.store.catalog.unbelieved()) if checkpoint_id is None else []
         holdings = [holding.to_json() for holding in found]
-        return json_answer(node_id=self._service.node_id, holdings=holdings, unbelieved=unbelieved)
+        standing = self._objects.standing().to_json() if checkpoint_id is None else {}
+        node_id = self._service.node_id
+        return json_answer(node_id=node_id, holdings=holdings, unbelieved=unbelieved, standing=standing)
 
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""

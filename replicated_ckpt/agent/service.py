@@ -14,6 +14,7 @@ from replicated_ckpt.agent.body import Body
 from replicated_ckpt.agent.damage import DamageBook
 from replicated_ckpt.agent.heard import HeardSequence
 from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.agent.policies import PolicyBook
 from replicated_ckpt.agent.receive import Received, received, received_plain
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
@@ -50,6 +51,7 @@ class NodeService:
         self.peers = PeerBook(store.agent_directory())
         self.damage = DamageBook(store)
         self.heard = HeardSequence(store.agent_directory())
+        self.policies = PolicyBook(store.agent_directory())
         self.own_address: AgentAddress | None = None
         self._lock = threading.Lock()
         self._opened_at: dict[str, float] = {}

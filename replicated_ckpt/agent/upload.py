@@ -13,12 +13,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from replicated_ckpt.agent.bucket_retention import check_wanted, retire_in_bucket, standing_of
 from replicated_ckpt.agent.orders import OrderBook
 from replicated_ckpt.agent.pace import Pace, Stopped
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.targets import TargetBook
 from replicated_ckpt.agent.watch import Patience, PeerWatch
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.policy import Standing
 from replicated_ckpt.core.uploading import UploadState, chosen_uploader
 from replicated_ckpt.errors import (
     ConfigInvalid,
@@ -28,8 +30,8 @@ from replicated_ckpt.errors import (
     StoreDenied,
 )
 from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.committed import committed_directory
-from replicated_ckpt.stores.upload_source import UploadSource, descriptions
+from replicated_ckpt.stores.committed import committed_directory, descriptions
+from replicated_ckpt.stores.upload_source import UploadSource
 from replicated_ckpt.stores.verified import Expected
 
 log = logging.getLogger(__name__)
@@ -110,6 +112,10 @@ class Uploader:
             states = list(self._states.items())
         pending = {save_id: asdict(state) for save_id, state in states if state.state == "pending"}
         return {"pending": pending, "done": len(states) - len(pending), "bytes_sent": self.bytes_sent}
+
+    def standing(self) -> Standing:
+        """What this node says of its policies of retention and its uploads. From any thread."""
+        return standing_of(self._service, self.orders, self._states)
 
     def state_of(self, save_id: str) -> UploadState | None:
         """How far a save has come; somebody waits, so it is looked at soon. None: not here, or not to be uploaded."""
@@ -234,6 +240,7 @@ class Uploader:
         there = bucket.save_of(manifest.checkpoint_id)
         if there is not None and there.save_id == manifest.save_id:
             return True
+        check_wanted(self._service, bucket, manifest)
         arrived = {name for name in bucket.arrived(manifest) if self._is_intact(bucket, manifest, name)}
         missing = set(manifest.shards) - arrived
         for name in sorted(self._mine(manifest, missing)):
@@ -244,6 +251,7 @@ class Uploader:
         with committed_directory(self._service.store.root, manifest.checkpoint_id) as directory:
             raw_manifest, raw_metadata = descriptions(directory, manifest)
         bucket.commit(manifest, raw_manifest, raw_metadata)
+        retire_in_bucket(self._service, bucket, manifest)
         return True
 
     def _is_intact(self, bucket: Bucket, manifest: Manifest, name: str) -> bool:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.repair import NodeView, Presence
-from replicated_ckpt.errors import PeerProtocolError
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
 
@@ -27,10 +28,11 @@ class Patience:
 
 @dataclass(frozen=True)
 class Held:
-    """What a node says that it holds, and the checkpoints of which it has files and no intact manifest."""
+    """What a node says that it holds, the checkpoints of which it has files and no intact manifest, and its standing."""
 
     holdings: tuple[Holding, ...]
     unbelieved: tuple[str, ...] = ()
+    standing: Standing = NOTHING_SAID
 
 
 class PeerWatch:
@@ -54,7 +56,7 @@ class PeerWatch:
         if node in answers:
             self._silent_since.pop(node, None)
             held = self._held[node] = answers[node]
-            return NodeView(node, Presence.UP, held.holdings, address.domain, held.unbelieved)
+            return NodeView(node, Presence.UP, held.holdings, address.domain, held.unbelieved, held.standing)
         silent_s = self._clock() - self._silent_since.setdefault(node, self._clock())
         patience = self._patience.away_after_s if self._peers.is_away(node) else self._patience.lost_after_s
         presence = Presence.ASSUMED if silent_s < patience else Presence.GONE
@@ -77,6 +79,7 @@ def asked(address: AgentAddress) -> Held:
     try:
         found = tuple(Holding.from_json(fields) for fields in answer["holdings"])
         unbelieved = tuple(str(checkpoint_id) for checkpoint_id in answer.get("unbelieved", ()))
-    except (KeyError, TypeError, ValueError) as exc:
+        standing = Standing.from_json(answer.get("standing", {}))
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigInvalid) as exc:
         raise PeerProtocolError(f"{address.label} listed its holdings wrongly: {exc}.") from exc
-    return Held(tuple(holding for holding in found if holding.node_id == address.node_id), unbelieved)
+    return Held(tuple(holding for holding in found if holding.node_id == address.node_id), unbelieved, standing)

@@ -9,6 +9,7 @@ from typing import Any
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.policy import NOTHING_SAID, Standing
 
 
 class Presence(Enum):
@@ -35,6 +36,7 @@ class NodeView:
     holdings: tuple[Holding, ...] | None
     domain: str | None = None
     unbelieved: tuple[str, ...] = ()
+    standing: Standing = NOTHING_SAID
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Protocol
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.dcp.decision import SaveDecision
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
@@ -103,6 +104,11 @@ class AgentCluster:
                 client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why})
 
         FanOut[str, None]().run(self._by_node, aborted)
+
+
+def cluster_of(decision: SaveDecision, rank: int) -> AgentCluster:
+    """The nodes of a decided save, as a rank of it reaches them."""
+    return AgentCluster([node.address for node in decision.nodes], decision.node_of(rank).node_id)
 
 
 class LoneNode:

@@ -4,24 +4,21 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
-from replicated_ckpt.agent.launch import ensured_agent
 from replicated_ckpt.agent.pace import Pace
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.targets import TargetBook
 from replicated_ckpt.agent.upload import Uploader
 from replicated_ckpt.agent.watch import Patience
 from replicated_ckpt.core.uploading import UploadPlan, UploadState
+from replicated_ckpt.dcp.own_agent import asked
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
     ObjectMissing,
     ReplicatedCkptError,
-    StoreUnavailable,
     UploadFailed,
 )
-from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.object_url import ObjectTarget
 
@@ -32,9 +29,7 @@ PROBE_FIRST_S, PROBE_S = 15.0, 3.0
 """How long a save waits for the bucket to be looked at: the first of a process, and every other."""
 GIVE_UP_S = 120.0
 """`wait` does not wait longer for a bucket of which every try has failed for that long."""
-ANSWER_WITHIN_S = 30.0
 _POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
-_AGENT_TRIES = 2
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ class ObjectTier:
                 raise ConfigInvalid(f"{self._target.url} is memory of one process, and there are {world_size} ranks.")
             return []
         try:
-            self._asked("POST", "/v1/object/target", self._target.to_json())
+            asked(self._store, "POST", "/v1/object/target", self._target.to_json())
         except ReplicatedCkptError as exc:
             return [f"this node's agent does not know the object store: {exc}"]
         return []
@@ -95,7 +90,7 @@ class ObjectTier:
             return Probed(UploadPlan(url, has_own_prefix=True))
         document = {"url": url, "checkpoint_id": checkpoint_id}
         try:
-            found = self._asked("POST", "/v1/object/probe", document, self._probe_s)
+            found = asked(self._store, "POST", "/v1/object/probe", document, self._probe_s)
         except ReplicatedCkptError as exc:
             found = {"error": str(exc), "is_empty": False, "save_id": "", "sequence_max": 0}
         if found["save_id"] and not overwrite:
@@ -149,9 +144,9 @@ class ObjectTier:
         pause_s = _POLL_FIRST_S
         while True:
             try:
-                state = UploadState(**self._asked("GET", f"/v1/object/saves/{save_id}"))
+                state = UploadState(**asked(self._store, "GET", f"/v1/object/saves/{save_id}"))
             except ObjectMissing as exc:
-                if self._asked("GET", f"/v1/saves/{save_id}")["state"] == "unknown":
+                if asked(self._store, "GET", f"/v1/saves/{save_id}")["state"] == "unknown":
                     log.info("save %s of %s was given up, or is not on this node any more", save_id, checkpoint_id)
                     return
                 if time.monotonic() > deadline:
@@ -167,16 +162,3 @@ class ObjectTier:
                 raise UploadFailed(checkpoint_id, state.url, why)
             time.sleep(pause_s)
             pause_s = min(_POLL_MAX_S, 1.3 * pause_s)
-
-    def _asked(self, method: str, path: str, document: Any = None, within_s: float = ANSWER_WITHIN_S) -> dict[str, Any]:
-        """Asks this node's agent; one that has died meanwhile is started again."""
-        for tries_left in reversed(range(_AGENT_TRIES)):
-            try:
-                endpoint = ensured_agent(self._store, "127.0.0.1")
-                with AgentClient(endpoint.local_address()) as client, client.within(within_s):
-                    return client.call(method, path, document)
-            except StoreUnavailable:
-                if tries_left == 0 or within_s < ANSWER_WITHIN_S:
-                    raise
-                time.sleep(_POLL_FIRST_S * 4)
-        raise AssertionError("the last try returns or raises")

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.config import WriterConfig
+from replicated_ckpt.config import Retention, WriterConfig
 from replicated_ckpt.core.layout import checkpoint_id_under
-from replicated_ckpt.dcp.cluster import AgentCluster, Cluster, LoneNode, Opened
+from replicated_ckpt.dcp.cluster import Cluster, LoneNode, cluster_of
 from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, decided, weaknesses
 from replicated_ckpt.dcp.finish import commit_save
 from replicated_ckpt.dcp.node import current_address, lone_post, node_post
@@ -27,16 +27,11 @@ from replicated_ckpt.dcp.numbering import numbered
 from replicated_ckpt.dcp.object_tier import WAIT_TIMEOUT_S, ObjectTier
 from replicated_ckpt.dcp.receipts import check_none_aborted, gathered
 from replicated_ckpt.dcp.report import SaveReport, reported
+from replicated_ckpt.dcp.retaining import Retaining
 from replicated_ckpt.dcp.shard_writer import ShardWriter, WrittenShard
 from replicated_ckpt.dcp.survey import seen_sequence
 from replicated_ckpt.dcp.world import world_of_call
-from replicated_ckpt.errors import (
-    AckNotReached,
-    CheckpointExists,
-    ConfigInvalid,
-    ReplicatedCkptWarning,
-    SaveAborted,
-)
+from replicated_ckpt.errors import AckNotReached, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.object_url import ObjectTarget
 
@@ -67,6 +62,9 @@ class ReplicatedWriter(StorageWriter):
             fsspec knows. `dcp.save` does not wait for it unless ack="object"; `wait` does.
         storage_options: how to get there, as s3fs takes it; what is not given comes from the environment or a profile.
         object_every: only every so many-th checkpoint of the run goes there.
+        retention, object_retention: which checkpoints of the run the nodes, and the object store, keep: a
+            Retention(keep_last=3, keep_every=10), say, alike on all ranks. None: all of them. A run's checkpoints are
+            those whose ids lie in one directory.
 
     One writer serves many saves, one at a time; it may be used from the thread of `dcp.async_save`.
 
@@ -87,6 +85,8 @@ class ReplicatedWriter(StorageWriter):
         object_store: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         object_every: int = 1,
+        retention: Retention | None = None,
+        object_retention: Retention | None = None,
     ) -> None:
         super().__init__()
         self.config = WriterConfig.checked(
@@ -98,6 +98,8 @@ class ReplicatedWriter(StorageWriter):
             overwrite=overwrite,
             object_store=object_store,
             object_every=object_every,
+            retention=retention,
+            object_retention=object_retention,
         )
         target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self.last_save: SaveReport | None = None
@@ -105,6 +107,7 @@ class ReplicatedWriter(StorageWriter):
         self._store = LocalStore(self.config.root)
         self._shards = ShardWriter(self._store)
         self._object_tier = ObjectTier(self._store, target, object_every)
+        self._retaining = Retaining(self._store, self.config, target)
         self._next_id: str | os.PathLike[str] | None = None
         self._given_id: str | os.PathLike[str] | None = None
         self._held: contextlib.ExitStack = contextlib.ExitStack()
@@ -167,7 +170,7 @@ class ReplicatedWriter(StorageWriter):
             raw_posts = board.posts("save", DECISION_TIMEOUT_S)
             posts = [SavePost.from_json(post) for post in raw_posts]
         decision = decided(posts, self.config.copies, uuid.uuid4().hex)
-        self._cluster = self._cluster_of(decision)
+        self._cluster: Cluster = LoneNode(self._store) if board is None else cluster_of(decision, self._world.rank)
         decision = replace(decision, session=self._world.session, overwrite=self.config.overwrite)
         failpoints.reach("coordinator.drawn")
         try:
@@ -176,7 +179,9 @@ class ReplicatedWriter(StorageWriter):
             self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
             raise
         failpoints.reach("coordinator.opened")
-        self._decision = self._numbered(decision, opened)
+        store, tier = self._store, self._object_tier
+        self._decision, problems = numbered(decision, opened, tier, seen_sequence(store), self._cluster)
+        self._degraded(problems)
         if board is not None:
             board.decide("save", raw_posts, self._decision.to_json())
         failpoints.reach("coordinator.placed")
@@ -191,7 +196,7 @@ class ReplicatedWriter(StorageWriter):
         board = self._world.blackboard
         if board is not None and not self._world.is_coordinator:
             self._decision = SaveDecision.from_json(board.decision("save", self._nonce, DECISION_TIMEOUT_S))
-            self._cluster = self._cluster_of(self._decision)
+            self._cluster = cluster_of(self._decision, self._world.rank)
         try:
             results, receipt = self._written(plan, planner)
         except SaveAborted as exc:
@@ -229,6 +234,7 @@ class ReplicatedWriter(StorageWriter):
         finally:
             self._held.close()
         self._degraded(problems)
+        self._retaining.committed(self._decision, has_agents=board is not None)
         if self._decision.upload is not None:
             self._object_tier.committed()
             if self.config.ack == "object":
@@ -249,6 +255,7 @@ class ReplicatedWriter(StorageWriter):
         if decision.node_of(rank).node_id in decision.unreached:
             self._store.begin(decision.intent)
         self._held.callback(os.close, self._store.held(decision.save_id))
+        self._degraded(self._retaining.hand_over(decision, rank))
         shard: WrittenShard | None = None
         if plan.items:
             shard = self._shards.write(
@@ -268,21 +275,6 @@ class ReplicatedWriter(StorageWriter):
             raise AckNotReached(decision.placement.copies, have, "; ".join(shard.missed))
         self._degraded(shard.missed)
         return shard.results, Receipt((shard.receipt,))
-
-    def _numbered(self, decision: SaveDecision, opened: Opened) -> SaveDecision:
-        try:
-            found, problems = numbered(decision, opened, self._object_tier, seen_sequence(self._store))
-        except CheckpointExists as exc:
-            self._cluster.abort(decision.save_id, str(exc))
-            raise
-        self._degraded(problems)
-        return found
-
-    def _cluster_of(self, decision: SaveDecision) -> Cluster:
-        if self._world.blackboard is None:
-            return LoneNode(self._store)
-        own = decision.node_of(self._world.rank).node_id
-        return AgentCluster([node.address for node in decision.nodes], own)
 
     def _degraded(self, problems: Sequence[str]) -> None:
         for problem in problems:

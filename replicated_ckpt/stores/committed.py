@@ -15,6 +15,7 @@ from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import (
     INCOMING_DIR,
     MANIFEST_NAME,
+    METADATA_NAME,
     QUARANTINE_DIR,
     ShardName,
     is_checkpoint_file,
@@ -22,7 +23,7 @@ from replicated_ckpt.core.layout import (
     is_save_id,
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
-from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectMissing
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.containment import leads_out
 from replicated_ckpt.stores.durable import fsync_directory, make_directories, translated, write_file
 
@@ -180,6 +181,19 @@ def committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterator[tup
         if manifest.save_id != save_id:
             raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}")
         yield directory, manifest
+
+
+def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes]:
+    """The bytes of manifest and metadata as they go to the bucket, from a directory that is still this save's.
+
+    Raises:
+        ObjectMissing: it is another's by now. ObjectCorrupt: they are not what was saved.
+    """
+    raw_manifest = directory.read_small(MANIFEST_NAME)
+    if directory.manifest().save_id != manifest.save_id or manifest.upload is None:
+        raise ManifestInvalid(f"{manifest.checkpoint_id} was replaced meanwhile.")
+    raw_metadata = directory.read_checked(METADATA_NAME, manifest.metadata_bytes, manifest.metadata_crc32c)
+    return raw_manifest, manifest.bucket_metadata(raw_metadata)
 
 
 def incoming_path(root: Path) -> Path:

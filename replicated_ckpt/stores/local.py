@@ -42,6 +42,7 @@ from replicated_ckpt.stores.durable import (
 )
 from replicated_ckpt.stores.identity import made_identity, read_identity
 from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.retire import origins
 
 PART_SUFFIX = ".part"
 NOWHERE = "/proc/self/replicated-ckpt-nowhere"
@@ -260,7 +261,7 @@ class LocalStore:
         with translated(str(self.root), "remove", TRASH_DIR):
             remove_tree(self.root / INCOMING_DIR)
             trash = self.root / TRASH_DIR
-            remove_moved(trash, trash, *self._places(self.staged()))
+            remove_moved(trash, trash, *self._places(self.staged()), *origins(self.root))
 
     def _places(self, intents: Iterable[Intent]) -> list[Path]:
         """The directories in which these saves may have moved names: the staging area, and where their checkpoints lie."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.core.checksum import crc32c, table_of
 from replicated_ckpt.core.finding import Finding
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.inspection import Inspector
 from replicated_ckpt.stores.intent import Intent
@@ -29,8 +29,12 @@ def checkpointed(
     copies: int = 2,
     size_bytes: int = 700_000,
     on: Sequence[int] | None = None,
+    url: str = "",
 ) -> Manifest:
-    """A committed checkpoint: each shard in the stores of these indices, the owner's first, on all stores or on `on`."""
+    """A committed checkpoint: each shard in the stores of these indices, the owner's first, on all stores or on `on`.
+
+    With a `url` it is to be uploaded there.
+    """
     save_id = f"{number:032x}"
     nodes = [store.node_id() for store in stores]
     contents = {name: os.urandom(size_bytes) for name in holders_by_shard}
@@ -51,6 +55,7 @@ def checkpointed(
             )
             for name, held in holders_by_shard.items()
         },
+        upload=UploadEntry(url, False, len(METADATA), crc32c(METADATA)) if url else None,
     )
     for index in range(len(stores)) if on is None else on:
         store = stores[index]

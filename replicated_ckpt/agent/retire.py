@@ -1,0 +1,47 @@
+"""Retiring on this node: carries out its part of a retention plan, and says which rule each checkpoint went by."""
+
+import logging
+import threading
+from collections.abc import Mapping
+
+from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.core.retention import Removal, RetentionPlan
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.retire import retire
+
+log = logging.getLogger(__name__)
+
+
+class Retirer:
+    """Each removal looks at the disk again before it changes it, so a plan that is out of date does no harm. One thread."""
+
+    def __init__(self, service: NodeService, stopping: threading.Event) -> None:
+        self._service = service
+        self._stopping = stopping
+        self._held_back: frozenset[str] = frozenset()
+        self._removed = 0
+
+    def status(self) -> Mapping[str, int]:
+        return {"removed": self._removed, "held_back": len(self._held_back)}
+
+    def carry_out(self, plan: RetentionPlan) -> None:
+        """Does this node's part of a plan; what cannot be removed is logged, and is in the next plan again."""
+        self._say_held_back(plan)
+        for removal in plan.of_node(self._service.node_id):
+            if self._stopping.is_set():
+                return
+            try:
+                self._remove(removal)
+            except ReplicatedCkptError as exc:
+                log.warning("not removed: %s: %s", removal, exc)
+
+    def _remove(self, removal: Removal) -> None:
+        if retire(self._service.store.root, removal.checkpoint_id, removal.save_id):
+            self._removed += 1
+            log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)
+
+    def _say_held_back(self, plan: RetentionPlan) -> None:
+        for verdict in plan.held_back:
+            if verdict.save_id not in self._held_back:
+                log.info("kept beyond the policy: %s", verdict)
+        self._held_back = frozenset(verdict.save_id for verdict in plan.held_back)

@@ -1,0 +1,114 @@
+"""Policies of retention as nodes know and tell them: which checkpoints they are for, and which of two is the later."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import index
+from posixpath import dirname
+from typing import Any
+
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.layout import SEQUENCE_MAX, is_checkpoint_id, is_save_id
+
+NODES = ""
+"""The tier of the nodes; the object tier goes by its URL."""
+_URL_CHARS_MAX = 4096
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a run wants kept in one tier. `scope` is the directory of its checkpoints' ids, "" for plain names.
+
+    `revision` is the sequence of the save that brought it. `retention` None: everything is kept.
+    """
+
+    scope: str
+    tier: str
+    revision: int
+    retention: Retention | None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.scope, self.tier
+
+    def to_json(self) -> dict[str, Any]:
+        kept = self.retention
+        fields = None if kept is None else {"keep_last": kept.keep_last, "keep_every": kept.keep_every}
+        return {"scope": self.scope, "tier": self.tier, "revision": self.revision, "retention": fields}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Policy":
+        """The policy in `fields`, validated.
+
+        Raises:
+            ValueError, KeyError, TypeError, ConfigInvalid: it is none; the caller names who said so.
+        """
+        kept = fields["retention"]
+        retention = None if kept is None else Retention(keep_last=kept["keep_last"], keep_every=kept["keep_every"])
+        policy = cls(str(fields["scope"]), str(fields["tier"]), index(fields["revision"]), retention)
+        if (
+            not (policy.scope == "" or is_checkpoint_id(policy.scope))
+            or not 0 <= policy.revision <= SEQUENCE_MAX
+            or len(policy.tier) > _URL_CHARS_MAX
+        ):
+            raise ValueError(f"no valid policy: {policy!r}"[:500])
+        return policy
+
+
+def scope_of(checkpoint_id: str) -> str:
+    """The directory whose policy a checkpoint is under: checkpoints beside one another are of one run."""
+    return dirname(checkpoint_id)
+
+
+def merged(own: Policy, heard: Policy) -> Policy:
+    """The later of two policies of one scope and tier. Where one save brought different ones, everything is kept.
+
+    Whatever the order in which nodes hear of each other's, all end with the same.
+    """
+    if own.revision != heard.revision:
+        return max(own, heard, key=lambda policy: policy.revision)
+    return own if own.retention == heard.retention else Policy(*own.key, own.revision, None)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a node says besides its holdings that decides what may be removed: its policies, and how far uploads are.
+
+    `uploading`: saves that it takes for not yet in the bucket. `uploaded`: those of which it knows that they are, or are
+    not wanted there. `ordered`: those of `uploading` that somebody has ordered by hand, whatever else is known of them.
+    """
+
+    policies: tuple[Policy, ...] = ()
+    uploading: frozenset[str] = frozenset()
+    uploaded: frozenset[str] = frozenset()
+    ordered: frozenset[str] = frozenset()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "policies": [policy.to_json() for policy in self.policies],
+            "uploading": sorted(self.uploading),
+            "uploaded": sorted(self.uploaded),
+            "ordered": sorted(self.ordered),
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Standing":
+        """As `to_json` wrote it; an agent of an older version says nothing. Raises as `Policy.from_json` does."""
+        return cls(
+            tuple(Policy.from_json(entry) for entry in fields.get("policies", ())),
+            *(_save_ids(fields.get(name, ())) for name in ("uploading", "uploaded", "ordered")),
+        )
+
+
+NOTHING_SAID = Standing()
+
+
+def _save_ids(found: Iterable[Any]) -> frozenset[str]:
+    return frozenset(text for text in map(str, found) if is_save_id(text))
+
+
+def pending(standings: Iterable[Standing]) -> frozenset[str]:
+    """The saves whose upload is not over, as far as these nodes know together: one that knows it is enough."""
+    said = tuple(standings)
+    uploading = frozenset[str]().union(*(one.uploading for one in said))
+    uploaded = frozenset[str]().union(*(one.uploaded for one in said))
+    return uploading - uploaded | frozenset[str]().union(*(one.ordered for one in said))

@@ -1,0 +1,251 @@
+"""Agents retire what the policy of a run keeps no longer: each its part, whole or not at all, and nobody brings it back."""
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt import Retention, failpoints
+from replicated_ckpt.core.policy import NODES, Policy
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.retire import retire
+from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
+from tests.agent.checkpoints import checkpointed, findings, held, shard
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+QUICK = ("--lost-after-s", "1.5", "--away-after-s", "3600")
+PATIENT = ("--lost-after-s", "60", "--away-after-s", "3600")
+RING = {shard(0): (0, 1), shard(1): (1, 2), shard(2): (2, 0)}
+PAIR = {shard(0): (0, 1), shard(1): (1, 0)}
+SMALL = 3000
+SETTLED_S = 3.0
+"""Some rounds of re-protection, woken."""
+
+
+@contextmanager
+def agents(of: Sequence[LocalStore], *options: str) -> Iterator[list[RunningAgent]]:
+    with ExitStack() as stack:
+        running = [stack.enter_context(running_agent(store.root, *(options or QUICK))) for store in of]
+        meet(*running)
+        yield running
+
+
+def meet(*running: RunningAgent) -> None:
+    for agent in running:
+        with agent.client() as client:
+            client.call("POST", "/v1/peers", {"peers": peers_of(*running), "session": "meeting"})
+
+
+def tell(agent: RunningAgent, retention: Retention | None, *, revision: int, scope: str = "") -> None:
+    document = {"policies": [Policy(scope, NODES, revision, retention).to_json()]}
+    with agent.client() as client:
+        client.call("POST", "/v1/retention", document)
+
+
+def stored(folder: Path, count: int, numbers: Sequence[int]) -> list[LocalStore]:
+    """Stores with these checkpoints on all of them, two copies of each shard."""
+    stores = [LocalStore(folder / f"node{index}") for index in range(count)]
+    for number in numbers:
+        checkpointed(stores, number, RING if count == 3 else PAIR, checkpoint_id=f"step-{number}", size_bytes=SMALL)
+    return stores
+
+
+def there(store: LocalStore) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in store.root.glob("step-*"))
+
+
+def gone_to(stores: Sequence[LocalStore], numbers: Sequence[int]) -> None:
+    """Waits until the stores hold these checkpoints alone and nothing is in the trash, and stay so."""
+    wait_for(lambda: all(there(store) == list(numbers) for store in stores), 20, f"{numbers} alone")
+    wait_for(lambda: not any(any((store.root / ".trash").glob("*")) for store in stores), 10, "an empty trash")
+
+
+def stays(stores: Sequence[LocalStore], *running: RunningAgent) -> None:
+    """Nothing changes in some rounds."""
+    before = [there(store) for store in stores]
+    until = time.monotonic() + SETTLED_S
+    while time.monotonic() < until:
+        meet(*running)
+        time.sleep(0.3)
+        assert [there(store) for store in stores] == before
+
+
+def test_each_agent_retires_its_part_and_says_why(tmp_path: Path) -> None:
+    """The newest two and every fourth stay, whole; the log has the rule of each that went."""
+    stores = stored(tmp_path, 3, range(1, 8))
+    with agents(stores) as running:
+        stays(stores, *running)
+        for agent in running:
+            tell(agent, Retention(keep_last=2, keep_every=4), revision=7)
+        gone_to(stores, [4, 6, 7])
+        with running[0].client() as client:
+            status = client.call("GET", "/v1/status")["protection"]["retention"]
+        assert status == {"removed": 4, "held_back": 0}
+    log = (stores[0].root / "agent.out").read_text()
+    assert "removed step-5 (save" in log
+    assert "its sequence 5 is older than 6, of the newest 2 whole checkpoints, and no multiple of 4" in log
+    for store in stores:
+        assert findings(store) == []
+        assert held(store, "step-7")
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_node_that_was_away_retires_them_when_it_is_back(tmp_path: Path, how: int) -> None:
+    """It was never told of the policy: its peers tell it. What the others retired meanwhile is not brought back."""
+    stores = stored(tmp_path, 3, (1, 2, 3))
+    with agents(stores) as all_three:
+        running = all_three[:2]
+        all_three[2].signal(how)
+        all_three[2].process.wait(10)
+        for agent in running:
+            tell(agent, Retention(keep_last=1), revision=3)
+        gone_to(stores[:2], [3])
+        checkpointed(stores, 4, RING, checkpoint_id="step-4", size_bytes=SMALL, on=(0, 1))
+        meet(*running)
+        gone_to(stores[:2], [4])
+        with running_agent(stores[2].root, *QUICK) as back:
+            meet(*running, back)
+            gone_to(stores, [4])
+            stays(stores, *running, back)
+    assert [findings(store) for store in stores[:2]] == [[], []]
+    assert "removed step-1" in (stores[2].root / "agent.out").read_text()
+
+
+def test_nothing_goes_while_a_node_is_silent(tmp_path: Path) -> None:
+    """It may know better; once it answers, or is given up, the policy is carried out."""
+    stores = stored(tmp_path, 3, (1, 2, 3))
+    with agents(stores, *PATIENT) as running:
+        running[2].signal(signal.SIGSTOP)
+        for agent in running[:2]:
+            tell(agent, Retention(keep_last=1), revision=3)
+        until = time.monotonic() + 2 * SETTLED_S
+        while time.monotonic() < until:
+            time.sleep(0.2)
+            assert there(stores[0]) == there(stores[1]) == [1, 2, 3]
+        running[2].signal(signal.SIGCONT)
+        meet(*running)
+        gone_to(stores, [3])
+    stores = stored(tmp_path / "given-up", 3, (1, 2, 3))
+    with agents(stores) as running:
+        for agent in running:
+            tell(agent, Retention(keep_last=3), revision=3)
+        running[2].signal(signal.SIGKILL)
+        for agent in running[:2]:
+            tell(agent, Retention(keep_last=1), revision=4)
+        gone_to(stores[:2], [3])
+
+
+def test_the_newest_whole_one_stays_though_newer_ones_are_not(tmp_path: Path) -> None:
+    """Of checkpoint 3 a shard is nowhere: it does not count, and the policy goes by what can be loaded."""
+    stores = stored(tmp_path, 2, (1, 2, 3))
+    for store in stores:
+        (store.root / "step-3" / shard(1)).unlink()
+    with agents(stores) as running:
+        for agent in running:
+            tell(agent, Retention(keep_last=1), revision=3)
+        gone_to(stores, [2, 3])
+        stays(stores, *running)
+
+
+def test_the_later_policy_holds_on_all_nodes(tmp_path: Path) -> None:
+    """One node was left with the policy of an earlier run: it takes over what the others were told, and removes nothing."""
+    stores = stored(tmp_path, 2, (1, 2, 3))
+    with running_agent(stores[1].root, *QUICK) as other:
+        tell(other, None, revision=9)
+        with running_agent(stores[0].root, *QUICK) as agent:
+            meet(agent, other)
+            tell(agent, Retention(keep_last=1), revision=3)
+            stays(stores, agent, other)
+            tell(agent, Retention(keep_last=2), revision=10)
+            gone_to(stores, [2, 3])
+
+
+def test_a_policy_survives_the_agent(tmp_path: Path) -> None:
+    """After a restart the agent knows it, before any rank names it again."""
+    (store,) = (LocalStore(tmp_path / "node0"),)
+    for number in (1, 2):
+        checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"run/step-{number}", size_bytes=SMALL)
+    with running_agent(store.root, *QUICK) as agent:
+        tell(agent, Retention(keep_last=2), revision=2, scope="run")
+        stays([store], agent)
+    for number in (3, 4):
+        checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"run/step-{number}", size_bytes=SMALL)
+    checkpointed([store], 5, {shard(0): (0,)}, checkpoint_id="other/step-5", size_bytes=SMALL)
+    with running_agent(store.root, *QUICK):
+        wait_for(lambda: sorted(p.name for p in (store.root / "run").iterdir()) == ["step-3", "step-4"], 20, "two")
+    assert (store.root / "other" / "step-5" / ".metadata").exists()
+
+
+def test_one_that_waits_for_its_upload_stays(tmp_path: Path) -> None:
+    """On every node, until the bucket has it; then it goes, and is not brought back or uploaded again."""
+    stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
+    (tmp_path / "bucket").mkdir()
+    url = f"file://{tmp_path}/bucket"
+    for number in (1, 2, 3):
+        checkpointed(
+            stores, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=SMALL, url=url if number == 1 else ""
+        )
+    with agents(stores) as running:
+        for agent in running:
+            tell(agent, Retention(keep_last=1), revision=3)
+        gone_to(stores, [1, 3])
+        stays(stores, *running)
+        assert "kept beyond the policy" in (stores[0].root / "agent.out").read_text()
+        for agent in running:
+            with agent.client() as client:
+                client.call("POST", "/v1/object/target", {"url": url, "options": {}, "environment": {}})
+        wait_for((tmp_path / "bucket" / "step-1" / ".metadata").exists, 20, "the upload")
+        gone_to(stores, [3])
+
+
+def test_a_killed_agent_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed when the checkpoint is in the trash and not removed: it is no checkpoint any more, and the rest goes."""
+    stores = stored(tmp_path, 2, (1, 2))
+    with ExitStack() as stack:
+        first = stack.enter_context(running_agent(stores[0].root, *QUICK))
+        monkeypatch.setenv(failpoints.ENV, "retire.trashed=kill")
+        second = stack.enter_context(running_agent(stores[1].root, *QUICK))
+        monkeypatch.delenv(failpoints.ENV)
+        meet(first, second)
+        tell(first, Retention(keep_last=1), revision=2)
+        assert second.process.wait(20) == -signal.SIGKILL
+        assert there(stores[1]) == [2]
+        (trash,) = (stores[1].root / ".trash").iterdir()
+        assert {path.name for path in trash.iterdir()} == {shard(0), shard(1), ".metadata", ".manifest.json"}
+        with running_agent(stores[1].root, *QUICK) as again:
+            meet(first, again)
+            gone_to(stores, [2])
+            stays(stores, first, again)
+
+
+@pytest.mark.parametrize("action", ["raise", "kept"])
+def test_a_store_retires_in_one_step(tmp_path: Path, action: str) -> None:
+    """Only the save that is meant; open files stay readable; what a crash leaves in the trash, the next start removes."""
+    (store,) = stored(tmp_path, 1, ())
+    manifest = checkpointed([store], 1, {shard(0): (0,)}, size_bytes=SMALL)
+    later = checkpointed([store], 2, {shard(0): (0,)}, size_bytes=SMALL)
+    assert not retire(store.root, "step-1", manifest.save_id)
+    assert not retire(store.root, "step-9", manifest.save_id)
+    (store.root / "step-1").rename(store.root / "best")
+    assert not retire(store.root, "best", later.save_id)
+    (store.root / "best").rename(store.root / "step-1")
+    file = (store.root / "step-1" / shard(0)).open("rb")
+    if action == "raise":
+        with (
+            failpoints.armed("retire.trashed", failpoints._action("raise")),
+            pytest.raises(failpoints.FailpointReached),
+        ):
+            retire(store.root, "step-1", later.save_id)
+        assert len(list((store.root / ".trash").iterdir())) == 1
+        store.empty_trash()
+    else:
+        assert retire(store.root, "step-1", later.save_id)
+    assert there(store) == []
+    assert not list(store.root.glob(".trash/*"))
+    with file:
+        assert len(file.read()) == later.shards[shard(0)].size_bytes
+    again = checkpointed([store], 1, {shard(0): (0,)}, size_bytes=SMALL)
+    assert retire(store.root, "step-1", again.save_id)

@@ -1,0 +1,352 @@
+"""The retention plan: what goes, what stays and why, against a dumb model that asks about one checkpoint at a time."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicated_ckpt import Retention
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.policy import NODES, Policy, Standing, merged, pending, scope_of
+from replicated_ckpt.core.repair import NodeView, Presence, planned
+from replicated_ckpt.core.retention import Candidate, RetentionPlan, judged, planned_retention, without_retired
+from replicated_ckpt.errors import ConfigInvalid
+
+UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
+LAST_TWO = Retention(keep_last=2)
+NAMES = ("__0_0.distcp", "__1_0.distcp")
+
+
+def save_id(number: int) -> str:
+    return f"{number:032x}"
+
+
+def candidate(
+    sequence: int, *, of: str | None = None, whole: bool = True, protected: bool = True, held: str = ""
+) -> Candidate:
+    return Candidate(of or f"step-{sequence}", save_id(sequence), sequence, whole, whole and protected, held)
+
+
+def goes(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
+    return {verdict.sequence for verdict in judged(candidates, retention) if not verdict.is_kept}
+
+
+def dumb(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
+    """The sequences that go: all that no rule speaks for, each asked on its own."""
+    gone = set()
+    for one in candidates:
+        newer_whole = {other.checkpoint_id for other in candidates if other.is_whole and other.sequence > one.sequence}
+        is_newest_protected = one.is_protected and not any(
+            other.is_protected and other.sequence > one.sequence for other in candidates
+        )
+        speaks_for_it = (
+            len(newer_whole) < retention.keep_last,
+            retention.keep_every is not None and one.sequence % retention.keep_every == 0,
+            bool(one.held_back),
+            is_newest_protected,
+        )
+        if not any(speaks_for_it):
+            gone.add(one.sequence)
+    return gone
+
+
+def test_every_small_world_is_judged_as_by_the_model() -> None:
+    """Up to five saves, each whole or not, protected or not, held back or not, under every small policy."""
+    kinds: list[dict[str, Any]] = [
+        {"whole": False},
+        {"whole": True, "protected": False},
+        {"whole": True, "protected": False, "held": "wait"},
+        {"whole": True, "protected": True},
+    ]
+    for count in range(6):
+        for world in product(kinds, repeat=count):
+            candidates = [candidate(number, **kind) for number, kind in enumerate(world, 1)]
+            for last, every in product((1, 2, 3), (None, 1, 2, 3)):
+                retention = Retention(keep_last=last, keep_every=every)
+                found = goes(candidates, retention)
+                assert found == dumb(candidates, retention), (candidates, retention)
+                check_promises(candidates, retention, found)
+
+
+def check_promises(candidates: Sequence[Candidate], retention: Retention, gone: set[int]) -> None:
+    """What holds whatever the rules are: said without them."""
+    assert not candidates or len(gone) < len(candidates)
+    whole = sorted({one.sequence for one in candidates if one.is_whole}, reverse=True)
+    assert not gone & set(whole[: retention.keep_last])
+    assert not gone or all(sequence < whole[0] for sequence in gone)
+    assert not any(one.held_back and one.sequence in gone for one in candidates)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from("abcd"), st.booleans(), st.booleans(), st.booleans())),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_overwrites_and_equal_sequences_too(
+    drawn: list[tuple[int, str, bool, bool, bool]], last: int, every: int | None, chance: Random
+) -> None:
+    """Several saves of one id count once; in whatever order they are listed, the verdict is the same."""
+    retention = Retention(keep_last=last, keep_every=every)
+    candidates = [
+        Candidate(name, save_id(number), sequence, whole, whole and protected, "wait" if held else "")
+        for number, (sequence, name, whole, protected, held) in enumerate(drawn)
+    ]
+    verdicts = judged(candidates, retention)
+    shuffled = list(candidates)
+    chance.shuffle(shuffled)
+    assert judged(shuffled, retention) == verdicts
+    gone = {verdict.save_id for verdict in verdicts if not verdict.is_kept}
+    newest_by_id = {
+        name: max((one.sequence for one in candidates if one.is_whole and one.checkpoint_id == name), default=None)
+        for name in "abcd"
+    }
+    for one in candidates:
+        if one.save_id in gone:
+            newer = [sequence for sequence in newest_by_id.values() if sequence is not None and sequence > one.sequence]
+            assert len(newer) >= last
+            assert every is None or one.sequence % every
+            assert not one.held_back
+
+
+@pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_last": True}, {"keep_last": 1, "keep_every": 0}])
+def test_a_policy_that_keeps_nothing_is_refused(wrong: dict[str, int]) -> None:
+    """Whole numbers from 1."""
+    with pytest.raises(ConfigInvalid):
+        Retention(**wrong)
+
+
+# The nodes' plan ---------------------------------------------------------------------------------------------------
+
+
+def manifest(sequence: int, *, checkpoint_id: str | None = None, copies: int = 2) -> Manifest:
+    shards = {name: ShardEntry(100, 7, rank, "ab"[rank], ("a", "b")) for rank, name in enumerate(NAMES)}
+    nodes = tuple(NodeEntry(node, node, None, (rank,)) for rank, node in enumerate("ab"))
+    name = checkpoint_id or f"step-{sequence}"
+    return Manifest(save_id(sequence), name, sequence, 0.0, 2, copies, 8, 9, nodes, shards)
+
+
+def holding(node: str, of: Manifest, shards: Sequence[str] = NAMES, *, renamed: str = "") -> Holding:
+    sizes = dict.fromkeys(shards, 100)
+    return Holding(node, renamed or of.checkpoint_id, of.save_id, of.sequence, True, sizes)
+
+
+def policy(retention: Retention | None, *, scope: str = "", revision: int = 1) -> Policy:
+    return Policy(scope, NODES, revision, retention)
+
+
+FOUR = [manifest(number) for number in (1, 2, 3, 4)]
+
+
+def by_save(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    return {one.save_id: one for one in manifests}
+
+
+def view(node: str, manifests: Sequence[Manifest], presence: Presence = UP, **more: Any) -> NodeView:
+    return NodeView(node, presence, tuple(holding(node, one) for one in manifests), **more)
+
+
+def removed(plan: RetentionPlan) -> list[tuple[str, str]]:
+    return [(removal.node_id, removal.checkpoint_id) for removal in plan.removals]
+
+
+def test_each_node_removes_its_part_oldest_first() -> None:
+    """Both nodes plan alike; the reason names the rule; the plan prints, and is JSON."""
+    plan = planned_retention(by_save(FOUR), [view("a", FOUR), view("b", FOUR)], [policy(LAST_TWO)])
+    assert [removal.checkpoint_id for removal in plan.of_node("a")] == ["step-1", "step-2"]
+    assert plan.of_node("a")[0].rule == "its sequence 1 is older than 3, of the newest 2 whole checkpoints"
+    assert removed(plan) == [("a", "step-2"), ("b", "step-2"), ("a", "step-1"), ("b", "step-1")]
+    assert "node a: remove step-1" in str(plan.of_node("a")[0])
+    assert "step-4" in str(plan.verdicts[0])
+    json.dumps(plan.to_json())
+
+
+def test_without_a_policy_nothing_goes() -> None:
+    """None at all, one that keeps everything, and one of another directory or tier."""
+    elsewhere = Policy("", "s3://bucket/x", 1, LAST_TWO)
+    for policies in ([], [policy(None)], [policy(LAST_TWO, scope="run-2")], [elsewhere]):
+        plan = planned_retention(by_save(FOUR), [view("a", FOUR)], policies)
+        assert plan.removals == ()
+        assert plan.retired == frozenset()
+
+
+def test_runs_in_directories_do_not_count_together() -> None:
+    """A policy is for the checkpoints that lie in one directory, not for those above or below."""
+    mine = [manifest(number, checkpoint_id=f"run/step-{number}") for number in (1, 2, 3)]
+    below = [manifest(number, checkpoint_id=f"run/deep/step-{number}") for number in (11, 12, 13)]
+    above = [manifest(number) for number in (21, 22, 23)]
+    saves = [*mine, *below, *above]
+    plan = planned_retention(by_save(saves), [view("a", saves)], [policy(LAST_TWO, scope="run")])
+    assert removed(plan) == [("a", "run/step-1")]
+    assert scope_of("run/deep/step-1") == "run/deep"
+
+
+def test_what_is_not_whole_does_not_count() -> None:
+    """A newer checkpoint without some shard takes no place; one that is older than the kept ones goes with them."""
+    broken = replace(
+        view("a", FOUR), holdings=tuple(holding("a", one, NAMES[: 1 + (one.sequence in (1, 3))]) for one in FOUR)
+    )
+    plan = planned_retention(by_save(FOUR), [broken], [policy(Retention(keep_last=1))])
+    assert removed(plan) == [("a", "step-2"), ("a", "step-1")]
+    assert planned_retention(by_save(FOUR), [broken], [policy(Retention(keep_last=3))]).removals == ()
+    damaged = replace(broken, holdings=tuple(replace(h, damaged=NAMES[:1]) for h in broken.holdings or ()))
+    assert planned_retention(by_save(FOUR), [damaged], [policy(Retention(keep_last=1))]).removals == ()
+
+
+def test_copies_on_nodes_that_do_not_answer_do_not_count() -> None:
+    """A checkpoint that is whole only with them takes nobody's place."""
+    a = NodeView("a", UP, tuple(holding("a", one, NAMES[: 1 + (one.sequence < 4)]) for one in FOUR))
+    for presence in (ASSUMED, GONE):
+        plan = planned_retention(by_save(FOUR), [a, view("b", FOUR, presence)], [policy(Retention(keep_last=1))])
+        assert removed(plan) == [("a", "step-2"), ("a", "step-1")]
+
+
+def test_the_newest_with_all_its_copies_waits_for_the_copies_of_a_newer_one() -> None:
+    """With ack="local" the newest has one copy of each shard at first: the one before it is what a lost node leaves."""
+    a = NodeView("a", UP, tuple(holding("a", one, NAMES[: 1 + (one.sequence < 4)]) for one in FOUR))
+    b = NodeView("b", UP, tuple(holding("b", one, NAMES[one.sequence == 4 :]) for one in FOUR))
+    plan = planned_retention(by_save(FOUR), [a, b], [policy(Retention(keep_last=1))])
+    assert plan.retired == {save_id(1), save_id(2)}
+    plan = planned_retention(by_save(FOUR), [view("a", FOUR), view("b", FOUR)], [policy(Retention(keep_last=1))])
+    assert plan.retired == {save_id(1), save_id(2), save_id(3)}
+
+
+def test_one_that_is_not_uploaded_stays() -> None:
+    """Whoever says so; one node that knows that it is over is enough, but not against an order by hand."""
+    one, two = save_id(1), save_id(2)
+    waits = Standing(uploading=frozenset({one, two}))
+    over = Standing(uploaded=frozenset({one}))
+    ordered = Standing(uploading=frozenset({one}), ordered=frozenset({one}))
+    for standings, expected in (
+        ((waits, Standing()), set()),
+        ((waits, over), {one}),
+        ((waits, over, ordered), set()),
+        ((Standing(), Standing()), {one, two}),
+    ):
+        views = [view(node, FOUR, standing=said) for node, said in zip("abc", standings, strict=False)]
+        plan = planned_retention(by_save(FOUR), views, [policy(LAST_TWO)])
+        assert plan.retired == expected
+        assert {verdict.save_id for verdict in plan.held_back} == {one, two} - expected
+    assert pending([waits, over]) == {two}
+
+
+def test_one_whose_manifest_a_node_lost_is_mended_first() -> None:
+    """Else that node's files would lie there for good, as nobody could say any more what they are."""
+    views = [view("a", FOUR), view("b", FOUR[1:], unbelieved=("step-1",))]
+    plan = planned_retention(by_save(FOUR), views, [policy(LAST_TWO)])
+    assert plan.retired == {save_id(2)}
+    assert [action.checkpoint_id for action in planned(without_retired(by_save(FOUR), plan.retired), views).adopt] == [
+        "step-1"
+    ]
+
+
+def test_unknown_manifests_and_renamed_directories_are_not_touched() -> None:
+    """Nor counted; and the renamed copy is not what brings the others back."""
+    views = [
+        NodeView("a", UP, (holding("a", FOUR[0], renamed="best"), *(holding("a", one) for one in FOUR[1:]))),
+        view("b", FOUR),
+    ]
+    known = by_save(FOUR)
+    plan = planned_retention(known, views, [policy(LAST_TWO)])
+    assert removed(plan) == [("a", "step-2"), ("b", "step-2"), ("b", "step-1")]
+    after = [NodeView("a", UP, (holding("a", FOUR[0], renamed="best"),)), NodeView("b", UP, ())]
+    kept = view("a", FOUR[2:]), view("b", FOUR[2:])
+    views = [
+        replace(one, holdings=(one.holdings or ()) + (two.holdings or ())) for one, two in zip(after, kept, strict=True)
+    ]
+    plan = planned_retention(known, views, [policy(LAST_TWO)])
+    assert plan.removals == ()
+    assert planned(without_retired(known, plan.retired), views).actions == ()
+    del known[save_id(4)]
+    assert planned_retention(known, [view("a", FOUR)], [policy(LAST_TWO)]).retired == {save_id(1)}
+
+
+def test_a_node_that_has_them_still_brings_nothing_back() -> None:
+    """It retires its part by itself; nobody copies from it what the others have retired."""
+    views = [view("a", FOUR[2:]), view("b", FOUR)]
+    plan = planned_retention(by_save(FOUR), views, [policy(LAST_TWO)])
+    assert removed(plan) == [("b", "step-2"), ("b", "step-1")]
+    assert planned(by_save(FOUR), views).actions != ()
+    assert planned(without_retired(by_save(FOUR), plan.retired), views).actions == ()
+
+
+world = st.lists(st.tuples(st.sets(st.sampled_from(NAMES)), st.sets(st.sampled_from(NAMES))), min_size=1, max_size=6)
+
+
+@given(world, st.integers(1, 3), st.none() | st.integers(2, 3), st.lists(st.booleans()))
+def test_nodes_that_retire_one_after_the_other_end_alike(
+    held: list[tuple[set[str], set[str]]], last: int, every: int | None, turns: list[bool]
+) -> None:
+    """In whatever order they take their turns; what was whole and kept stays whole, and a second look removes nothing."""
+    manifests = by_save([manifest(number) for number in range(1, len(held) + 1)])
+    stores = {
+        node: {
+            one.save_id: holding(node, one, sorted(shards[index]))
+            for one, shards in zip(manifests.values(), held, strict=True)
+            if shards[index]
+        }
+        for index, node in enumerate("ab")
+    }
+    retention = [policy(Retention(keep_last=last, keep_every=every))]
+
+    def look() -> RetentionPlan:
+        return planned_retention(manifests, [NodeView(n, UP, tuple(s.values())) for n, s in stores.items()], retention)
+
+    first = look()
+    for turn in [*turns, True, False, True, False]:
+        for removal in look().of_node("ab"[turn]):
+            del stores[removal.node_id][removal.save_id]
+    assert look().removals == ()
+    for store in stores.values():
+        assert not first.retired & set(store)
+    for verdict in first.verdicts:
+        if verdict.is_kept:
+            index = verdict.sequence - 1
+            assert [verdict.save_id in stores[n] for n in "ab"] == [bool(held[index][0]), bool(held[index][1])]
+
+
+# Policies ----------------------------------------------------------------------------------------------------------
+
+policies = st.builds(policy, st.none() | st.builds(Retention, keep_last=st.integers(1, 3)), revision=st.integers(0, 3))
+
+
+@given(policies, policies, policies)
+def test_policies_merge_alike_in_any_order(one: Policy, two: Policy, three: Policy) -> None:
+    """The later wins; two different ones of the same save keep everything."""
+    assert merged(one, two) == merged(two, one)
+    assert merged(merged(one, two), three) == merged(one, merged(two, three))
+    assert merged(one, one) == one
+    if one.revision == two.revision and one.retention != two.retention:
+        assert merged(one, two).retention is None
+
+
+@given(policies)
+def test_what_a_node_says_survives_the_wire(one: Policy) -> None:
+    """As JSON and back; what an agent of an older version leaves out is empty."""
+    said = Standing((one,), frozenset({save_id(1)}), frozenset({save_id(2)}), frozenset({save_id(1)}))
+    assert Standing.from_json(json.loads(json.dumps(said.to_json()))) == said
+    assert Standing.from_json({}) == Standing()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scope": "../x"},
+        {"scope": ".agent"},
+        {"revision": -1},
+        {"revision": "1"},
+        {"retention": {"keep_last": 0, "keep_every": None}},
+        {"retention": 3},
+    ],
+)
+def test_a_policy_that_is_none_is_not_believed(wrong: dict[str, object]) -> None:
+    """Names that lead elsewhere, numbers that are none."""
+    with pytest.raises((ValueError, TypeError, KeyError, ConfigInvalid)):
+        Policy.from_json({**policy(LAST_TWO).to_json(), **wrong})
