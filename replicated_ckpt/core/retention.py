@@ -132,34 +132,40 @@ def planned_retention(
     directory that goes by another name than its manifest: somebody has renamed it, and wants it.
     """
     up = [node for node in nodes if node.presence is Presence.UP]
+    holdings = _holdings_by_save(manifest_by_save, up)
     verdicts: list[Verdict] = []
     for policy in sorted(policies, key=lambda policy: policy.key):
         if policy.tier == NODES and policy.retention is not None:
             mine = {i: found for i, found in manifest_by_save.items() if scope_of(found.checkpoint_id) == policy.scope}
-            verdicts += judged(list(_candidates(mine, up)), policy.retention)
-    rule_by_save = {verdict.save_id: verdict.rule for verdict in verdicts if not verdict.is_kept}
+            verdicts += judged(list(_candidates(mine, up, holdings)), policy.retention)
     removals = tuple(
-        Removal(node.node_id, verdict.checkpoint_id, verdict.save_id, verdict.rule)
+        Removal(node_id, verdict.checkpoint_id, verdict.save_id, verdict.rule)
         for verdict in verdicts
-        if verdict.save_id in rule_by_save
-        for node in sorted(up, key=lambda node: node.node_id)
-        if any(_is_of(holding, verdict.save_id, verdict.checkpoint_id) for holding in node.holdings or ())
+        if not verdict.is_kept
+        for node_id in sorted(holding.node_id for holding in holdings[verdict.save_id])
     )
     return RetentionPlan(tuple(verdicts), removals)
 
 
-def _is_of(holding: Holding, save_id: str, checkpoint_id: str) -> bool:
-    return holding.save_id == save_id and holding.checkpoint_id == checkpoint_id
+def _holdings_by_save(manifests: Mapping[str, Manifest], up: Sequence[NodeView]) -> Mapping[str, list[Holding]]:
+    found: dict[str, list[Holding]] = {save_id: [] for save_id in manifests}
+    for node in up:
+        for holding in node.holdings or ():
+            if holding.save_id in found and holding.checkpoint_id == manifests[holding.save_id].checkpoint_id:
+                found[holding.save_id].append(holding)
+    return found
 
 
-def _candidates(manifests: Mapping[str, Manifest], up: Sequence[NodeView]) -> Iterator[Candidate]:
+def _candidates(
+    manifests: Mapping[str, Manifest], up: Sequence[NodeView], holdings: Mapping[str, list[Holding]]
+) -> Iterator[Candidate]:
     waiting = pending(node.standing for node in up)
     unbelieved = {checkpoint_id for node in up for checkpoint_id in node.unbelieved}
     for save_id, manifest in manifests.items():
         held_back = NOT_UPLOADED if save_id in waiting else ""
         if not held_back and manifest.checkpoint_id in unbelieved:
             held_back = NO_MANIFEST
-        copies = _copies(manifest, up)
+        copies = _copies(manifest, holdings[save_id])
         yield Candidate(
             manifest.checkpoint_id,
             save_id,
@@ -170,21 +176,17 @@ def _candidates(manifests: Mapping[str, Manifest], up: Sequence[NodeView]) -> It
         )
 
 
-def _copies(manifest: Manifest, up: Sequence[NodeView]) -> int:
+def _copies(manifest: Manifest, holdings: Sequence[Holding]) -> int:
     """How many intact copies each shard has at least; 0 too where nobody has intact metadata."""
-    holdings = [
-        holding
-        for node in up
-        for holding in node.holdings or ()
-        if _is_of(holding, manifest.save_id, manifest.checkpoint_id)
-    ]
     if not any(holding.has_metadata for holding in holdings):
         return 0
-    counts = [
-        sum(holding.sizes.get(name) == entry.size_bytes and name not in holding.damaged for holding in holdings)
-        for name, entry in manifest.shards.items()
-    ]
-    return min(counts, default=len(holdings))
+    count_by_shard = dict.fromkeys(manifest.shards, 0)
+    for holding in holdings:
+        for name, size in holding.sizes.items():
+            entry = manifest.shards.get(name)
+            if entry is not None and size == entry.size_bytes and name not in holding.damaged:
+                count_by_shard[name] += 1
+    return min(count_by_shard.values(), default=len(holdings))
 
 
 def without_retired(manifest_by_save: Mapping[str, Manifest], retired: Collection[str]) -> dict[str, Manifest]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 
-from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt import ReplicatedWriter, Retention
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
 from tests.multiprocess.steps_state import OTHER_SEED, build_all, digests_of, save_fails
@@ -27,6 +27,17 @@ def save_with_cached_plans(context: Context, kinds: list[str], checkpoint_ids: l
         states = build_all(context, kinds, seed)
         planner = DefaultSavePlanner(enable_plan_caching=True)
         dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=context.writer(), planner=planner)
+        saved.append(digests_of(states))
+    return saved
+
+
+def save_keeping(context: Context, kinds: list[str], checkpoint_ids: list[str], keep_last: int) -> list[Digests]:
+    """One writer with a policy of retention, several saves of changing values."""
+    writer = ReplicatedWriter(context.root, retention=Retention(keep_last=keep_last))
+    saved = []
+    for seed, checkpoint_id in enumerate(checkpoint_ids):
+        states = build_all(context, kinds, seed)
+        dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer)
         saved.append(digests_of(states))
     return saved
 

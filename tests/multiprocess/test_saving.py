@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from tests.agent.agents import wait_for
 from tests.multiprocess.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -57,6 +58,21 @@ def test_an_existing_checkpoint_is_replaced_only_on_request(cluster_of: ClusterO
     assert results.digests(4) == results.of(3) != results.of(0)
     assert [node.staging() for node in cluster.nodes] == [[], []]
     assert cluster.launch([load("step-1")], nodes=[1]).digests(0) == results.of(3)[:1]
+
+
+def test_old_checkpoints_are_retired_on_every_node(cluster_of: ClusterOf) -> None:
+    """The newest two stay; a node that is lost and replaced loads the latest, and nothing old comes back to it."""
+    ids = [f"step-{number}" for number in range(1, 6)]
+    cluster = cluster_of(2)
+    keep = call("saving.save_keeping", kinds=KINDS, checkpoint_ids=ids, keep_last=2)
+    results = cluster.launch([keep], nodes=[0, 1])
+    wait_for(lambda: all(node.checkpoints() == {"step-4", "step-5"} for node in cluster.nodes), 30, "two on each node")
+    cluster.nodes[1].lose()
+    after = cluster.launch([load("latest"), load("step-4")], nodes=[0, 1])
+    assert after.digests(0) == [saved[4] for saved in results.of(0)]
+    assert after.digests(1) == [saved[3] for saved in results.of(0)]
+    wait_for(lambda: all(node.checkpoints() == {"step-4", "step-5"} for node in cluster.nodes), 30, "the same again")
+    assert results.all_warnings == []
 
 
 def test_ids_that_differ_by_rank_are_refused(cluster_of: ClusterOf) -> None:

@@ -28,6 +28,7 @@ from replicated_ckpt.stores.committed import committed_save, incoming_path
 from replicated_ckpt.stores.inspection import at_once
 from replicated_ckpt.stores.intent import Intent
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.retire import retire
 from replicated_ckpt.stores.shard_file import FileSink
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
@@ -240,6 +241,14 @@ def manifest_restored(store: LocalStore, mark: Marker) -> None:
     mark(f"checkpoint {CHECKPOINT}", OLD)
 
 
+def retired(store: LocalStore, mark: Marker) -> None:
+    """A checkpoint that is kept no longer: found whole, or not at all."""
+    mark("node", store.node_id())
+    mark(f"checkpoint {CHECKPOINT}", OLD, None)
+    assert retire(store.root, CHECKPOINT, OLD)
+    mark(f"checkpoint {CHECKPOINT}", None)
+
+
 def peers_of(*ports: int) -> tuple[AgentAddress, ...]:
     return tuple(AgentAddress(f"{port:012x}", "host", port, "token") for port in ports)
 
@@ -269,6 +278,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario("restore of a missing copy", one_shard_missing, restored),
         Scenario("restore of a short copy", one_shard_short, restored),
         Scenario("restore of a manifest", committed, manifest_restored),
+        Scenario("retirement", committed, retired),
         Scenario("peers", nothing, met_peers),
     )
 }

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.stores import durable, local, shard_file
+from replicated_ckpt.stores import retire as retiring
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.shard_file import FileSink
 from tests.fault.power_loss.nested import (
@@ -180,6 +181,20 @@ def test_removing_before_the_move_to_the_trash_is_durable_is_found(
     monkeypatch.setattr(local, "remove_moved", lambda path, *origins: durable.remove_tree(path))
     log = recorded(SCENARIOS["abort after the decision"], base).log
     assert any("distcp" in finding for finding in Judge(memory).findings(crash_states(log)))
+
+
+@pytest.mark.parametrize("forgotten", ["the move", "where it came from"])
+def test_removing_before_a_retirement_is_durable_is_found(
+    base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
+) -> None:
+    """A checkpoint would come back in part: from the removal itself, or from a restart that takes the trash for durable."""
+    if forgotten == "the move":
+        monkeypatch.setattr(retiring, "remove_moved", lambda path, *origins: durable.remove_tree(path))
+    else:
+        monkeypatch.setattr(local, "origins", lambda root: [])
+    log = recorded(SCENARIOS["retirement"], base).log
+    found = Judge(memory).findings(crash_states(log)) or findings_after_kills(log, memory, restarted)
+    assert any("distcp" in finding for finding in found)
 
 
 def test_trusting_a_directory_that_a_killed_process_made_is_found(

@@ -1,0 +1,194 @@
+"""Retention as one process uses it, with a real agent and an S3 server: each tier keeps what its own policy says."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
+from replicated_ckpt.agent.endpoint import read_endpoint
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.stores.object_open import opened_client
+from replicated_ckpt.stores.object_url import ObjectTarget
+from tests.agent.agents import wait_for
+from tests.buckets.servers import Server
+from tests.object_tier.test_one_node import assert_loads, contents, save, stop_agent
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+ONE, TWO, ALL = Retention(keep_last=1), Retention(keep_last=2), Retention(keep_last=99)
+
+
+@pytest.fixture
+def where(moto: Server) -> Mapping[str, Any]:
+    bucket = moto.make_bucket(f"b-{uuid4().hex[:12]}")
+    return {"object_store": f"s3://{bucket}/runs/one", "storage_options": moto.storage_options()}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "node"
+    stop_agent(tmp_path / "node")
+
+
+def bucket_of(where: Mapping[str, Any]) -> Bucket:
+    return Bucket(opened_client(ObjectTarget.checked(where["object_store"], where["storage_options"])))
+
+
+def in_bucket(where: Mapping[str, Any]) -> set[str]:
+    return {saved.checkpoint_id for saved in bucket_of(where).saves()}
+
+
+def on_node(root: Path) -> set[str]:
+    return {str(path.parent.relative_to(root)) for path in root.rglob(".metadata") if ".trash" not in path.parts}
+
+
+def becomes(root: Path, wanted: set[str]) -> None:
+    wait_for(lambda: on_node(root) == wanted, 20, f"{wanted} on the node, not {on_node(root)}")
+
+
+def ask(root: Path, method: str, path: str) -> dict[str, Any]:
+    endpoint = read_endpoint(root / ".agent")
+    assert endpoint is not None
+    with AgentClient(endpoint.local_address()) as client:
+        return client.call(method, path)
+
+
+def test_each_tier_keeps_what_its_policy_says(root: Path, where: Mapping[str, Any]) -> None:
+    """The node the newest and every third, the bucket the newest two; all of it loads, stock torch included."""
+    kept = Retention(keep_last=1, keep_every=3)
+    writer = ReplicatedWriter(root, retention=kept, object_retention=TWO, **where)
+    for number in range(1, 6):
+        save(writer, f"step-{number}", number)
+        writer.wait()
+    wait_for(lambda: in_bucket(where) == {"step-4", "step-5"}, 20, "two in the bucket")
+    becomes(root, {"step-3", "step-5"})
+    client = bucket_of(where).client
+    assert set(client.listed("").directories) == {"step-4", "step-5"}
+    for number in (3, 4, 5):
+        assert_loads(ReplicatedReader(root, **where), f"step-{number}", number)
+    assert_loads(FsspecReader(f"{where['object_store']}/step-4", **where["storage_options"]), None, 4)
+    log = (root / ".agent" / "log").read_text()
+    assert f"from {where['object_store']}: its sequence 1 is older than 2, of the newest 2" in log
+    assert "testsecret" not in log
+    assert not list((root / ".agent").glob("upload-*"))
+
+
+def test_what_the_bucket_gave_up_is_not_brought_again(root: Path, where: Mapping[str, Any]) -> None:
+    """The node has it still, and its agent, started anew, knows nothing of having uploaded it."""
+    writer = ReplicatedWriter(root, retention=ALL, object_retention=ONE, **where)
+    for number in (1, 2, 3):
+        save(writer, f"step-{number}", number)
+        writer.wait()
+    wait_for(lambda: in_bucket(where) == {"step-3"}, 20, "one in the bucket")
+    stop_agent(root)
+    save(writer, "step-4", 4)
+    writer.wait()
+
+    def is_settled() -> bool:
+        uploads = ask(root, "GET", "/v1/status")["object_store"]
+        return not uploads["pending"] and uploads["done"] == 4
+
+    wait_for(is_settled, 20, "all uploads settled")
+    assert in_bucket(where) == {"step-4"}
+    assert "would not keep 'step-1'" in (root / ".agent" / "log").read_text()
+    assert on_node(root) == {f"step-{number}" for number in (1, 2, 3, 4)}
+    writer = ReplicatedWriter(root, retention=ONE, object_retention=ONE, **where)
+    save(writer, "step-5", 5)
+    writer.wait()
+    becomes(root, {"step-5"})
+
+
+def test_what_others_wrote_is_not_touched(root: Path, where: Mapping[str, Any]) -> None:
+    """Stock torch's checkpoints neither count nor go, in either tier; nor do those of another run's directory."""
+    url, options = where["object_store"], where["storage_options"]
+    dcp.save(contents(7), storage_writer=FsspecWriter(f"{url}/theirs", **options))
+    dcp.save(contents(8), storage_writer=dcp.FileSystemWriter(root / "theirs"))
+    save(ReplicatedWriter(root, **where), "other/step-1", 1)
+    writer = ReplicatedWriter(root, retention=ONE, object_retention=ONE, **where)
+    for number in (2, 3):
+        save(writer, f"step-{number}", number)
+        writer.wait()
+    wait_for(lambda: in_bucket(where) == {"theirs", "other/step-1", "step-3"}, 20, "the others")
+    becomes(root, {"theirs", "other/step-1", "step-3"})
+
+
+def test_a_removal_cut_short_leaves_no_checkpoint(root: Path, where: Mapping[str, Any]) -> None:
+    """The mark goes first: what a crash leaves of it is seen by nobody, and the id is free."""
+    writer = ReplicatedWriter(root, **where)
+    save(writer, "step-1", 1)
+    save(writer, "step-2", 2)
+    writer.wait()
+    bucket = bucket_of(where)
+    saved = bucket.save_of("step-1")
+    assert saved is not None
+
+    class Cut(Exception):
+        pass
+
+    deleted: list[str] = []
+    delete = bucket.client.delete
+
+    def delete_once(keys: Any) -> None:
+        if deleted:
+            raise Cut
+        deleted.extend(keys)
+        delete(keys)
+
+    bucket.client.delete = delete_once  # type: ignore[method-assign]
+    with pytest.raises(Cut):
+        bucket.remove(saved)
+    assert deleted == ["step-1/.metadata"]
+    assert in_bucket(where) == {"step-2"}
+    assert_loads(ReplicatedReader(**where), "latest", 2)
+    shutil.rmtree(root / "step-1")
+    save(writer, "step-1", 3)
+    writer.wait()
+    assert_loads(ReplicatedReader(**where), "latest", 3)
+
+
+def test_a_run_without_a_policy_takes_it_back(root: Path) -> None:
+    """The next run on the same root passes none: nothing is removed any more, though the agent lived on."""
+    writer = ReplicatedWriter(root, retention=ONE)
+    for number in (1, 2):
+        save(writer, f"step-{number}", number)
+    becomes(root, {"step-2"})
+    writer = ReplicatedWriter(root)
+    for number in (3, 4):
+        save(writer, f"step-{number}", number)
+    rounds = ask(root, "GET", "/v1/status")["protection"]["rounds"]
+    wait_for(lambda: ask(root, "GET", "/v1/status")["protection"]["rounds"] > rounds, 30, "a round")
+    assert on_node(root) == {"step-2", "step-3", "step-4"}
+
+
+def test_no_policy_starts_no_agent(root: Path) -> None:
+    """One process without a policy and without a bucket needs none."""
+    save(ReplicatedWriter(root), "step-1", 1)
+    assert not (root / ".agent" / "endpoint.json").exists()
+
+
+def test_a_bucket_in_memory_is_kept_short_too(root: Path) -> None:
+    """Where the uploads are made by this very process."""
+    where = {"object_store": f"memory://{uuid4().hex}/x", "storage_options": None}
+    writer = ReplicatedWriter(root, object_retention=ONE, **where)  # type: ignore[arg-type]
+    for number in (1, 2):
+        save(writer, f"step-{number}", number)
+        writer.wait()
+    assert in_bucket(where) == {"step-2"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"retention": 3}, {"object_retention": ONE}, {"retention": {"keep_last": 1}}],
+    ids=str,
+)
+def test_a_policy_that_cannot_work_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """When the writer is made."""
+    with pytest.raises(ConfigInvalid):
+        ReplicatedWriter(tmp_path, **wrong)
