@@ -73,7 +73,7 @@ def _uploads(reports: Sequence[ScenarioReport]) -> list[str]:
     """What the columns do not say of a scenario whose nodes all died, and which held."""
     return [
         f"{report.scenario}: wait() took {report.wait_s:.2f} s after the last step; then no process and no store was left, "
-        "and every byte came from the object store."
+        "only the object store."
         for report in reports
         if report.wait_s is not None and report.held
     ]
