@@ -23,7 +23,14 @@ from replicated_ckpt.drill.plan import Scenario
 from replicated_ckpt.drill.table import HEADER
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ["README.md", "CHANGELOG.md", "docs/design.md", "docs/runbook.md", "examples/README.md"]
+DOCUMENTS = [
+    "README.md",
+    "CHANGELOG.md",
+    "docs/design.md",
+    "docs/runbook.md",
+    "examples/README.md",
+    "benchmarks/README.md",
+]
 SCALE_BY_UNIT = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 AGENT_ROUTES = {  # module of the agent and method -> path that its patterns go on from
     ("routes", "answer"): "/",
