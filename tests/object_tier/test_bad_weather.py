@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_save_does_not_wait_for_the_weather(moto: Server, site_of: SiteOf, kin
         assert failure["types"] == ["UploadFailed"]
     assert any("step-2: object store s3://" in text for text in results.all_warnings)
     for node in (0, 1):
-        pending = wait_for(lambda n=node: failing(site, n), 60, "a failing upload")
+        pending = wait_for(partial(failing, site, node), 60, "a failing upload")
         assert all(re.search(reason, upload["error"]) for upload in pending), pending
         assert metric(site, node, "uploads_pending") == 2
         assert metric(site, node, "uploads_failing") >= 1
