@@ -74,7 +74,9 @@ def _copies(
             problems.append(str(exc))
     if bucket is not None and survey.in_bucket is not None:
         try:
-            raw = bucket.small(f"{save.checkpoint_id}/{METADATA_NAME}", survey.in_bucket.metadata_bytes)
-            yield _Copy(bucket.client.target.url, raw, survey.in_bucket.metadata_crc32c, is_bucket=True)
+            there = survey.in_bucket
+            key = f"{save.checkpoint_id}/{METADATA_NAME}"
+            raw = bucket.small(key, there.metadata_bytes, there.metadata_crc32c)
+            yield _Copy(bucket.client.target.url, raw, there.metadata_crc32c, is_bucket=True)
         except ReplicatedCkptError as exc:
             problems.append(str(exc))

@@ -27,7 +27,7 @@ from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, Replicat
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.local import NOWHERE, LocalStore
 from replicated_ckpt.stores.object_open import opened_client
-from replicated_ckpt.stores.object_retry import RetryingClient
+from replicated_ckpt.stores.object_retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
 from replicated_ckpt.stores.object_url import ObjectTarget
 
 log = logging.getLogger(__name__)
@@ -232,7 +232,8 @@ class ReplicatedReader(StorageReader):
     def _opened_bucket(self) -> Bucket | None:
         """The bucket, from the first use in a load to its end: a client must not be forked with its user."""
         if self._bucket is None and self._target is not None:
-            self._bucket = Bucket(RetryingClient(opened_client(self._target)))
+            look_s = READ_WITHIN_S if self.config.root is None else LOOK_WITHIN_S
+            self._bucket = Bucket(RetryingClient(opened_client(self._target), look_within_s=look_s))
         return self._bucket
 
     def _close_bucket(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, MANIFEST_NAME, OBJECT_NODE
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decoded_manifest
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
@@ -94,6 +94,8 @@ class Surveyor:
         self._own_address = by_node.pop(own_node, None)
         self._by_node = by_node
         self._searched: dict[str, str] = {}
+        self._damaged: dict[str, str] = {}
+        self._problems: list[str] = []
 
     def surveyed(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
@@ -102,7 +104,8 @@ class Surveyor:
         its newest save, as a load may need only what is left.
 
         Raises:
-            CheckpointNotFound, CheckpointNotCommitted: no such save. ShardLost: "latest", and no save is whole.
+            CheckpointNotFound, CheckpointNotCommitted: no such save. ShardLost: "latest", and no save is whole; or no
+            manifest or mark that says what it consists of is intact.
         """
         holdings = self._holdings(None if checkpoint_id == LATEST else checkpoint_id)
         saves = saves_found(holdings)
@@ -112,13 +115,14 @@ class Surveyor:
         for save in saves:
             raw = self._manifest_raw(save)
             if raw is None:
+                self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
                 continue
             sizes = {name: entry.size_bytes for name, entry in _parsed(raw).shards.items()}
             if not save.lacking(sizes) and any(holding.has_metadata for holding in save.holdings):
                 return self._survey(save, raw)
             lost.append((save, raw))
         if not lost:
-            raise self._not_found(checkpoint_id)
+            raise self._unreadable() if self._damaged else self._not_found(checkpoint_id)
         save, raw = lost[0]
         if checkpoint_id == LATEST:
             raise lost_shards(_parsed(raw), save, self._places())
@@ -158,7 +162,12 @@ class Surveyor:
             self._searched[OBJECT_NODE] = f"{url}: not reached ({exc.message})"
             return []
         self._searched[OBJECT_NODE] = url
-        self._in_bucket = {save.save_id: save for save in found if save is not None}
+        for save in found:
+            if save is not None and save.is_torn:
+                self._damaged[save.checkpoint_id] = METADATA_NAME
+                self._problems.append(f"{url}/{save.checkpoint_id}/{METADATA_NAME}: its commit mark is damaged")
+                log.warning("%s", self._problems[-1])
+        self._in_bucket = {save.save_id: save for save in found if save is not None and not save.is_torn}
         return [save.holding for save in self._in_bucket.values()]
 
     def _manifest_raw(self, save: SaveFound) -> str | None:
@@ -176,6 +185,7 @@ class Surveyor:
                     return raw.decode()
             except (ReplicatedCkptError, OSError) as exc:
                 log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)
+                self._problems.append(f"node {holding.node_id}: {exc}")
         return None
 
     def _distance(self, holding: Holding) -> int:
@@ -188,7 +198,12 @@ class Surveyor:
         return Survey(manifest_raw, save.holdings, (*own, *self._by_node.values()), self._places(), in_bucket)
 
     def _places(self) -> tuple[str, ...]:
-        return tuple(self._searched.values())
+        return (*self._searched.values(), *self._problems)
+
+    def _unreadable(self) -> ShardLost:
+        """What was found is there and not to be believed: the first of it, named."""
+        checkpoint_id, name = next(iter(self._damaged.items()))
+        return ShardLost(checkpoint_id, {name: "every node of the save"}, self._places())
 
     def _not_found(self, checkpoint_id: str) -> CheckpointNotFound:
         where = "; ".join(self._places())

@@ -26,7 +26,7 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, NodeEntr
 from replicated_ckpt.core.mark import MARK_BYTES, CommitMark, decoded_mark, own_prefix
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ObjectMissing, ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.fanout import FanOut
-from replicated_ckpt.stores.object_client import ObjectClient, Paced
+from replicated_ckpt.stores.object_client import Listing, ObjectClient, Paced
 from replicated_ckpt.stores.upload_source import UploadSource
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,11 @@ _ORPHAN_S = 86400.0
 
 @dataclass(frozen=True)
 class BucketSave:
-    """One committed checkpoint in the bucket. `mark` is None for one that stock torch wrote."""
+    """One committed checkpoint in the bucket. `mark` is None for one that stock torch wrote.
+
+    `is_torn`: it is one of ours, by the manifest that lies there, and its `.metadata` has lost the mark: nobody can tell
+    whose it is and what it should be.
+    """
 
     checkpoint_id: str
     mark: CommitMark | None
@@ -48,6 +52,7 @@ class BucketSave:
     """Bytes of each shard's object, by the shard's name."""
     metadata_bytes: int
     """Of `.metadata`, the mark not counted."""
+    is_torn: bool = False
 
     @property
     def save_id(self) -> str:
@@ -90,22 +95,25 @@ class Bucket:
         listing = self.client.listed(directory)
         checkpoint_id = directory.rstrip("/")
         if METADATA_NAME in listing.sizes and is_checkpoint_id(checkpoint_id):
-            return [self._save(checkpoint_id, listing.sizes)], []
+            return [self._save(checkpoint_id, listing)], []
         below = [name for name in listing.directories if not is_save_id(name) and is_checkpoint_id(directory + name)]
         return [], [f"{directory}{name}/" for name in below]
 
     def save_of(self, checkpoint_id: str) -> BucketSave | None:
         """The committed save of one checkpoint, if there is one."""
         listing = self.client.listed(f"{checkpoint_id}/")
-        return self._save(checkpoint_id, listing.sizes) if METADATA_NAME in listing.sizes else None
+        return self._save(checkpoint_id, listing) if METADATA_NAME in listing.sizes else None
 
-    def _save(self, checkpoint_id: str, sizes: Mapping[str, int]) -> BucketSave:
-        size = sizes[METADATA_NAME]
+    def _save(self, checkpoint_id: str, listing: Listing) -> BucketSave:
+        sizes, size = listing.sizes, listing.sizes[METADATA_NAME]
+        is_ours = MANIFEST_NAME in sizes or any(map(is_save_id, listing.directories))
         mark = self._mark(checkpoint_id, size)
+        if mark is None and is_ours:
+            mark = self._mark(checkpoint_id, size)
         if mark is not None and mark.has_own_prefix:
             sizes = self.client.listed(f"{checkpoint_id}/{mark.prefix}").sizes
         shards = {name: size for name, size in sizes.items() if ShardName.parse(name) is not None}
-        return BucketSave(checkpoint_id, mark, shards, size - (MARK_BYTES if mark else 0))
+        return BucketSave(checkpoint_id, mark, shards, size - (MARK_BYTES if mark else 0), is_ours and not mark)
 
     def _mark(self, checkpoint_id: str, size_bytes: int) -> CommitMark | None:
         if size_bytes < MARK_BYTES:
@@ -129,15 +137,18 @@ class Bucket:
             raise ObjectMissing(self.client.target.url, "read", f"{save.checkpoint_id}/{MANIFEST_NAME}", "none")
         key = f"{save.checkpoint_id}/{save.mark.prefix}{MANIFEST_NAME}"
         size = self.client.size_bytes(key)
-        raw = self.small(key, min(size, MANIFEST_BYTES_MAX + 1))
+        raw = self.small(key, min(size, MANIFEST_BYTES_MAX + 1), save.mark.manifest_crc32c)
         if crc32c(raw) != save.mark.manifest_crc32c:
             raise ManifestInvalid(f"The manifest at {self.client.target.url}/{key} is not the one that was committed.")
         return raw
 
-    def small(self, key: str, size_bytes: int) -> bytes:
-        """The first bytes of an object."""
+    def small(self, key: str, size_bytes: int, crc: int | None = None) -> bytes:
+        """The first bytes of an object; read a second time if they differ from the checksum `crc`."""
         raw = bytearray(size_bytes)
-        self.client.read(key, 0, memoryview(raw))
+        for _ in range(2):
+            self.client.read(key, 0, memoryview(raw))
+            if crc in (None, crc32c(raw)):
+                break
         return bytes(raw)
 
     # Bringing ----------------------------------------------------------------------------------------------------

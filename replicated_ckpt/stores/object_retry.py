@@ -10,8 +10,9 @@ from replicated_ckpt.stores.object_client import Listing, ObjectClient, Paced
 from replicated_ckpt.stores.upload_source import UploadSource
 
 T = TypeVar("T")
-READ_WITHIN_S = 60.0
-"""No try begins later than that after the first; one that hangs takes the client's own time-out besides."""
+READ_WITHIN_S, LOOK_WITHIN_S = 60.0, 3.0
+"""No try begins later than that after the first, of a read, and of a look by those who have the nodes beside the bucket;
+one that hangs takes the client's own time-out besides."""
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 0.2, 5.0
 
 
@@ -24,30 +25,33 @@ class RetryingClient:
     def __init__(
         self,
         client: ObjectClient,
+        *,
         within_s: float = READ_WITHIN_S,
+        look_within_s: float = READ_WITHIN_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.target = client.target
         self._client = client
         self._within_s = within_s
+        self._look_within_s = min(within_s, look_within_s)
         self._clock = clock
         self._sleep = sleep
 
     def listed(self, directory: str) -> Listing:
-        return self._tried(lambda: self._client.listed(directory))
+        return self._tried(lambda: self._client.listed(directory), self._look_within_s)
 
     def read(self, key: str, offset: int, target: memoryview) -> None:
         try:
-            self._tried(lambda: self._client.read(key, offset, target))
+            self._tried(lambda: self._client.read(key, offset, target), self._within_s)
         except ObjectCorrupt:
-            self._tried(lambda: self._client.read(key, offset, target))
+            self._tried(lambda: self._client.read(key, offset, target), self._within_s)
 
     def size_bytes(self, key: str) -> int:
-        return self._tried(lambda: self._client.size_bytes(key))
+        return self._tried(lambda: self._client.size_bytes(key), self._look_within_s)
 
     def version(self, key: str) -> str:
-        return self._tried(lambda: self._client.version(key))
+        return self._tried(lambda: self._client.version(key), self._look_within_s)
 
     def put(self, key: str, data: bytes) -> None:
         self._client.put(key, data)
@@ -67,8 +71,8 @@ class RetryingClient:
     def close(self) -> None:
         self._client.close()
 
-    def _tried(self, call: Callable[[], T]) -> T:
-        deadline, pause_s = self._clock() + self._within_s, _PAUSE_FIRST_S
+    def _tried(self, call: Callable[[], T], within_s: float) -> T:
+        deadline, pause_s = self._clock() + within_s, _PAUSE_FIRST_S
         while True:
             try:
                 return call()

@@ -25,14 +25,17 @@ class VerifiedShard(ABC):
     noticed without reading it. Holds 4 bytes of memory for each block of the data.
 
     Raises:
-        ObjectCorrupt: the footer is not the one that was saved. And what the source raises.
+        ObjectCorrupt: the footer is, twice in a row, not the one that was saved. And what the source raises.
     """
 
     def __init__(self, store: str, name: str, expected: Expected) -> None:
         self._store = store
         self._name = name
         self._scratch = memoryview(b"")
-        self.table = self._checked_table(expected)
+        try:
+            self.table = self._checked_table(expected)
+        except ObjectCorrupt:
+            self.table = self._checked_table(expected)
 
     @abstractmethod
     def _fill(self, target: memoryview, offset: int) -> None:
