@@ -7,6 +7,8 @@
 PYTHON ?= python3
 TORCH  ?=
 ARGS   ?=
+# Files of tests that run at once. Most wait for processes and time-outs, so two keep two cores busy.
+JOBS   ?= 2
 SEEDS  ?= 1000
 FIRST  ?= 0
 REAL_SEEDS ?= $(shell expr $(SEEDS) / 10)
@@ -24,7 +26,7 @@ WHOLE   := not (fault and slow)
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "$(WHOLE)" $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(WHOLE)" $(ARGS)
 
 drill: $(STAMP)
 	@$(BIN)/replicated-ckpt drill $(ARGS)
