@@ -1,6 +1,10 @@
 """Which client speaks to which bucket: our own for S3, fsspec for everything else."""
 
 import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import fsspec.config
 
 from replicated_ckpt.stores.object_client import ObjectClient
 from replicated_ckpt.stores.object_url import ObjectTarget
@@ -12,11 +16,13 @@ def opened_client(target: ObjectTarget) -> ObjectClient:
     """A client for a bucket. Nothing is asked of the bucket yet.
 
     S3 by botocore, which s3fs brings along, wherever the options are ones that it can honour: fewer copies and less CPU
-    time than s3fs (docs/design.md has the figures). Anything else by fsspec.
+    time than s3fs (docs/design.md has the figures). Anything else by fsspec. What fsspec's configuration has for the
+    scheme (its files, and FSSPEC_S3_KEY and the like) holds where no option is given.
 
     Raises:
         ConfigInvalid: no package here speaks this scheme, or the options do not fit it.
     """
+    target = replace(target, options={**_configured(target.scheme), **target.options})
     if target.scheme in _S3_SCHEMES and importlib.util.find_spec("botocore") is not None:
         from replicated_ckpt.stores.object_s3 import S3Client, can_honour
 
@@ -25,3 +31,10 @@ def opened_client(target: ObjectTarget) -> ObjectClient:
     from replicated_ckpt.stores.object_fsspec import FsspecClient
 
     return FsspecClient(target)
+
+
+def _configured(scheme: str) -> dict[str, Any]:
+    """fsspec's own configuration of a scheme, by the environment as it is now: an agent learns it after its start."""
+    by_environment: dict[str, dict[str, Any]] = {}
+    fsspec.config.set_conf_env(by_environment)
+    return {**fsspec.config.conf.get(scheme, {}), **by_environment.get(scheme, {})}

@@ -287,3 +287,18 @@ def test_a_read_outlives_a_moment_of_bad_weather(moto: Server) -> None:
     options = moto.storage_options()
     with pytest.raises(StoreDenied):
         RetryingClient(S3Client(ObjectTarget.checked("s3://nobody-has-this/x", options))).listed("")
+
+
+def test_fsspecs_configuration_holds_where_no_option_is_given(moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and endpoint from FSSPEC_S3_*, as with s3fs; an option goes before them."""
+    bucket = moto.make_bucket(f"b-{uuid4().hex[:12]}")
+    monkeypatch.setenv("FSSPEC_S3_KEY", moto.key)
+    monkeypatch.setenv("FSSPEC_S3_SECRET", moto.secret)
+    monkeypatch.setenv("FSSPEC_S3_ENDPOINT_URL", moto.endpoint_url)
+    client = opened_client(ObjectTarget.checked(f"s3://{bucket}/x", None))
+    assert isinstance(client, S3Client)
+    client.put("a", b"one")
+    assert client.listed("").sizes == {"a": 3}
+    elsewhere = opened_client(ObjectTarget.checked(f"s3://{bucket}/x", {"endpoint_url": "http://127.0.0.1:9"}))
+    with pytest.raises(StoreUnavailable):
+        elsewhere.listed("")
