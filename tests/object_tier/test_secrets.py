@@ -1,0 +1,100 @@
+"""Keys of the bucket are in the ranks' and the agents' memory and in one file of the agent's, and nowhere else."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.buckets.faults import Fault
+from tests.buckets.servers import Server
+from tests.multiprocess.cluster import call
+from tests.object_tier.conftest import SiteOf
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
+
+COUNT = 3  # MiB of each rank
+SECRET = b"testsecret"
+KEEPER = "targets.json"
+
+
+def processes_that_show(secret: bytes) -> list[str]:
+    """Command lines of this machine that contain it; anybody may read them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes()
+        except OSError:
+            continue
+        if secret in line and path.parent.name != str(os.getpid()):
+            found.append(line.decode(errors="replace"))
+    return found
+
+
+def files_that_show(base: Path, secret: bytes) -> set[str]:
+    return {path.name for path in base.rglob("*") if path.is_file() and secret in path.read_bytes()}
+
+
+@pytest.mark.parametrize("trouble", ["none", "denied", "away"])
+def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, trouble: str) -> None:
+    """Not in logs, command lines, manifests, errors, warnings, status or objects; the file is its owner's alone."""
+    site = site_of(moto, 2)
+    calls = [site.save("step-1", COUNT), site.wait()]
+    if trouble == "denied":
+        site.sky.add(Fault("status", status=403, code="SignatureDoesNotMatch"))
+    if trouble == "away":
+        site.sky.away()
+    if trouble != "none":
+        fails = call("objects.load_fails", checkpoint_id="step-9", count=COUNT, ranks=2, where=site.where)
+        calls = [site.save("step-1", COUNT), site.failing_wait(timeout_s=3), fails]
+    results = site.cluster.launch(calls, nodes=[0, 1])
+    shown = str(results).encode()
+    assert processes_that_show(SECRET) == []
+    for node in (0, 1):
+        shown += site.asked(node, "/v1/status") + site.asked(node, "/metrics") + site.asked(node, "/v1/peers")
+        shown += site.asked(node, "/v1/holdings")
+        keeper = site.cluster.nodes[node].disk / ".agent" / KEEPER
+        assert stat.S_IMODE(keeper.stat().st_mode) == 0o600
+        assert SECRET in keeper.read_bytes()
+    assert SECRET not in shown
+    for name in site.bucket.client.listed("step-1/").sizes:
+        assert SECRET not in site.body(site.key("step-1", name))
+    site.cluster.stop_agents()
+    for spec in site.cluster.base.glob("launch*/spec.json"):
+        spec.unlink()  # the test's own: how its ranks learn of the bucket
+    assert files_that_show(site.cluster.base, SECRET) == {KEEPER}
+    if trouble == "none":
+        site.lose_all()
+        assert files_that_show(site.cluster.base, SECRET) == set()
+        results = site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1])
+        assert all(value["same"] for value in results.of(0))
+
+
+def test_a_bucket_that_is_opened_again_is_found_by_the_next_wait(moto: Server, site_of: SiteOf) -> None:
+    """What was denied a moment ago is tried anew, not remembered."""
+    site = site_of(moto, 1)
+    site.sky.add(Fault("status", status=403, code="AccessDenied", method="PUT", key="__0_0", times=1))
+    calls = [site.save("step-1", COUNT), site.failing_wait(timeout_s=60), site.wait(timeout_s=10)]
+    results = site.cluster.launch(calls, nodes=[0])
+    assert "AccessDenied" in results.of(1)[0]["message"]
+    assert results.of(2) == [["step-1"]]
+    site.lose_all()
+    assert site.cluster.launch([site.load("step-1", COUNT, 1)], nodes=[0]).of(0)[0]["same"]
+
+
+def test_a_wrong_key_is_denied_at_once_and_a_right_one_goes_on(moto: Server, site_of: SiteOf) -> None:
+    """`wait` does not wait for what trying again cannot mend; a right key, given by the next rank, is used at once."""
+    site = site_of(moto, 1)
+    site.sky.add(Fault("status", status=403, code="InvalidAccessKeyId"))
+    results = site.cluster.launch([site.save("step-1", COUNT), site.failing_wait(timeout_s=60)], nodes=[0])
+    (failure,) = results.of(1)
+    assert failure["seconds"] < 20
+    assert "InvalidAccessKeyId" in failure["message"]
+    site.sky.clear()
+    options = {**site.where["storage_options"], "key": "another"}
+    where = {**site.where, "storage_options": options}
+    site.cluster.launch([call("objects.save", checkpoint_id="step-2", count=COUNT, where=where)], nodes=[0])
+    for checkpoint_id in ("step-1", "step-2"):
+        site.wait_until_committed(checkpoint_id, 20)
+    site.lose_all()
+    assert site.cluster.launch([site.load("step-1", COUNT, 1)], nodes=[0]).of(0)[0]["same"]
