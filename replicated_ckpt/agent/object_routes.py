@@ -65,6 +65,9 @@ class ObjectRoutes:
                         return json_answer(**self._probed(fields))
                 case "upload":
                     return self._ordered(fields)
+                case "again":
+                    self._uploader.try_now(str(fields["save_id"]))
+                    return json_answer()
         except _PROBLEMS as exc:
             raise PeerProtocolError(f"object/{verb} cannot be done with {type(exc).__name__}: {exc}.") from exc
         raise ObjectMissing("this agent", "POST", f"object/{verb}"[:80], "no such verb")

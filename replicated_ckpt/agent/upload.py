@@ -129,10 +129,14 @@ class Uploader:
                 self._woken.set()
         return state
 
-    def try_now(self) -> None:
-        """Has everything tried again at once: the reason why it failed may be gone."""
-        for save_id in list(self._due):
-            self._due[save_id] = 0.0
+    def try_now(self, *save_ids: str) -> None:
+        """Has these saves, or all, tried at once as if they had not failed yet: the reason may be gone."""
+        for save_id in save_ids or list(self._due):
+            state = self._states.get(save_id)
+            if state is not None and state.state == "pending":
+                state.is_denied, state.failing_s = False, 0.0
+                self._failing_since.pop(save_id, None)
+                self._due[save_id] = 0.0
         self._woken.set()
 
     def _run(self) -> None:

@@ -29,9 +29,9 @@ def test_save_wait_lose_load(radosgw: Server, site_of: SiteOf) -> None:
     """Two nodes of two ranks; worlds of three and one; one save over another; nothing unfinished is left in the bucket."""
     site = site_of(radosgw, 2)
     kinds = ["plain", "meshes"]
-    options = {"kinds": kinds, "checkpoint_id": "step-1", "overwrite": True, **site.where}
-    saving = [*(call("state.save", seed=seed, **options) for seed in (1, 2)), site.wait(overwrite=True)]
-    saved = site.cluster.launch(saving, nodes=[0, 1], ranks=2)
+    writer = {"overwrite": True, **site.where}
+    saves = [call("state.save", kinds=kinds, checkpoint_id="step-1", seed=seed, **writer) for seed in (1, 2)]
+    saved = site.cluster.launch([*saves, site.wait(overwrite=True)], nodes=[0, 1], ranks=2)
     loading = [call("objects.load_kinds", kinds=kinds, checkpoint_id="latest", where=site.where)]
     for nodes, ranks in (([0, 1], [2, 1]), ([1], 1)):
         site.lose_all()

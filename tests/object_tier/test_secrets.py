@@ -70,6 +70,18 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
         assert all(value["same"] for value in results.of(0))
 
 
+def test_a_bucket_that_is_opened_again_is_found_by_the_next_wait(moto: Server, site_of: SiteOf) -> None:
+    """What was denied a moment ago is tried anew, not remembered."""
+    site = site_of(moto, 1)
+    site.sky.add(Fault("status", status=403, code="AccessDenied", method="PUT", key="__0_0", times=1))
+    calls = [site.save("step-1", COUNT), site.failing_wait(timeout_s=60), site.wait(timeout_s=10)]
+    results = site.cluster.launch(calls, nodes=[0])
+    assert "AccessDenied" in results.of(1)[0]["message"]
+    assert results.of(2) == [["step-1"]]
+    site.lose_all()
+    assert site.cluster.launch([site.load("step-1", COUNT, 1)], nodes=[0]).of(0)[0]["same"]
+
+
 def test_a_wrong_key_is_denied_at_once_and_a_right_one_goes_on(moto: Server, site_of: SiteOf) -> None:
     """`wait` does not wait for what trying again cannot mend; a right key, given by the next rank, is used at once."""
     site = site_of(moto, 1)
