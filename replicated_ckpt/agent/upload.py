@@ -100,16 +100,17 @@ class Uploader:
     def is_busy(self) -> bool:
         """Whether something waits to be uploaded, and has not waited in vain for BUSY_S."""
         since = self._clock() - BUSY_S
-        with self._lock:
-            states = list(self._states.items())
         return any(
             state.state == "pending" and not state.is_denied and self._moved_at.get(save_id, since) > since
-            for save_id, state in states
+            for save_id, state in self._known()
         )
 
-    def status(self) -> Mapping[str, Any]:
+    def _known(self) -> list[tuple[str, UploadState]]:
         with self._lock:
-            states = list(self._states.items())
+            return list(self._states.items())
+
+    def status(self) -> Mapping[str, Any]:
+        states = self._known()
         pending = {save_id: asdict(state) for save_id, state in states if state.state == "pending"}
         return {"pending": pending, "done": len(states) - len(pending), "bytes_sent": self.bytes_sent}
 

@@ -141,7 +141,7 @@ class ObjectTier:
         assert self._target is not None
         if self._target.is_process_local:
             return
-        self._asked("POST", "/v1/object/again", {"save_id": save_id})
+        asked(self._store, "POST", "/v1/object/again", {"save_id": save_id})
         pause_s = _POLL_FIRST_S
         while True:
             try:
