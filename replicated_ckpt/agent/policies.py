@@ -19,8 +19,7 @@ _POLICIES_MAX = 256
 class PolicyBook:
     """The latest policy of each scope and tier. Safe for concurrent use.
 
-    The file is written only where what is kept changes: after a restart a revision may be older than it was, until a
-    save or a peer tells it again. A file that cannot be read counts as none, and nothing is removed.
+    A file that cannot be read counts as none, and nothing is removed until a save or a peer tells a policy again.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,17 +41,18 @@ class PolicyBook:
         Raises:
             StoreError: it cannot be written; it holds until this agent ends.
         """
-        changed = []
+        changed, is_moved = [], False
         with self._lock:
             for policy in policies:
                 before = self._by_key.pop(policy.key, Policy(*policy.key, -1, None))
                 after = self._by_key[policy.key] = merged(before, policy)
+                is_moved = is_moved or before != after
                 if before.retention != after.retention:
                     changed.append(after)
             while len(self._by_key) > _POLICIES_MAX:
                 del self._by_key[next(iter(self._by_key))]
             raw = json.dumps([policy.to_json() for policy in self._by_key.values()]).encode()
-            if changed:
+            if is_moved:
                 with translated(str(self._path.parent), "write", NAME):
                     write_file(self._path, raw)
         for policy in changed:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import Retention, failpoints
+from replicated_ckpt.agent.policies import PolicyBook
 from replicated_ckpt.core.policy import NODES, Policy
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.retire import retire
@@ -177,6 +178,24 @@ def test_a_policy_survives_the_agent(tmp_path: Path) -> None:
     with running_agent(store.root, *QUICK):
         wait_for(lambda: sorted(p.name for p in (store.root / "run").iterdir()) == ["step-3", "step-4"], 20, "two")
     assert (store.root / "other" / "step-5" / ".metadata").exists()
+
+
+def test_the_book_keeps_the_later_policy(tmp_path: Path) -> None:
+    """With its revision, across restarts; an unreadable file is no policy, and so removes nothing."""
+    one, two = Retention(keep_last=1), Retention(keep_last=2)
+    book = PolicyBook(tmp_path)
+    assert book.learn([Policy("", NODES, 5, one), Policy("run", "s3://b/x", 5, two)])
+    assert not book.learn([Policy("", NODES, 7, one)])
+    assert not book.learn([Policy("", NODES, 6, two)])
+    again = PolicyBook(tmp_path)
+    assert again.of("", NODES) == Policy("", NODES, 7, one)
+    assert again.of("run", "s3://b/x") == Policy("run", "s3://b/x", 5, two)
+    assert again.of("run", NODES) is None
+    assert again.learn([Policy("", NODES, 7, two)])
+    assert again.of("", NODES) == Policy("", NODES, 7, None)
+    for raw in (b"", b"[{}]", b'{"a": 1}', b"[[]]", b"\xff"):
+        (tmp_path / "retention.json").write_bytes(raw)
+        assert PolicyBook(tmp_path).known() == ()
 
 
 def test_one_that_waits_for_its_upload_stays(tmp_path: Path) -> None:

@@ -341,6 +341,7 @@ def test_what_a_node_says_survives_the_wire(one: Policy) -> None:
         {"scope": "../x"},
         {"scope": ".agent"},
         {"revision": -1},
+        {"revision": 1 << 60},
         {"revision": "1"},
         {"retention": {"keep_last": 0, "keep_every": None}},
         {"retention": 3},
