@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from replicated_ckpt.agent.probe import FIRST_WAIT_S
 from tests.agent.agents import wait_for
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
@@ -114,6 +115,7 @@ def test_everything_at_once(moto: Server, site_of: SiteOf, seed: int) -> None:
     assert_loads_from_the_bucket(site)
 
 
+@pytest.mark.slow
 def test_a_hang_of_one_request_costs_its_time_out(moto: Server, site_of: SiteOf) -> None:
     """An upload that nobody answers is given up after the client's time-out, and made again."""
     site = site_of(moto, 1)
@@ -123,6 +125,21 @@ def test_a_hang_of_one_request_costs_its_time_out(moto: Server, site_of: SiteOf)
     site.lose_all()
     (value,) = site.cluster.launch([site.load("step-2", COUNT, 1)], nodes=[0]).of(0)
     assert value["same"]
+
+
+@pytest.mark.slow
+def test_an_agent_leaves_while_the_bucket_hangs(moto: Server, site_of: SiteOf) -> None:
+    """It waits for no answer: it is gone within seconds of SIGTERM, and the next one uploads. A first save waits, too."""
+    site = site_of(moto, 1)
+    site.sky.away("hang")
+    results = site.cluster.launch([site.save("step-2", COUNT)], nodes=[0])
+    assert results.of(0)[0] < SAVE_WITHIN_S + FIRST_WAIT_S
+    site.cluster.stop_agents()
+    site.sky.back()
+    site.cluster.start_agents({0: {}})
+    site.wait_until_committed("step-2", AFTER_WITHIN_S)
+    site.lose_all()
+    assert site.cluster.launch([site.load("latest", COUNT, 1)], nodes=[0]).of(0)[0]["same"]
 
 
 def test_the_status_tells_no_secret(moto: Server, site_of: SiteOf) -> None:

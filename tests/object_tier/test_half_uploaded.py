@@ -27,6 +27,7 @@ def stock_load(site: Site, checkpoint_id: str) -> None:
     dcp.load(state, storage_reader=reader, no_dist=True)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_an_upload_that_never_ends_makes_no_checkpoint(moto: Server, site_of: SiteOf, is_lost: bool) -> None:
     """One node's shard never comes, its node alive or lost: `latest` in the bucket is the checkpoint before."""

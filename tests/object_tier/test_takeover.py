@@ -27,6 +27,7 @@ def assert_loads_from_the_bucket(site: Site, count: int) -> None:
     assert found["report"]["bytes_object"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_holder_uploads_for_an_owner_that_is_gone(moto: Server, site_of: SiteOf, victim: int) -> None:
     """The owner's node vanishes in the middle of its upload, the coordinator's too: the one with the copy brings it."""
@@ -43,6 +44,7 @@ def test_a_holder_uploads_for_an_owner_that_is_gone(moto: Server, site_of: SiteO
     assert_loads_from_the_bucket(site, COUNT)
 
 
+@pytest.mark.slow
 def test_an_owner_that_is_slow_is_not_taken_for_gone(moto: Server, site_of: SiteOf) -> None:
     """As long as its agent answers, however long its upload takes, nobody does its work a second time."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_LOST_AFTER_S=1, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=4)

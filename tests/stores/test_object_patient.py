@@ -1,0 +1,58 @@
+"""A patient client asks again while the bucket is unavailable, for a bounded time, and for nothing else."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from replicated_ckpt.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
+from replicated_ckpt.stores.object_open import opened_client
+from replicated_ckpt.stores.object_patient import READ_S, PatientClient
+from replicated_ckpt.stores.object_url import ObjectTarget
+
+
+class Failing:
+    """Stands before a client in memory; its first answers are errors."""
+
+    def __init__(self, *errors: type[StoreError]) -> None:
+        self.client = opened_client(ObjectTarget.checked("memory://patient/x", None))
+        self.client.put("a", b"abcd")
+        self.target = self.client.target
+        self.errors: Iterator[type[StoreError]] = iter(errors)
+        self.asked = 0
+
+    def read(self, key: str, offset: int, target: memoryview) -> None:
+        self.asked += 1
+        for error in self.errors:
+            raise error("bucket", "read", key, "for the test")
+        self.client.read(key, offset, target)
+
+
+def read_by(failing: Failing, clock_step_s: float = 0.0) -> bytes:
+    now = iter(count * clock_step_s for count in range(1000))
+    raw = bytearray(4)
+    PatientClient(failing, lambda: next(now)).read("a", 0, memoryview(raw))  # type: ignore[arg-type]
+    return bytes(raw)
+
+
+def test_a_throttled_read_is_asked_again() -> None:
+    """Until it is answered."""
+    failing = Failing(StoreUnavailable, StoreUnavailable)
+    assert read_by(failing) == b"abcd"
+    assert failing.asked == 3
+
+
+@pytest.mark.parametrize("error", [ObjectMissing, StoreDenied])
+def test_what_does_not_pass_is_not_waited_for(error: type[StoreError]) -> None:
+    """A missing object stays missing, and who is denied stays denied."""
+    failing = Failing(error)
+    with pytest.raises(error):
+        read_by(failing)
+    assert failing.asked == 1
+
+
+def test_patience_ends() -> None:
+    """After so many seconds the error is the caller's."""
+    failing = Failing(*[StoreUnavailable] * 50)
+    with pytest.raises(StoreUnavailable):
+        read_by(failing, READ_S * 0.4)
+    assert failing.asked == 3
