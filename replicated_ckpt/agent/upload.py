@@ -8,7 +8,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -22,13 +22,7 @@ from replicated_ckpt.agent.watch import Patience, PeerWatch
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.policy import Standing
 from replicated_ckpt.core.uploading import UploadState, chosen_uploader
-from replicated_ckpt.errors import (
-    ConfigInvalid,
-    ObjectCorrupt,
-    ReplicatedCkptError,
-    SaveAborted,
-    StoreDenied,
-)
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ReplicatedCkptError, SaveAborted, StoreDenied
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.committed import committed_directory, descriptions
 from replicated_ckpt.stores.upload_source import UploadSource
@@ -172,13 +166,13 @@ class Uploader:
 
     def _wanted(self) -> list[Manifest]:
         """The saves here that are to be uploaded and are not known to be in the bucket, by what is committed here now."""
+        committed = [manifest for _, manifest in self._service.store.catalog.committed()]
         with self._lock:
-            return self._wanted_locked()
+            return self._pending(committed)
 
-    def _wanted_locked(self) -> list[Manifest]:
+    def _pending(self, committed: Sequence[Manifest]) -> list[Manifest]:
         found = []
-        for _, manifest in self._service.store.catalog.committed():
-            asked = self.orders.applied(manifest)
+        for asked in map(self.orders.applied, committed):
             if asked.upload is None:
                 continue
             state = self._states.setdefault(asked.save_id, UploadState(asked.checkpoint_id, asked.upload.url))
