@@ -1,4 +1,4 @@
-"""A patient client asks again while the bucket is unavailable, for a bounded time, and for nothing else."""
+"""A retrying client asks again while the bucket is unavailable, for a bounded time, and for nothing else."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import pytest
 
 from replicated_ckpt.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from replicated_ckpt.stores.object_open import opened_client
-from replicated_ckpt.stores.object_patient import READ_S, PatientClient
+from replicated_ckpt.stores.object_retry import READ_WITHIN_S, RetryingClient
 from replicated_ckpt.stores.object_url import ObjectTarget
 
 
@@ -30,7 +30,8 @@ class Failing:
 def read_by(failing: Failing, clock_step_s: float = 0.0) -> bytes:
     now = iter(count * clock_step_s for count in range(1000))
     raw = bytearray(4)
-    PatientClient(failing, lambda: next(now)).read("a", 0, memoryview(raw))  # type: ignore[arg-type]
+    client = RetryingClient(failing, clock=lambda: next(now), sleep=lambda _: None)  # type: ignore[arg-type]
+    client.read("a", 0, memoryview(raw))
     return bytes(raw)
 
 
@@ -54,5 +55,5 @@ def test_patience_ends() -> None:
     """After so many seconds the error is the caller's."""
     failing = Failing(*[StoreUnavailable] * 50)
     with pytest.raises(StoreUnavailable):
-        read_by(failing, READ_S * 0.4)
+        read_by(failing, READ_WITHIN_S * 0.4)
     assert failing.asked == 3
