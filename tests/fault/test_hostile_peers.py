@@ -229,7 +229,14 @@ def test_a_footer_that_would_fill_the_memory_is_none(tmp_path: Path, block_bytes
         file.seek(size - len(tail))
         file.write(tail)
     head = f"206 Partial\r\nContent-Length: {len(tail)}"
-    with answering(saying(head, tail)) as address, memory_at_most(1 << 30):
+
+    def twice(connection: socket.socket) -> None:
+        """A bad footer is read a second time, on the same connection."""
+        saying(head, tail)(connection)
+        connection.recv(1 << 16)
+        saying(head, tail)(connection)
+
+    with answering(twice) as address, memory_at_most(1 << 30):
         with pytest.raises(ObjectCorrupt, match="footer"):
             ShardFile(os.open(path, os.O_RDONLY), "here", shard(0), Expected(size, 7))
         with pytest.raises(ObjectCorrupt, match="footer"):
