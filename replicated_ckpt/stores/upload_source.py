@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Self
 
 from replicated_ckpt.core.checksum import BlockTable, combined, crc32c
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt
-from replicated_ckpt.stores.committed import Committed
+from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.durable import read_exactly, translated
 from replicated_ckpt.stores.shard_file import ShardFile
 from replicated_ckpt.stores.verified import Expected
@@ -95,16 +92,3 @@ class UploadSource:
         """The smallest size of pieces, at least `least` bytes, that begin where blocks do."""
         block = self._table.block_bytes
         return max(1, -(-least // block)) * block
-
-
-def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes]:
-    """The bytes of manifest and metadata as they go to the bucket, from a directory that is still this save's.
-
-    Raises:
-        ObjectMissing: it is another's by now. ObjectCorrupt: they are not what was saved.
-    """
-    raw_manifest = directory.read_small(MANIFEST_NAME)
-    if directory.manifest().save_id != manifest.save_id or manifest.upload is None:
-        raise ManifestInvalid(f"{manifest.checkpoint_id} was replaced meanwhile.")
-    raw_metadata = directory.read_checked(METADATA_NAME, manifest.metadata_bytes, manifest.metadata_crc32c)
-    return raw_manifest, manifest.bucket_metadata(raw_metadata)

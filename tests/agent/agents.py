@@ -21,6 +21,7 @@ from replicated_ckpt.agent.targets import TargetBook
 from replicated_ckpt.agent.upload import Uploader
 from replicated_ckpt.agent.watch import Patience
 from replicated_ckpt.stores.agent_client import AgentClient
+from tests.multiprocess.processes import is_running
 
 T = TypeVar("T")
 HOME = Path(__file__).resolve().parents[2]
@@ -84,3 +85,12 @@ def wait_for(look: Callable[[], T | None], timeout_s: float, what: str) -> T:
 def peers_of(*agents: RunningAgent) -> list[dict[str, object]]:
     document: list[dict[str, object]] = json.loads(json.dumps([agent.endpoint.address().to_json() for agent in agents]))
     return document
+
+
+def stop_agent(root: Path) -> None:
+    """Ends the agent of a root, if one runs."""
+    endpoint = read_endpoint(root / ".agent") if (root / ".agent").is_dir() else None
+    if endpoint is not None:
+        with AgentClient(endpoint.local_address()) as client:
+            client.call("POST", "/v1/shutdown")
+        wait_for(lambda: not is_running(endpoint.pid), 20, "the end of the agent")

@@ -1,6 +1,6 @@
-"""Sites that end with their test: nodes, a bucket of their own, and the weather between them."""
+"""Sites and nodes that end with their test, each with a bucket of its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import pytest
 
+from tests.agent.agents import stop_agent
 from tests.buckets.servers import Server
 from tests.buckets.weather import weather
 from tests.multiprocess.cluster import Cluster
@@ -29,3 +30,17 @@ def site_of(tmp_path: Path) -> Iterator[SiteOf]:
             return Site(stack.enter_context(cluster), server, sky, name)
 
         yield build
+
+
+@pytest.fixture
+def where(moto: Server) -> Mapping[str, Any]:
+    """Arguments of a writer or reader that name a new bucket of moto's."""
+    bucket = moto.make_bucket(f"b-{uuid4().hex[:12]}")
+    return {"object_store": f"s3://{bucket}/runs/one", "storage_options": moto.storage_options()}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """One node's store, not made yet; its agent ends with the test."""
+    yield tmp_path / "node"
+    stop_agent(tmp_path / "node")

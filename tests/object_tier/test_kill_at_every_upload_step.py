@@ -11,12 +11,10 @@ import torch.distributed.checkpoint as dcp
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, failpoints
 from replicated_ckpt.agent.endpoint import read_endpoint
 from replicated_ckpt.core.layout import STAGING_DIR
-from tests.agent.agents import wait_for
+from tests.agent.agents import stop_agent, wait_for
 from tests.buckets.servers import Server
 from tests.multiprocess.processes import is_running
-from tests.object_tier.test_one_node import root, stop_agent, where
 
-__all__ = ["root", "where"]
 pytestmark = [
     pytest.mark.fault,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -2,7 +2,7 @@
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.agent.endpoint import read_endpoint
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.errors import (
     CheckpointExists,
@@ -23,10 +22,8 @@ from replicated_ckpt.errors import (
     ReplicatedCkptWarning,
     UploadFailed,
 )
-from replicated_ckpt.stores.agent_client import AgentClient
-from tests.agent.agents import wait_for
+from tests.agent.agents import stop_agent
 from tests.buckets.servers import Server
-from tests.multiprocess.processes import is_running
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 State = dict[str, torch.Tensor]
@@ -46,26 +43,6 @@ def assert_loads(reader: Any, checkpoint_id: str | None, number: int) -> None:
     dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
     wanted = contents(number)
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
-
-
-@pytest.fixture
-def where(moto: Server) -> Mapping[str, Any]:
-    bucket = moto.make_bucket(f"b-{uuid4().hex[:12]}")
-    return {"object_store": f"s3://{bucket}/runs/one", "storage_options": moto.storage_options()}
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "node"
-    stop_agent(tmp_path / "node")
-
-
-def stop_agent(root: Path) -> None:
-    endpoint = read_endpoint(root / ".agent") if (root / ".agent").is_dir() else None
-    if endpoint is not None:
-        with AgentClient(endpoint.local_address()) as client:
-            client.call("POST", "/v1/shutdown")
-        wait_for(lambda: not is_running(endpoint.pid), 20, "the end of the agent")
 
 
 def save(writer: ReplicatedWriter, checkpoint_id: str, number: int) -> None:

@@ -1,7 +1,7 @@
 """Retention as one process uses it, with a real agent and an S3 server: each tier keeps what its own policy says."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,24 +17,11 @@ from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.object_open import opened_client
 from replicated_ckpt.stores.object_url import ObjectTarget
-from tests.agent.agents import wait_for
-from tests.buckets.servers import Server
-from tests.object_tier.test_one_node import assert_loads, contents, save, stop_agent
+from tests.agent.agents import stop_agent, wait_for
+from tests.object_tier.test_one_node import assert_loads, contents, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ONE, TWO, ALL = Retention(keep_last=1), Retention(keep_last=2), Retention(keep_last=99)
-
-
-@pytest.fixture
-def where(moto: Server) -> Mapping[str, Any]:
-    bucket = moto.make_bucket(f"b-{uuid4().hex[:12]}")
-    return {"object_store": f"s3://{bucket}/runs/one", "storage_options": moto.storage_options()}
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "node"
-    stop_agent(tmp_path / "node")
 
 
 def bucket_of(where: Mapping[str, Any]) -> Bucket:
