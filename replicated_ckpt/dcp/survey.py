@@ -1,5 +1,6 @@
 """The survey before a load: what all reachable stores hold now, and which save is meant by the id that was asked for."""
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.dcp.bucket_look import LOOK_WITHIN_S, BucketLook
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
     CheckpointNotFound,
@@ -66,6 +68,12 @@ class Survey:
     def found(self) -> SaveFound:
         return saves_found(self.holdings)[0]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every shard has a copy, and the metadata."""
+        sizes = {name: entry.size_bytes for name, entry in self.manifest.shards.items()}
+        return not self.found.lacking(sizes) and any(holding.has_metadata for holding in self.holdings)
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "holdings": [holding.to_json() for holding in self.holdings]}
 
@@ -107,7 +115,21 @@ class Surveyor:
             CheckpointNotFound, CheckpointNotCommitted: no such save. ShardLost: "latest", and no save is whole; or no
             manifest or mark that says what it consists of is intact.
         """
-        holdings = self._holdings(None if checkpoint_id == LATEST else checkpoint_id)
+        wanted = None if checkpoint_id == LATEST else checkpoint_id
+        look = None if self._bucket is None else BucketLook(self._bucket, wanted)
+        holdings = self._holdings(wanted)
+        if look is None:
+            return self._chosen(checkpoint_id, holdings)
+        if not look.is_over_within(LOOK_WITHIN_S):
+            self._searched[OBJECT_NODE] = f"{look.url}: not reached (no answer within {LOOK_WITHIN_S:.0f} s)"
+            with contextlib.suppress(CheckpointNotFound, ShardLost):
+                survey = self._chosen(checkpoint_id, holdings)
+                if survey.is_whole:
+                    return survey
+            look.is_over_within(None)
+        return self._chosen(checkpoint_id, [*holdings, *self._holdings_in_bucket(look)])
+
+    def _chosen(self, checkpoint_id: str, holdings: Sequence[Holding]) -> Survey:
         saves = saves_found(holdings)
         newest = min(max((save.sequence for save in saves), default=0), HEARD_SEQUENCE_MAX)
         _seen_by_root[self._store.root] = max(seen_sequence(self._store), newest)
@@ -149,25 +171,23 @@ class Surveyor:
         for node, error in outcome.errors.items():
             self._searched[node] = f"{self._by_node[node].label}: not reached ({error.message})"
             del self._by_node[node]
-        return [*holdings, *self._bucket_holdings(checkpoint_id)]
+        return holdings
 
-    def _bucket_holdings(self, checkpoint_id: str | None) -> list[Holding]:
-        if self._bucket is None:
-            return []
-        url = self._bucket.client.target.url
+    def _holdings_in_bucket(self, look: BucketLook) -> list[Holding]:
+        url = look.url
         try:
-            found = self._bucket.saves() if checkpoint_id is None else [self._bucket.save_of(checkpoint_id)]
+            found = look.found()
         except ReplicatedCkptError as exc:
             log.warning("%s is not used: %s", url, exc)
             self._searched[OBJECT_NODE] = f"{url}: not reached ({exc.message})"
             return []
         self._searched[OBJECT_NODE] = url
         for save in found:
-            if save is not None and save.is_torn:
+            if save.is_torn:
                 self._damaged[save.checkpoint_id] = METADATA_NAME
                 self._problems.append(f"{url}/{save.checkpoint_id}/{METADATA_NAME}: its commit mark is damaged")
                 log.warning("%s", self._problems[-1])
-        self._in_bucket = {save.save_id: save for save in found if save is not None and not save.is_torn}
+        self._in_bucket = {save.save_id: save for save in found if not save.is_torn}
         return [save.holding for save in self._in_bucket.values()]
 
     def _manifest_raw(self, save: SaveFound) -> str | None:
