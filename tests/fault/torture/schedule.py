@@ -194,9 +194,9 @@ class Schedule:
 
     def _introduce(self) -> None:
         """A load of all nodes that can be reached tells a blank node and the others of each other."""
-        self._load(
-            [node.index for node in self.cluster.nodes if node.is_up and node.index in self._reachable()], "latest"
-        )
+        group = [node.index for node in self.cluster.nodes if node.is_up and node.index in self._reachable()]
+        if group:
+            self._load(group, "latest")
 
     def _damage(self) -> None:
         node = self.random.choice(self.cluster.nodes)
@@ -225,8 +225,7 @@ class Schedule:
             network.cut = {node}
 
     def _protect(self) -> None:
-        if any(node.is_up and node.index in self._reachable() for node in self.cluster.nodes):
-            self._introduce()  # agents take copies of those whom they have met
+        self._introduce()  # agents take copies of those whom they have met
         said = self.cluster.protect()
         up = [node for node in self.cluster.nodes if node.is_up and node.index not in self.cluster.network.cut]
         done = bool(said) and all(found.is_complete for found in said)
