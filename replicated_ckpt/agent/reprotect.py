@@ -18,7 +18,7 @@ from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.agent.watch import Patience, PeerWatch
 from replicated_ckpt.core.finding import Finding
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.policy import NOTHING_SAID, Standing
+from replicated_ckpt.core.policy import NOTHING_SAID, Policy, Standing
 from replicated_ckpt.core.repair import Adopt, CopyShard, NodeView, Presence, RepairPlan, planned
 from replicated_ckpt.core.retention import planned_retention, without_retired
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
@@ -174,11 +174,12 @@ class Reprotector:
         """
         self._read_suspects()
         self._settle_old_leftovers()
+        told = self._service.policies.known()
         others = self._watch.looked()
         views = (self._own_view(), *others)
         self._service.heard.hear(max((h.sequence for view in others for h in view.holdings or ()), default=0))
         in_doubt = self._watch.has_doubt(others)
-        plan = planned(self._kept(views, in_doubt=in_doubt), views)
+        plan = planned(self._kept(views, told, in_doubt=in_doubt), views)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         done, failed = self._carried_out(plan.of_node(self._service.node_id))
         found = Protection(
@@ -193,18 +194,22 @@ class Reprotector:
         self._say(found, plan)
         return found
 
-    def _kept(self, views: Sequence[NodeView], *, in_doubt: bool) -> Mapping[str, Manifest]:
+    def _kept(self, views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool) -> Mapping[str, Manifest]:
         """Retires what the runs' policies keep no longer, and returns the manifests of the rest.
 
-        While a node is silent nothing is removed; nor is anything brought back that will be.
+        While a node is silent nothing is removed; nor is anything brought back that will be. A policy that was not among
+        those `told` before the look waits for the next one: nodes that answered this one may be silent by now.
         """
         try:
             self._service.policies.learn(policy for view in views for policy in view.standing.policies)
         except ReplicatedCkptError as exc:
             log.warning("policies of retention are known until this agent ends: %s", exc)
         manifests = self._manifests.of(views)
-        plan = planned_retention(manifests, views, self._service.policies.known())
-        if not in_doubt:
+        known = self._service.policies.known()
+        plan = planned_retention(manifests, views, known)
+        if set(known) != set(told):
+            self.wake()
+        elif not in_doubt:
             self._retirer.carry_out(plan)
         return without_retired(manifests, plan.retired)
 
