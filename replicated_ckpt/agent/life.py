@@ -28,7 +28,7 @@ from replicated_ckpt.agent.object_routes import ObjectRoutes
 from replicated_ckpt.agent.pace import Pace
 from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import Answer, Request
-from replicated_ckpt.agent.routes import Routes
+from replicated_ckpt.agent.routes import Routes, is_upkeep
 from replicated_ckpt.agent.scrub import Scrubber
 from replicated_ckpt.agent.server import AgentServer
 from replicated_ckpt.agent.service import NodeService
@@ -81,13 +81,15 @@ class _Activity:
 
 
 class _WatchedRoutes(Routes):
-    """Routes that count as work while they answer."""
+    """Routes that count as work while they answer, but for upkeep: else the agents of idle nodes keep each other up."""
 
     def __init__(self, activity: _Activity, *args: Any) -> None:
         super().__init__(*args)
         self._activity = activity
 
     def answer(self, request: Request) -> Answer:
+        if is_upkeep(request.target):
+            return super().answer(request)
         with self._activity:
             return super().answer(request)
 

@@ -35,6 +35,12 @@ class FileAnswer(Answer):
     is_partial: bool = False
 
 
+def is_upkeep(target: str) -> bool:
+    """Whether a request only watches this agent, or is another's look for re-protection: no reason to stay for it."""
+    parts, query = _parted(target)
+    return parts in {("v1", "status"), ("metrics",)} or (parts == ("v1", "holdings") and "upkeep" in query)
+
+
 class Routes:
     """Maps requests to the node's service. Safe for concurrent use."""
 

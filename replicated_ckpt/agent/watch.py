@@ -75,7 +75,7 @@ def asked(address: AgentAddress) -> Held:
         StoreUnavailable: no answer. PeerProtocolError: no sensible one.
     """
     with AgentClient(address, ASK_TIMEOUT_S) as client:
-        answer = client.call("GET", "/v1/holdings")
+        answer = client.call("GET", "/v1/holdings?upkeep=1")
     try:
         found = tuple(Holding.from_json(fields) for fields in answer["holdings"])
         unbelieved = tuple(str(checkpoint_id) for checkpoint_id in answer.get("unbelieved", ()))

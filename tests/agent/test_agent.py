@@ -1,5 +1,6 @@
 """The agent as a process: its door, its life, and what it does when a peer or its own disk fails."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.endpoint import client_lock, read_endpoint
 from replicated_ckpt.agent.launch import ensured_agent
+from replicated_ckpt.agent.watch import asked
 from replicated_ckpt.core.checksum import crc32c, table_of
 from replicated_ckpt.errors import (
     CheckpointExists,
@@ -335,6 +337,25 @@ def test_it_leaves_when_nobody_needs_it(tmp_path: Path) -> None:
         assert agent.process.poll() is None
         lock.release()
         assert agent.process.wait(10) == 0
+
+
+def test_others_that_watch_it_do_not_keep_it(tmp_path: Path) -> None:
+    """Neither another agent's looks nor a scraper's count as work; a reader's question does."""
+    with running_agent(tmp_path / "a", "--idle-exit-s", "1") as agent:
+        until = time.monotonic() + 3
+        with agent.client() as client:
+            while time.monotonic() < until:
+                client.call("GET", "/v1/holdings")
+                time.sleep(0.1)
+        assert agent.process.poll() is None
+        with contextlib.suppress(StoreUnavailable):
+            while time.monotonic() < until + 10:
+                asked(agent.endpoint.address())
+                with agent.client() as client:
+                    client.call("GET", "/v1/status")
+                    client.fetch("GET", "/metrics")
+                time.sleep(0.1)
+        assert agent.process.wait(5) == 0
 
 
 def test_it_leaves_when_its_root_is_taken_away(tmp_path: Path) -> None:
