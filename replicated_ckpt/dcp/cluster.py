@@ -55,9 +55,13 @@ class Committed:
     ) -> None:
         self.held_by_node = held_by_node
         self.error_by_node = error_by_node
+        self._holders_by_shard: dict[str, list[str]] = {}
+        for node, held in held_by_node.items():
+            for shard in held:
+                self._holders_by_shard.setdefault(shard, []).append(node)
 
     def holders_of(self, shard: str) -> tuple[str, ...]:
-        return tuple(node for node, held in self.held_by_node.items() if shard in held)
+        return tuple(self._holders_by_shard.get(shard, ()))
 
 
 class AgentCluster:
