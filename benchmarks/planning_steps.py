@@ -78,7 +78,7 @@ def measured(world: World, *, with_memory: bool) -> Measured:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    memory = Path("/dev/shm")  # noqa: S108 - no disk, so that only the work is measured
+    memory = Path("/dev/shm")  # no disk, so that only the work is measured
     path = Path(tempfile.mkdtemp(prefix="planning-", dir=memory if memory.is_dir() else None))
     try:
         yield path
@@ -97,9 +97,9 @@ def _tell(steps: _Steps, world: World, decision: SaveDecision) -> None:
     timeout = timedelta(seconds=60)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     board = Blackboard(dist.PrefixStore("bench", server), 0, world.ranks)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
     nonces = []
     for rank, post in enumerate(synthetic.posts(world)):
-        client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout) if rank == 0 else client
         nonces.append(Blackboard(dist.PrefixStore("bench", client), rank, world.ranks).post("save", post.to_json()))
     posts = steps("read posts", lambda: board.posts("save", 30.0))
     steps("tell decision", lambda: board.decide("save", posts, decision.to_json()))

@@ -79,7 +79,7 @@ class Blackboard:
     """
 
     def __init__(self, store: "dist.Store", rank: int, size: int) -> None:
-        self._store = store
+        self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
         self._rank = rank
         self._size = size
 
@@ -101,9 +101,8 @@ class Blackboard:
         while True:
             missing = [rank for rank in range(self._size) if rank not in found]
             is_late = time.monotonic() > until
-            for rank, post in self._present(topic, missing, one_by_one=is_late):
-                if not stale or post["nonce"] != stale[rank]:
-                    found[rank] = post
+            present = self._present(topic, missing, one_by_one=is_late)
+            found |= {rank: post for rank, post in present if not stale or post["nonce"] != stale[rank]}
             if len(found) == self._size:
                 return [found[rank] for rank in range(self._size)]
             if is_late:
@@ -112,9 +111,7 @@ class Blackboard:
             time.sleep(pause)
             pause = min(2 * pause, _POLL_MAX_S)
 
-    def _present(
-        self, topic: str, ranks: Sequence[int], *, one_by_one: bool
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _present(self, topic: str, ranks: Sequence[int], *, one_by_one: bool) -> Iterator[tuple[int, dict[str, Any]]]:
         """The posts of these ranks if all are there, in two round trips; or `one_by_one` those that are."""
         keys = [f"{topic}/{rank}" for rank in ranks]
         if self._store.check(keys):
@@ -162,7 +159,8 @@ class Blackboard:
 
     def _all_of(self, keys: Sequence[str]) -> Sequence[bytes]:
         if self._store.has_extended_api():
-            return self._store.multi_get(list(keys))
+            values: list[bytes] = self._store.multi_get(list(keys))
+            return values
         return [self._store.get(key) for key in keys]
 
 
