@@ -16,7 +16,7 @@ from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import Answer, Request, json_answer
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
-from replicated_ckpt.core.layout import METADATA_NAME, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.durable import flush_file
 from replicated_ckpt.stores.intent import Intent
@@ -95,7 +95,7 @@ class Routes:
                 return self._receive(request, save_id, name)
             case ("POST", "pull"):
                 return json_answer(**asdict(pulled(self._service, save_id, request)))
-            case ("GET", name) if name == METADATA_NAME:
+            case ("GET", ".metadata"):
                 return _ranged(opened_metadata(self._service, save_id), request)
             case ("POST", "commit"):
                 with request.heartbeat:
