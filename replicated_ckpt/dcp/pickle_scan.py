@@ -142,8 +142,7 @@ class _Scan:
         elif making is Making.ANY:
             self._stack.append(Item(Kind.INSTANCE, 1 + arguments.weight, 1 + arguments.depth, making))
         else:
-            if making is Making.ITEMS:
-                self._count_hashed(arguments.weight)
+            self._count_hashed(arguments.weight if making is Making.ITEMS else 0)
             self._stack.append(self._tuples.made_with(arguments))
 
     def build(self) -> None:
