@@ -3,6 +3,7 @@
 #   make drill [ARGS="--scenario replace"]             several nodes on this machine, broken on purpose
 #   make torture [SEEDS=200] [REAL_SEEDS=20] [FIRST=0] random schedules of faults: simulated, then with real processes
 #   make bench-bucket [ARGS="--quick"]                 our clients of a bucket beside s3fs, on a real S3 server (root)
+#   make bench-planning [ARGS="--ranks 64,1024"]       the coordinator's work for many ranks and items, beside stock torch's
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
@@ -22,7 +23,7 @@ FAST    := not multiprocess and not fault and not slow and not radosgw
 # Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill torture bench-bucket check fast lint types install clean
+.PHONY: test drill torture bench-bucket bench-planning check fast lint types install clean
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -37,6 +38,9 @@ torture: $(STAMP)
 
 bench-bucket: $(STAMP)
 	@$(BIN)/python -m benchmarks.bucket $(ARGS)
+
+bench-planning: $(STAMP)
+	@$(BIN)/python -m benchmarks.planning $(ARGS)
 
 check: lint types fast
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from replicated_ckpt.agent.metrics import exposed
 from replicated_ckpt.agent.object_routes import ObjectRoutes
+from replicated_ckpt.agent.relay import opened_metadata, pulled
 from replicated_ckpt.agent.repair_routes import RepairRoutes
 from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import Answer, Request, json_answer
@@ -89,7 +90,7 @@ class Routes:
                 return Answer(b"{}\n", after=self._stop)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
-    def _save(self, request: Request, save_id: str, rest: list[str]) -> Answer:
+    def _save(self, request: Request, save_id: str, rest: list[str]) -> Answer:  # noqa: PLR0911 - one return a verb
         match (request.method, *rest):
             case ("GET",):
                 with request.heartbeat:
@@ -98,6 +99,10 @@ class Routes:
                 return self._begin(request, save_id)
             case ("PUT", name):
                 return self._receive(request, save_id, name)
+            case ("POST", "pull"):
+                return json_answer(**asdict(pulled(self._service, save_id, request)))
+            case ("GET", ".metadata"):
+                return _ranged(opened_metadata(self._service, save_id), request)
             case ("POST", "commit"):
                 with request.heartbeat:
                     held = self._service.commit(save_id)
@@ -161,15 +166,7 @@ class Routes:
     def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> Answer:
         if not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):
             raise ObjectMissing("this agent", request.method, request.target[:200], "no such file")
-        fd = self._service.store.open_file(checkpoint_id, save_id, name)
-        try:
-            size = os.fstat(fd).st_size
-            offset, end = _range(request.headers.get("Range"), size)
-        except BaseException:
-            os.close(fd)
-            raise
-        is_partial = request.headers.get("Range") is not None
-        return FileAnswer(b"", fd=fd, offset=offset, length=end - offset, size_bytes=size, is_partial=is_partial)
+        return _ranged(self._service.store.open_file(checkpoint_id, save_id, name), request)
 
 
 def _parted(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
@@ -180,6 +177,18 @@ def _parted(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
     except ValueError as exc:
         raise PeerProtocolError(f"{target[:200]!r} is no target of a request: {exc}.") from exc
     return tuple(urllib.parse.unquote(part) for part in url.path.split("/")[1:]), query
+
+
+def _ranged(fd: int, request: Request) -> FileAnswer:
+    """The range of a file that is asked for; takes the file descriptor over."""
+    try:
+        size = os.fstat(fd).st_size
+        offset, end = _range(request.headers.get("Range"), size)
+    except BaseException:
+        os.close(fd)
+        raise
+    is_partial = request.headers.get("Range") is not None
+    return FileAnswer(b"", fd=fd, offset=offset, length=end - offset, size_bytes=size, is_partial=is_partial)
 
 
 def _range(header: str | None, size_bytes: int) -> tuple[int, int]:

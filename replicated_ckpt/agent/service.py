@@ -158,7 +158,8 @@ class NodeService:
         while len(self._fenced) > _FENCED_MAX:
             del self._fenced[next(iter(self._fenced))]
 
-    def _check_open(self, save_id: str) -> None:
+    def check_open(self, save_id: str) -> None:
+        """Raises SaveAborted: the save is not open here, or was given up."""
         with self._lock:
             why = self._fenced.get(save_id)
         if why is not None:
@@ -172,7 +173,7 @@ class NodeService:
         Raises:
             SaveAborted, StoreFull, ObjectCorrupt, ConnectionResetError, PeerProtocolError
         """
-        self._check_open(save_id)
+        self.check_open(save_id)
         path = self.store.staged_file(save_id, name)
         if name == MANIFEST_NAME:
             raw = body.read_all(MANIFEST_BYTES_MAX)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isnan
 from operator import index
 from typing import Any
@@ -84,7 +85,16 @@ class SaveFound:
 
     def holders_of(self, shard: str, size_bytes: int) -> tuple[str, ...]:
         """Nodes whose copy of `shard` has the right size. A copy of another size is as good as none."""
-        return tuple(holding.node_id for holding in self.holdings if holding.sizes.get(shard) == size_bytes)
+        return tuple(node for node, size in self._copies_by_shard.get(shard, ()) if size == size_bytes)
+
+    @cached_property
+    def _copies_by_shard(self) -> Mapping[str, list[tuple[str, int]]]:
+        """Node and size of each copy, listed once: a save of many shards has about as many nodes to look at for each."""
+        copies: dict[str, list[tuple[str, int]]] = {}
+        for holding in self.holdings:
+            for shard, size in holding.sizes.items():
+                copies.setdefault(shard, []).append((holding.node_id, size))
+        return copies
 
     def lacking(self, size_by_shard: Mapping[str, int]) -> tuple[str, ...]:
         """Shards without any holder."""

@@ -6,6 +6,7 @@ Source: Wang et al., GEMINI, SOSP 2023, section 4 (group placement). Failure dom
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from replicated_ckpt.errors import ConfigInvalid
 
@@ -30,7 +31,7 @@ class Placement:
     groups: tuple[tuple[str, ...], ...]
     shared_domain: tuple[str, ...]
 
-    @property
+    @cached_property
     def buddies_by_node(self) -> Mapping[str, tuple[str, ...]]:
         return {
             node: tuple(group[(index + step) % len(group)] for step in range(1, self.copies))
@@ -38,9 +39,13 @@ class Placement:
             for index, node in enumerate(group)
         }
 
+    @cached_property
+    def _order(self) -> list[str]:
+        return [member for group in self.groups for member in group]
+
     def substitutes(self, node: str) -> tuple[str, ...]:
         """Nodes that could take a copy for `node` when a buddy is lost, nearest first, its buddies excluded."""
-        order = [member for group in self.groups for member in group]
+        order = self._order
         at = order.index(node)
         taken = {node, *self.buddies_by_node[node]}
         return tuple(member for member in order[at + 1 :] + order[:at] if member not in taken)

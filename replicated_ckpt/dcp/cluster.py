@@ -1,13 +1,16 @@
 """The nodes of one save, as the coordinator commands them: through their agents, or directly on one process alone."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
+from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.dcp.decision import SaveDecision
+from replicated_ckpt.dcp.relay import RELAY_FROM_BYTES, Relay
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
@@ -55,9 +58,13 @@ class Committed:
     ) -> None:
         self.held_by_node = held_by_node
         self.error_by_node = error_by_node
+        self._holders_by_shard: dict[str, list[str]] = {}
+        for node, held in held_by_node.items():
+            for shard in held:
+                self._holders_by_shard.setdefault(shard, []).append(node)
 
     def holders_of(self, shard: str) -> tuple[str, ...]:
-        return tuple(node for node, held in self.held_by_node.items() if shard in held)
+        return tuple(self._holders_by_shard.get(shard, ()))
 
 
 class AgentCluster:
@@ -74,10 +81,11 @@ class AgentCluster:
             "overwrite": intent.overwrite,
             "peers": [address.to_json() for address in self._by_node.values()],
         }
+        body = json.dumps(document).encode()  # once, not once for each node: it names all of them
 
         def opened(node: str) -> tuple[int, bool]:
             with AgentClient(self._by_node[node]) as client:
-                answer = client.call("POST", f"/v1/saves/{intent.save_id}", document)
+                answer = client.put("POST", f"/v1/saves/{intent.save_id}", body)
                 return int(answer["sequence_max"]), bool(answer["replaces"])
 
         outcome = FanOut[str, tuple[int, bool]]().run(self._by_node, opened)
@@ -88,12 +96,27 @@ class AgentCluster:
         return Opened(sequence_max, tuple(outcome.errors), any(replaces for _, replaces in outcome.results.values()))
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
+        path = f"/v1/saves/{save_id}"
+        relay = Relay(self._own_node) if len(metadata) * len(self._by_node) > RELAY_FROM_BYTES else None
+        whole = {"size_bytes": len(metadata), "crc32c": crc32c(metadata)}
+
+        def brought(client: AgentClient, relay: Relay) -> None:
+            client.call("GET", path)  # a node that hangs is to keep nobody from sending to the others
+            relay.bring(
+                client.address.node_id,
+                lambda: client.put("PUT", f"{path}/{METADATA_NAME}", metadata),
+                lambda source: client.call("POST", f"{path}/pull", {"from": self._by_node[source].to_json(), **whole}),
+            )
+
         def committed(node: str) -> tuple[str, ...]:
             with AgentClient(self._by_node[node], COMMIT_TIMEOUT_S) as client, client.within(COMMIT_DEADLINE_S):
                 if node != self._own_node:
-                    client.put("PUT", f"/v1/saves/{save_id}/{METADATA_NAME}", metadata)
-                    client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", manifest)
-                return tuple(client.call("POST", f"/v1/saves/{save_id}/commit")["held"])
+                    if relay is None:
+                        client.put("PUT", f"{path}/{METADATA_NAME}", metadata)
+                    else:
+                        brought(client, relay)
+                    client.put("PUT", f"{path}/{MANIFEST_NAME}", manifest)
+                return tuple(client.call("POST", f"{path}/commit")["held"])
 
         outcome = FanOut[str, tuple[str, ...]]().run(self._by_node, committed)
         return Committed(outcome.results, outcome.errors)

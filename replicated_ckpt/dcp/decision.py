@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from replicated_ckpt.core.placement import PlacedNode, Placement, placed
@@ -34,10 +35,13 @@ class SaveDecision:
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies first."""
         order = (*self.placement.buddies_by_node[node_id], *self.placement.substitutes(node_id))
-        return tuple(node for node in order if node not in self.unreached)
+        return tuple(node for node in order if node not in self._silent)
 
     def buddies_of(self, node_id: str) -> tuple[str, ...]:
         """The nodes that are to hold copies for a node."""
+        buddies = self.placement.buddies_by_node[node_id]
+        if self._silent.isdisjoint(buddies):
+            return buddies
         return self.holders_for(node_id)[: self.placement.copies - 1]
 
     @property
@@ -48,10 +52,25 @@ class SaveDecision:
         return self.nodes[self.node_by_rank[rank]]
 
     def address_of(self, node_id: str) -> AgentAddress:
-        return next(node.address for node in self.nodes if node.node_id == node_id)
+        return self._address_by_node[node_id]
 
     def ranks_of(self, node_id: str) -> tuple[int, ...]:
-        return tuple(rank for rank in range(len(self.node_by_rank)) if self.node_of(rank).node_id == node_id)
+        return tuple(self._ranks_by_node[node_id])
+
+    @cached_property
+    def _silent(self) -> frozenset[str]:
+        return frozenset(self.unreached)
+
+    @cached_property
+    def _address_by_node(self) -> Mapping[str, AgentAddress]:
+        return {node.node_id: node.address for node in self.nodes}
+
+    @cached_property
+    def _ranks_by_node(self) -> Mapping[str, list[int]]:
+        ranks: dict[str, list[int]] = {node.node_id: [] for node in self.nodes}
+        for rank, index in enumerate(self.node_by_rank):
+            ranks[self.nodes[index].node_id].append(rank)
+        return ranks
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -105,13 +124,13 @@ def decided(posts: Sequence[SavePost], copies: int, save_id: str) -> SaveDecisio
     for post in posts:
         known = nodes.setdefault(post.node.node_id, post.node)
         _check_same_store(known, post.node)
-    order = list(nodes)
+    place = {node: index for index, node in enumerate(nodes)}
     return SaveDecision(
         save_id,
         posts[0].checkpoint_id,
         0,
         tuple(nodes.values()),
-        tuple(order.index(post.node.node_id) for post in posts),
+        tuple(place[post.node.node_id] for post in posts),
         placed([PlacedNode(node.node_id, node.domain) for node in nodes.values()], copies),
     )
 

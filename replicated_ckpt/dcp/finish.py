@@ -14,8 +14,10 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
 from replicated_ckpt.core.mark import own_prefix
 from replicated_ckpt.dcp.cluster import Cluster, Committed
+from replicated_ckpt.dcp.collection import put_off
 from replicated_ckpt.dcp.decision import Receipt, SaveDecision
 from replicated_ckpt.dcp.metadata import encoded_metadata
+from replicated_ckpt.dcp.metadata_sharing import share_parts
 from replicated_ckpt.dcp.torch_private import metadata_version
 from replicated_ckpt.errors import AckNotReached, SaveAborted
 from replicated_ckpt.stores.local import LocalStore
@@ -42,7 +44,8 @@ def commit_save(
         StoreError: the decision could not be made durable.
     """
     try:
-        raw_metadata, manifest = _described(decision, config.copies, receipts, metadata, results)
+        with put_off():
+            raw_metadata, manifest = _described(decision, config.copies, receipts, metadata, results)
         raw_manifest = manifest.encoded()
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
@@ -76,6 +79,7 @@ def _described(
     unwritten = {info.relative_path for info in metadata.storage_data.values()} - set(shards)
     if unwritten:
         raise SaveAborted(f"No rank has written {sorted(unwritten)} for save {decision.save_id}.")
+    share_parts(metadata)
     raw_metadata, upload = _encoded(metadata, decision)
     manifest = Manifest(
         save_id=decision.save_id,
@@ -104,8 +108,9 @@ def _encoded(metadata: Metadata, decision: SaveDecision) -> tuple[bytes, UploadE
     if not plan.has_own_prefix:
         return raw, UploadEntry(plan.url, False, len(raw), crc32c(raw))
     prefix = own_prefix(decision.save_id)
+    paths = {info.relative_path: prefix + info.relative_path for info in metadata.storage_data.values()}
     elsewhere = {
-        index: replace(info, relative_path=prefix + info.relative_path) for index, info in metadata.storage_data.items()
+        index: replace(info, relative_path=paths[info.relative_path]) for index, info in metadata.storage_data.items()
     }
     bucket = encoded_metadata(replace(metadata, storage_data=elsewhere))
     return raw + bucket, UploadEntry(plan.url, True, len(bucket), crc32c(bucket))

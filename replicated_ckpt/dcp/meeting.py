@@ -1,5 +1,6 @@
 """The meeting before a load: every rank learns the same survey, or every rank raises the same error."""
 
+import json
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -110,11 +111,11 @@ def _tell_sequence(addresses: Sequence[AgentAddress], survey: Survey, sequence: 
 
 def _introduced(addresses: Sequence[AgentAddress], session: str) -> None:
     """Tells every agent who takes part, upon which each settles what earlier saves left behind."""
-    document = {"peers": [address.to_json() for address in addresses], "session": session}
+    body = json.dumps({"peers": [address.to_json() for address in addresses], "session": session}).encode()
 
     def told(address: AgentAddress) -> None:
         with AgentClient(address) as client:
-            client.call("POST", "/v1/peers", document)
+            client.put("POST", "/v1/peers", body)
 
     FanOut[AgentAddress, None]().run(addresses, told)
 

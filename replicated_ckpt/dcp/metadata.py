@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from replicated_ckpt.dcp.collection import put_off
 from replicated_ckpt.dcp.metadata_check import checked_metadata
 from replicated_ckpt.dcp.pickle_items import Making, Named
 from replicated_ckpt.dcp.pickle_scan import scan
@@ -82,8 +83,9 @@ def decoded_metadata(raw: bytes, source: str) -> Metadata:
         MetadataUnsafe: it names anything beyond DCP's metadata and the registered classes, or is no metadata at all.
     """
     try:
-        scan(raw, _known)
-        metadata = _Unpickler(io.BytesIO(raw), fix_imports=False).load()
+        with put_off():
+            scan(raw, _known)
+            metadata = _Unpickler(io.BytesIO(raw), fix_imports=False).load()
     except MetadataUnsafe:
         raise
     except Exception as exc:

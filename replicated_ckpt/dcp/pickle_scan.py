@@ -25,6 +25,7 @@ from replicated_ckpt.dcp.pickle_items import (
     number,
     weight_of_bytes,
 )
+from replicated_ckpt.dcp.pickle_runs import InstanceRuns
 from replicated_ckpt.errors import MetadataUnsafe
 
 _KEY_WEIGHT_MAX = 10_000
@@ -46,6 +47,7 @@ class _Scan:
         self._marks: list[int] = []
         self._memo: list[Any] = []
         self._tuples = Tuples()
+        self._runs = InstanceRuns(raw, self._memo, self._tuples)
         self._hashed = 0
 
     def run(self) -> None:
@@ -63,6 +65,9 @@ class _Scan:
                 end = position + _WIDTH[opcode]
                 item = memo[int.from_bytes(raw[position:end], "little")]
                 item.is_shared = True
+                if raw[end] == _EMPTY_TUPLE_OPCODE and (run := self._runs.followed(item, end)) is not None:
+                    item, end, hashed = run
+                    self._count_hashed(hashed)
                 stack.append(item)
                 position = end
             elif kind == _FIXED:
@@ -121,8 +126,6 @@ class _Scan:
         texts = [self._raw[text.start : text.end].decode() for text in (module, name)]
         self._stack.append(self._resolve(*texts))
 
-    # What makes something of what was named --------------------------------------------------------------------------
-
     def new_object(self) -> None:
         arguments, cls = self._stack.pop(), self._stack.pop()
         if cls.kind != Kind.NAMED or not called_with(arguments, cls.making) or cls.making not in _HAVE_INSTANCES:
@@ -139,8 +142,7 @@ class _Scan:
         elif making is Making.ANY:
             self._stack.append(Item(Kind.INSTANCE, 1 + arguments.weight, 1 + arguments.depth, making))
         else:
-            if making is Making.ITEMS:
-                self._count_hashed(arguments)
+            self._count_hashed(arguments.weight if making is Making.ITEMS else 0)
             self._stack.append(self._tuples.made_with(arguments))
 
     def build(self) -> None:
@@ -151,8 +153,6 @@ class _Scan:
             raise MetadataUnsafe(".metadata gives an instance something that is no state.")
         instance.add((state,))
         instance.is_built = True
-
-    # Containers ------------------------------------------------------------------------------------------------------
 
     def tuple_of_1(self) -> None:
         self._stack.append(self._tuples.of((self._stack.pop(),)))
@@ -168,7 +168,7 @@ class _Scan:
 
     def frozenset_closed(self) -> None:
         items = self._tuples.of(self._above_mark())
-        self._count_hashed(items)
+        self._count_hashed(items.weight)
         self._stack.append(self._tuples.made_with(items))
 
     def items_set(self) -> None:
@@ -224,17 +224,16 @@ class _Scan:
 
     def _above_mark(self) -> list[AnyItem]:
         start = self._marks.pop()
-        items = self._stack[start:]
-        del self._stack[start:]
+        items, self._stack[start:] = self._stack[start:], []
         return items
 
     def _hash(self, key: AnyItem) -> None:
         if key.weight > _KEY_WEIGHT_MAX:
             raise MetadataUnsafe(".metadata has a key that would take too long to hash.")
-        self._count_hashed(key)
+        self._count_hashed(key.weight)
 
-    def _count_hashed(self, item: AnyItem) -> None:
-        self._hashed += item.weight
+    def _count_hashed(self, weight: int) -> None:
+        self._hashed += weight
         if self._hashed > _WEIGHT_MIN + _HASHED_PER_BYTE_MAX * len(self._raw):
             raise MetadataUnsafe(".metadata has keys that would take too long to hash.")
 
@@ -243,6 +242,7 @@ _REFUSED, _MEMOIZE, _CALL, _FETCH, _FIXED, _SIZED, _STOP, _RARE = range(8)
 _HAVE_INSTANCES = (Making.STATE, Making.ANY)
 _TEXTS = (0x8C, ord("X"), 0x8D)
 _LONG1 = 0x8A
+_EMPTY_TUPLE_OPCODE = ord(")")
 _EMPTY_TUPLE = Tuples().of(())
 _ACTIONS: dict[int, Callable[[_Scan], None]] = {
     ord("("): _Scan.mark,
@@ -255,7 +255,7 @@ _ACTIONS: dict[int, Callable[[_Scan], None]] = {
     0x85: _Scan.tuple_of_1,
     0x86: _Scan.tuple_of_2,
     0x87: _Scan.tuple_of_3,
-    ord(")"): _Scan.empty_tuple,
+    _EMPTY_TUPLE_OPCODE: _Scan.empty_tuple,
     ord("]"): _Scan.new_list,
     ord("}"): _Scan.new_dict,
     0x8F: _Scan.new_set,

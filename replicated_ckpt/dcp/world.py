@@ -9,7 +9,8 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from replicated_ckpt.errors import MeetingFailed
 
 _POLL_S = 0.005
 _POLL_MAX_S = 0.1
+_PACKED_FROM_BYTES = 4096
 _PREFIX = "replicated_ckpt"
 
 
@@ -77,7 +79,7 @@ class Blackboard:
     """
 
     def __init__(self, store: "dist.Store", rank: int, size: int) -> None:
-        self._store = store
+        self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
         self._rank = rank
         self._size = size
 
@@ -94,25 +96,45 @@ class Blackboard:
             MeetingFailed: naming the ranks that did not post within `deadline_s`.
         """
         until = time.monotonic() + deadline_s
-        found: list[dict[str, Any] | None] = [None] * self._size
+        found: dict[int, dict[str, Any]] = {}
         pause = _POLL_S
         while True:
-            for rank in (rank for rank in range(self._size) if found[rank] is None):
-                post = self._read(f"{topic}/{rank}")
-                if post is not None and (not stale or post["nonce"] != stale[rank]):
-                    found[rank] = post
-            present = [post for post in found if post is not None]
-            if len(present) == self._size:
-                return present
-            if time.monotonic() > until:
-                missing = [rank for rank in range(self._size) if found[rank] is None]
-                raise MeetingFailed(f"After {deadline_s:.0f} s ranks {missing} had not joined this {topic}.")
+            missing = [rank for rank in range(self._size) if rank not in found]
+            is_late = time.monotonic() > until
+            present = self._present(topic, missing, one_by_one=is_late)
+            found |= {rank: post for rank, post in present if not stale or post["nonce"] != stale[rank]}
+            if len(found) == self._size:
+                return [found[rank] for rank in range(self._size)]
+            if is_late:
+                absent = [rank for rank in missing if rank not in found]
+                raise MeetingFailed(f"After {deadline_s:.0f} s ranks {absent} had not joined this {topic}.")
             time.sleep(pause)
             pause = min(2 * pause, _POLL_MAX_S)
 
+    def _present(self, topic: str, ranks: Sequence[int], *, one_by_one: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The posts of these ranks if all are there, in two round trips; or `one_by_one` those that are."""
+        keys = [f"{topic}/{rank}" for rank in ranks]
+        if self._store.check(keys):
+            yield from zip(ranks, map(_decoded, self._all_of(keys)), strict=True)
+        elif one_by_one:
+            for rank, key in zip(ranks, keys, strict=True):
+                if self._store.check([key]):
+                    yield rank, _decoded(self._store.get(key))
+
     def decide(self, topic: str, posts: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> None:
-        """Writes the coordinator's decision about these posts; it is visible to all when this returns."""
-        self._write(f"{topic}/decision", {**fields, "nonces": [post["nonce"] for post in posts]})
+        """Writes the coordinator's decision about these posts; it is visible to all when this returns.
+
+        Each rank then gets a note of its own that the decision is there, the nonce that it waits for: what is looked at
+        again and again is small, and the decision, which may be large, is read once.
+        """
+        self._write(f"{topic}/decision", fields)
+        notes = {f"{topic}/decided/{rank}": str(post["nonce"]) for rank, post in enumerate(posts)}
+        if self._store.has_extended_api():
+            self._store.multi_set(list(notes), list(notes.values()))
+        else:
+            for key, nonce in notes.items():
+                self._store.set(key, nonce)
+        self._store.check(list(notes)[-1:])
 
     def decision(self, topic: str, nonce: str, deadline_s: float) -> dict[str, Any]:
         """The decision that answers this rank's post.
@@ -122,21 +144,32 @@ class Blackboard:
         """
         until = time.monotonic() + deadline_s
         pause = _POLL_S
+        note = f"{topic}/decided/{self._rank}"
         while True:
-            decision = self._read(f"{topic}/decision")
-            if decision is not None and decision["nonces"][self._rank] == nonce:
-                return decision
+            if self._store.check([note]) and self._store.get(note) == nonce.encode():
+                return _decoded(self._store.get(f"{topic}/decision"))
             if time.monotonic() > until:
                 raise MeetingFailed(f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.")
             time.sleep(pause)
             pause = min(2 * pause, _POLL_MAX_S)
 
     def _write(self, key: str, fields: Mapping[str, Any]) -> None:
-        self._store.set(key, json.dumps(fields))
+        self._store.set(key, _encoded(fields))
         self._store.check([key])  # a round trip on the same connection: the store has it before we go on
 
-    def _read(self, key: str) -> dict[str, Any] | None:
-        if not self._store.check([key]):
-            return None
-        fields: dict[str, Any] = json.loads(self._store.get(key))
-        return fields
+    def _all_of(self, keys: Sequence[str]) -> Sequence[bytes]:
+        if self._store.has_extended_api():
+            values: list[bytes] = self._store.multi_get(list(keys))
+            return values
+        return [self._store.get(key) for key in keys]
+
+
+def _encoded(fields: Mapping[str, Any]) -> bytes:
+    """What every rank reads is packed where it is large: the coordinator's link carries it once for each of them."""
+    raw = json.dumps(fields).encode()
+    return raw if len(raw) < _PACKED_FROM_BYTES else zlib.compress(raw, 1)
+
+
+def _decoded(raw: bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(raw if raw[:1] == b"{" else zlib.decompress(raw))
+    return fields

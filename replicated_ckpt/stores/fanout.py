@@ -7,7 +7,8 @@ from typing import Generic, TypeVar
 
 from replicated_ckpt.errors import ReplicatedCkptError
 
-PARALLEL_MAX = 32
+PARALLEL_MAX = 128
+"""The 50 of 1,000 nodes that hang then cost one time-out, not two in a row."""
 Key = TypeVar("Key")
 Result = TypeVar("Result")
 

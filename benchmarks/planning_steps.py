@@ -1,0 +1,174 @@
+"""The steps of a coordinator, each timed and its memory traced, ours and stock torch's."""
+
+import gc
+import json
+import shutil
+import tempfile
+import time
+import tracemalloc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from benchmarks import planning_world as synthetic
+from benchmarks.planning_world import WillingNodes, World
+from replicated_ckpt.core.inventory import saves_found
+from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, decided
+from replicated_ckpt.dcp.finish import commit_save
+from replicated_ckpt.dcp.metadata import decoded_metadata
+from replicated_ckpt.dcp.survey import Survey
+from replicated_ckpt.dcp.world import Blackboard
+from replicated_ckpt.dcp.writer import ReplicatedWriter
+from replicated_ckpt.stores.local import LocalStore
+
+T = TypeVar("T")
+SAVE_ID = "0123456789abcdef" * 2
+
+
+@dataclass
+class Measured:
+    """What the steps of one world took: seconds and peak of traced memory, and sizes of what came out, in bytes."""
+
+    world: World
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+class _Steps:
+    def __init__(self, world: World, *, with_memory: bool) -> None:
+        self.measured = Measured(world)
+        self._with_memory = with_memory
+
+    def __call__(self, name: str, step: Callable[[], T]) -> T:
+        """The step's result. It is run twice if memory is asked for: tracing takes time."""
+        gc.collect()
+        began = time.perf_counter()
+        result = step()
+        self.measured.seconds[name] = time.perf_counter() - began
+        if self._with_memory:
+            tracemalloc.start()
+            step()
+            self.measured.peak_bytes[name] = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        return result
+
+
+def measured(world: World, *, with_memory: bool) -> Measured:
+    """Every step of a save's coordinator and of a load in this world."""
+    steps = _Steps(world, with_memory=with_memory)
+    with warnings.catch_warnings(), _scratch() as scratch:
+        warnings.simplefilter("ignore")
+        decision = _decide(steps, world)
+        _tell(steps, world, decision)
+        metadata, results = _plan(steps, world)
+        _finish(steps, scratch, world, decision, metadata, results)
+    return steps.measured
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    memory = Path("/dev/shm")  # no disk, so that only the work is measured
+    path = Path(tempfile.mkdtemp(prefix="planning-", dir=memory if memory.is_dir() else None))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def _decide(steps: _Steps, world: World) -> SaveDecision:
+    posts = synthetic.posts(world)
+    raw = [post.to_json() for post in posts]
+    return steps("decide", lambda: decided([SavePost.from_json(post) for post in raw], 2, SAVE_ID))
+
+
+def _tell(steps: _Steps, world: World, decision: SaveDecision) -> None:
+    """Posts of all ranks and the decision over a real TCPStore; the ranks' part is one rank's, times their number."""
+    timeout = timedelta(seconds=60)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    board = Blackboard(dist.PrefixStore("bench", server), 0, world.ranks)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+    nonces = []
+    for rank, post in enumerate(synthetic.posts(world)):
+        nonces.append(Blackboard(dist.PrefixStore("bench", client), rank, world.ranks).post("save", post.to_json()))
+    posts = steps("read posts", lambda: board.posts("save", 30.0))
+    steps("tell decision", lambda: board.decide("save", posts, decision.to_json()))
+    last = Blackboard(dist.PrefixStore("bench", client), world.ranks - 1, world.ranks)
+    told = steps("a rank: decision", lambda: SaveDecision.from_json(last.decision("save", nonces[-1], 30.0)))
+    steps.measured.sizes["decision"] = len(json.dumps(told.to_json()))
+
+
+def _plan(steps: _Steps, world: World) -> tuple[Metadata, list[list[WriteResult]]]:
+    presented = synthetic.plans(world)
+
+    def planned() -> Any:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({}, is_coordinator=True)
+        return planner.create_global_plan(presented)
+
+    plans, metadata = steps("DCP: global plan", planned)
+    return metadata, synthetic.results(plans)
+
+
+def _finish(
+    steps: _Steps,
+    scratch: Path,
+    world: World,
+    decision: SaveDecision,
+    metadata: Metadata,
+    results: list[list[WriteResult]],
+) -> None:
+    stock = scratch / "stock"
+    writer = FileSystemWriter(stock)
+    writer.reset(stock)
+    stock.mkdir()
+    steps("stock: finish", lambda: writer.finish(replace(metadata), results))
+    steps("stock: read metadata", lambda: FileSystemReader(stock).read_metadata())
+
+    store, config = LocalStore(scratch / "ours"), ReplicatedWriter(scratch / "ours").config
+    found = synthetic.receipts(world, decision)
+    nodes = WillingNodes(synthetic.held_by_node(found))
+    store.node_id()  # makes the store
+    store.begin(decision.intent)
+
+    def finished() -> None:
+        raw = [receipt.to_json() for receipt in found]
+        receipts = [Receipt.from_json(receipt) for receipt in raw]
+        commit_save(store, nodes, decision, config, receipts, replace(metadata), results)
+
+    steps("finish", finished)
+    steps.measured.sizes |= {"metadata": len(nodes.metadata), "manifest": len(nodes.manifest)}
+    _load(steps, nodes)
+
+
+def _load(steps: _Steps, nodes: WillingNodes) -> None:
+    steps("read metadata", lambda: decoded_metadata(nodes.metadata, "here"))
+    manifest = decoded_manifest(nodes.manifest, "here")
+    holdings = synthetic.holdings(manifest)
+    addresses = [synthetic.address(node.node_id) for node in manifest.nodes]
+    sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
+
+    def surveyed() -> Survey:
+        (save,) = saves_found(holdings)
+        assert not save.lacking(sizes)
+        return Survey(nodes.manifest.decode(), save.holdings, tuple(addresses), ())
+
+    survey = steps("survey", surveyed)
+    raw = json.dumps(survey.to_json())
+    steps.measured.sizes["survey"] = len(raw)
+
+    def received() -> Sequence[str]:
+        told = Survey.from_json(json.loads(raw))
+        return told.found.lacking({name: entry.size_bytes for name, entry in told.manifest.shards.items()})
+
+    steps("a rank: survey", received)

@@ -1,0 +1,140 @@
+"""A save of many ranks and items as its coordinator sees it: synthetic plans, posts, receipts and results."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.dcp.cluster import Committed, Opened
+from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, ShardReceipt
+from replicated_ckpt.dcp.node import NodePost
+from replicated_ckpt.dcp.torch_private import StorageInfo
+from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.intent import Intent
+
+SHARD_BYTES = 1 << 30
+ROWS = 64
+_BLOCKS = 48
+_KINDS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2")
+
+
+@dataclass(frozen=True)
+class World:
+    """How many ranks, on how many nodes, write how many items in all."""
+
+    ranks: int
+    items: int
+    ranks_per_node: int = 8
+
+    @property
+    def tensors(self) -> int:
+        """Each is cut into one chunk a rank, as FSDP2 does."""
+        return max(1, self.items // self.ranks)
+
+    def node_of(self, rank: int) -> str:
+        return f"{rank // self.ranks_per_node:012x}"
+
+
+def address(node_id: str, port: int = 40000) -> AgentAddress:
+    return AgentAddress(node_id, "127.0.0.1", port, f"{int(node_id, 16):064x}")
+
+
+def posts(world: World) -> list[SavePost]:
+    return [SavePost("run/step-1000", _node(world.node_of(rank))) for rank in range(world.ranks)]
+
+
+def _node(node_id: str) -> NodePost:
+    boot_id = f"{node_id}-9f1c-4c64-a3b1-{node_id}"
+    return NodePost(node_id, f"gpu-{node_id}.cluster.internal", boot_id, "64768:131", None, address(node_id))
+
+
+def _names(world: World) -> list[str]:
+    return [
+        f"optim.state.layers.{at // len(_KINDS) % _BLOCKS}.{_KINDS[at % len(_KINDS)]}.{at}.exp_avg"
+        for at in range(world.tensors)
+    ]
+
+
+def plans(world: World) -> list[SavePlan]:
+    """A plan of each rank, none sharing an object with another, as they arrive from other processes."""
+    return [
+        SavePlan(
+            [_item(name, rank, world) for name in names], planner_data={name: tuple(name.split(".")) for name in names}
+        )
+        for rank in range(world.ranks)
+        for names in (_names(world),)
+    ]
+
+
+def _item(name: str, rank: int, world: World) -> WriteItem:
+    offset = torch.Size([ROWS * rank, 0])
+    chunk = ChunkStorageMetadata(offset, torch.Size([ROWS, 4096]))
+    whole = torch.Size([ROWS * world.ranks, 4096])
+    tensor = TensorWriteData(chunk, TensorProperties(dtype=torch.bfloat16), whole)
+    return WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=tensor)
+
+
+def results(plans_of_ranks: Sequence[SavePlan]) -> list[list[WriteResult]]:
+    """What each rank reports of its writes; `plans_of_ranks` are the planner's, in which items know their place."""
+    return [
+        [
+            WriteResult(item.index, ROWS * 8192, StorageInfo(f"__{rank}_0.distcp", at * ROWS * 8192, ROWS * 8192))
+            for at, item in enumerate(plan.items)
+        ]
+        for rank, plan in enumerate(plans_of_ranks)
+    ]
+
+
+def receipts(world: World, decision: SaveDecision) -> list[Receipt]:
+    buddies = decision.placement.buddies_by_node
+    return [
+        Receipt((ShardReceipt(f"__{rank}_0.distcp", SHARD_BYTES, rank, (node, *buddies[node])),))
+        for rank in range(world.ranks)
+        for node in (world.node_of(rank),)
+    ]
+
+
+def holdings(manifest: Manifest) -> list[Holding]:
+    """What a survey finds when every node holds what it should."""
+    sizes: dict[str, dict[str, int]] = {node.node_id: {} for node in manifest.nodes}
+    for name, entry in manifest.shards.items():
+        for node in entry.holders:
+            sizes[node][name] = entry.size_bytes
+    return [
+        Holding(node, manifest.checkpoint_id, manifest.save_id, manifest.sequence, True, held)
+        for node, held in sizes.items()
+    ]
+
+
+class WillingNodes:
+    """All nodes of a save, which do what they are told in no time and keep what they were sent."""
+
+    def __init__(self, held_by_node: Mapping[str, Sequence[str]]) -> None:
+        self.manifest = self.metadata = b""
+        self._held_by_node = held_by_node
+
+    def begin(self, intent: Intent) -> Opened:
+        del intent
+        return Opened(0)
+
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
+        del save_id
+        self.metadata, self.manifest = metadata, manifest
+        return Committed(self._held_by_node, {})
+
+    def abort(self, save_id: str, why: str) -> None:
+        raise AssertionError(f"{save_id}: {why}")
+
+
+def held_by_node(found: Sequence[Receipt]) -> Mapping[str, Sequence[str]]:
+    held: dict[str, list[str]] = {}
+    for receipt in found:
+        for shard in receipt.shards:
+            for node in shard.holders:
+                held.setdefault(node, []).append(shard.name)
+    return held

@@ -1,0 +1,59 @@
+"""Equal parts of `.metadata` are one object, and the metadata is what it was."""
+
+import pickle
+from dataclasses import replace
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from replicated_ckpt.dcp.metadata import encoded_metadata
+from replicated_ckpt.dcp.metadata_sharing import share_parts
+from replicated_ckpt.dcp.torch_private import StorageInfo
+
+RANKS = 32
+NAME = "layers.0.feed_forward.weight"
+
+
+def from_a_rank(rank: int) -> tuple[ChunkStorageMetadata, MetadataIndex, StorageInfo]:
+    """As it arrives at the coordinator: nothing in it is an object that another rank's has."""
+    offset, size = torch.Size([rank, 0]), torch.Size([1, 8])
+    parts = ChunkStorageMetadata(offset, size), MetadataIndex(NAME, offset), StorageInfo(f"__{rank}_0.distcp", 0, 64)
+    made: tuple[ChunkStorageMetadata, MetadataIndex, StorageInfo] = pickle.loads(pickle.dumps(parts))
+    return made
+
+
+def gathered() -> Metadata:
+    ranks = [from_a_rank(rank) for rank in range(RANKS)]
+    tensor = TensorStorageMetadata(
+        TensorProperties(torch.float32), torch.Size([RANKS, 8]), [chunk for chunk, _, _ in ranks]
+    )
+    places = {index: info for _, index, info in ranks}
+    places[MetadataIndex("step", None, 0)] = StorageInfo("__0_0.distcp", 64, 8)
+    return Metadata({NAME: tensor, "step": BytesStorageMetadata()}, {NAME: ("layers", 0)}, places)
+
+
+def test_what_is_shared_is_equal_to_what_it_was() -> None:
+    """Every entry, index and place compares equal, in the same order, for stock torch too."""
+    metadata, wanted = gathered(), gathered()
+    share_parts(metadata)
+    assert metadata == wanted
+    assert list(metadata.storage_data) == list(wanted.storage_data)
+    assert pickle.loads(encoded_metadata(metadata)) == wanted
+
+
+def test_a_name_is_in_the_file_once_however_many_ranks_hold_the_tensor() -> None:
+    """The name of a tensor and the path of a shard do not come back with each chunk."""
+    metadata = gathered()
+    before = len(encoded_metadata(replace(metadata)))
+    share_parts(metadata)
+    raw = encoded_metadata(metadata)
+    assert raw.count(NAME.encode()) == 1
+    assert raw.count(b"__0_0.distcp") == 1
+    assert len(raw) < 0.7 * before

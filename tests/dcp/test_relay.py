@@ -1,0 +1,157 @@
+"""Large metadata reaches every node without passing the coordinator's link for each."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest, NodeEntry
+from replicated_ckpt.dcp import cluster
+from replicated_ckpt.dcp.cluster import AgentCluster
+from replicated_ckpt.dcp.relay import SENDS_AT_ONCE, Relay
+from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, SaveAborted, StoreUnavailable
+from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
+from replicated_ckpt.stores.fanout import PARALLEL_MAX, FanOut
+from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.local import LocalStore
+from tests.agent.agents import RunningAgent, running_agent
+
+METADATA = bytes(range(256)) * 40_000
+SAVE = f"{7:032x}"
+
+
+class Link:
+    """Counts who sends to whom. A transfer takes a moment, so that they overlap."""
+
+    def __init__(self, relay: Relay, broken: frozenset[str] = frozenset()) -> None:
+        self.sent: Counter[str] = Counter()
+        self.at_once_max = 0
+        self.got: list[str] = []
+        self._relay = relay
+        self._broken = broken
+        self._now: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def bring(self, node: str) -> None:
+        self._relay.bring(node, lambda: self._transfer("coordinator"), self._transfer)
+        with self._lock:
+            self.got.append(node)
+
+    def _transfer(self, source: str) -> None:
+        with self._lock:
+            assert source in ("coordinator", *self.got), f"{source} has nothing to send"
+            self._now[source] += 1
+            self.sent[source] += 1
+            self.at_once_max = max(self.at_once_max, self._now[source])
+        time.sleep(0.002)
+        with self._lock:
+            self._now[source] -= 1
+        if source in self._broken:
+            raise StoreUnavailable(source, "POST", "pull", "it hangs")
+
+
+@pytest.mark.parametrize("broken", [0, 50])
+def test_the_coordinator_sends_to_few_of_a_thousand_nodes(broken: int) -> None:
+    """All get it, nobody sends more than two at once, and a node that cannot send keeps nobody from getting it."""
+    nodes = [f"node {at}" for at in range(999)]
+    link = Link(Relay("coordinator"), frozenset(nodes[:broken]))
+    FanOut[str, None]().run(nodes, link.bring).raise_first()
+    assert sorted(link.got) == sorted(nodes)
+    assert link.at_once_max <= SENDS_AT_ONCE
+    assert link.sent["coordinator"] <= PARALLEL_MAX + SENDS_AT_ONCE * broken
+    assert sum(link.sent[node] for node in nodes[:broken]) <= SENDS_AT_ONCE * broken
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningAgent]]:
+    home = tmp_path_factory.mktemp("agents")
+    with ExitStack() as stack:
+        yield [stack.enter_context(running_agent(home / f"{at}")) for at in range(4)]
+
+
+def manifest_of(addresses: list[AgentAddress], checkpoint_id: str) -> Manifest:
+    nodes = tuple(NodeEntry(address.node_id, "here", None, (rank,)) for rank, address in enumerate(addresses))
+    size, crc = len(METADATA), crc32c(METADATA)
+    return Manifest(SAVE, checkpoint_id, 1, 0.0, len(nodes), 2, size, crc, nodes, {})
+
+
+def relayed(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> tuple[AgentCluster, list[str]]:
+    """The nodes of these agents, their metadata relayed however small, and who was sent it by the coordinator."""
+    addresses = [agent.endpoint.address() for agent in agents]
+    sent: list[str] = []
+    original: Callable[..., dict[str, object]] = AgentClient.put
+
+    def put(client: AgentClient, method: str, path: str, body: bytes | None) -> dict[str, object]:
+        if path.endswith(METADATA_NAME):
+            sent.append(client.address.node_id)
+        return original(client, method, path, body)
+
+    monkeypatch.setattr(AgentClient, "put", put)
+    monkeypatch.setattr(cluster, "RELAY_FROM_BYTES", 0)
+    monkeypatch.setattr("replicated_ckpt.dcp.relay.SENDS_AT_ONCE", 1)
+    return AgentCluster(addresses, addresses[0].node_id), sent
+
+
+def decided(nodes: AgentCluster, agents: list[RunningAgent], checkpoint_id: str) -> bytes:
+    """Opens the save everywhere and lays its decision into the coordinator's store."""
+    nodes.begin(Intent(SAVE, checkpoint_id, "s", overwrite=False))
+    manifest = manifest_of([agent.endpoint.address() for agent in agents], checkpoint_id).encoded()
+    store = LocalStore(agents[0].root)
+    store.put_small(SAVE, METADATA_NAME, METADATA)
+    store.put_small(SAVE, ".manifest.json", manifest)
+    return manifest
+
+
+def test_agents_pass_it_on(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node commits the same metadata, and the coordinator did not send it to each; one that hangs is named."""
+    nodes, sent = relayed(agents, monkeypatch)
+    manifest = decided(nodes, agents, "step-1")
+    missing = AgentAddress("f" * 12, "127.0.0.1", 1, "nobody listens")
+    others = AgentCluster([*(agent.endpoint.address() for agent in agents), missing], nodes._own_node)
+    committed = others.commit(SAVE, METADATA, manifest)
+    assert list(committed.error_by_node) == [missing.node_id]
+    assert len(committed.held_by_node) == len(agents)
+    assert len(set(sent)) < len(agents) - 1
+    for agent in agents:
+        assert (agent.root / "step-1" / METADATA_NAME).read_bytes() == METADATA
+
+
+def test_what_is_pulled_is_held_against_its_checksum(agents: list[RunningAgent]) -> None:
+    """Other bytes than the coordinator's are not kept, and neither is what cannot be believed or is not open."""
+    source, target = agents[0].endpoint.address(), agents[1]
+    save = f"{8:032x}"
+    with AgentClient(source) as client:
+        client.call(
+            "POST",
+            f"/v1/saves/{save}",
+            {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "peers": []},
+        )
+        client.put("PUT", f"/v1/saves/{save}/{METADATA_NAME}", METADATA)
+    wanted = {"from": source.to_json(), "size_bytes": len(METADATA), "crc32c": crc32c(METADATA)}
+    with target.client() as client:
+        with pytest.raises(SaveAborted):
+            client.call("POST", f"/v1/saves/{save}/pull", wanted)  # not open there
+        client.call(
+            "POST",
+            f"/v1/saves/{save}",
+            {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "peers": []},
+        )
+        with pytest.raises(ObjectCorrupt):
+            client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "crc32c": 1})
+        with pytest.raises(PeerProtocolError):
+            client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "size_bytes": 1 << 62})
+        with pytest.raises(PeerProtocolError):
+            client.call("POST", f"/v1/saves/{save}/pull", {})
+        dead = replace(source, port=1)
+        with pytest.raises(StoreUnavailable):
+            client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "from": dead.to_json()})
+        staging = LocalStore(target.root).staging(save)
+        assert [path.name for path in staging.iterdir()] == []
+        assert client.call("POST", f"/v1/saves/{save}/pull", wanted)["crc32c"] == crc32c(METADATA)
+        assert (staging / METADATA_NAME).read_bytes() == METADATA
