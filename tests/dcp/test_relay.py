@@ -39,11 +39,11 @@ class Link:
         self._lock = threading.Lock()
 
     def bring(self, node: str) -> None:
-        self._relay.bring(node, lambda: self._transfer("coordinator"), self._transfer)
-        with self._lock:
-            self.got.append(node)
+        self._relay.bring(
+            node, lambda: self._transfer("coordinator", node), lambda source: self._transfer(source, node)
+        )
 
-    def _transfer(self, source: str) -> None:
+    def _transfer(self, source: str, target: str) -> None:
         with self._lock:
             assert source in ("coordinator", *self.got), f"{source} has nothing to send"
             self._now[source] += 1
@@ -54,6 +54,8 @@ class Link:
             self._now[source] -= 1
         if source in self._broken:
             raise StoreUnavailable(source, "POST", "pull", "it hangs")
+        with self._lock:
+            self.got.append(target)
 
 
 @pytest.mark.parametrize("broken", [0, 50])
