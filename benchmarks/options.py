@@ -28,7 +28,8 @@ class Options:
 
 def parsed(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Saves and loads, ours beside stock torch and others; benchmarks/README.md"
+        prog="python -m benchmarks",
+        description="Saves and loads, ours beside stock torch and others; benchmarks/README.md",
     )
     parser.add_argument("--suite", help=f"some of {','.join(SUITES)}, as in --suite {_PARALLEL_EXAMPLE} (default: all)")
     parser.add_argument("--medium", choices=MEDIA, help="only on this one (default: both; tmpfs with --quick)")
@@ -36,12 +37,19 @@ def parsed(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--size-mib", type=int, help="size of the state over all ranks (default: 954; 32 with --quick)")
     parser.add_argument("--items", type=int, help="how many small tensors (default: 10000; 1000 with --quick)")
     parser.add_argument("--minutes", type=float, default=14.0, help="about how long all may take (default: 14)")
-    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a directory on the disk (default: /var/tmp)")
+    parser.add_argument(
+        "--disk", type=Path, default=Path("/var/tmp"), help="a directory on the disk (default: /var/tmp)"
+    )
     parser.add_argument("--server", choices=("radosgw", "moto"), help="which S3 server (default: radosgw, moto if not)")
-    parser.add_argument("--quick", action="store_true", help="one small round of everything, within a minute: does it run?")
+    parser.add_argument(
+        "--quick", action="store_true", help="one small round of everything, within a minute: does it run?"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="every sample, for machines")
     parser.add_argument(
-        "--write-readme", type=Path, metavar="FILE", help="measure nothing: tables and plots of this file into the documents"
+        "--write-readme",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: put this file's figures into the documents",
     )
     taken = parser.parse_args(arguments)
     suites = tuple(taken.suite.split(",")) if taken.suite else SUITES

@@ -114,7 +114,7 @@ class Probes:
 
 def is_one_medium(context: Context) -> bool:
     """Whether all nodes' stores share a device, so that it does not matter where a probe writes."""
-    return len({os.stat(root).st_dev for root in context.roots}) == 1
+    return len({root.stat().st_dev for root in context.roots}) == 1
 
 
 def _batches(pieces: Iterator[memoryview]) -> Iterator[list[memoryview]]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.rank.cost import Sample, as_json, measured
 from benchmarks.rank.probes import Probes
 from benchmarks.rank.state import BUILDERS, State
-from benchmarks.rank.ways import Ours, Way, is_first_of_node, way_of
+from benchmarks.rank.ways import Ours, Way, agent_root, is_first_of_node, way_of
 from tests.multiprocess.context import Context
 
 _WARM_BYTES = 1 << 20
@@ -36,31 +36,32 @@ def save_and_load(
     """
     ways = {case["name"]: way_of(context, case["way"], case["options"]) for case in cases}
     _warm_up(context, kind, ways)
-    state = _built(context, kind, size_bytes)
+    state = built(context, kind, size_bytes)
     taken: dict[str, Taken] = {"save": {}, "load": {}, "probe": {}}
     probes = Probes(context, state, is_disk=is_disk)
     start = time.monotonic()
     for number in range(rounds):
-        if number and not _all_agree(time.monotonic() - start < deadline_s):
+        if number and not all_agree(time.monotonic() - start < deadline_s):
             break
         if is_probed:
             for name, sample in probes.run().items():
-                _take(taken["probe"], name, sample)
-        for name in _shuffled(list(ways), number):
-            _one(context, state, ways[name], name, f"step-{number}-{_slug(name)}", taken, is_disk)
-    return {**taken, "state_bytes": _total(state)} if context.rank == 0 else _checked(state)
+                take(taken["probe"], name, sample)
+        for name in shuffled(list(ways), number):
+            _one(context, state, ways[name], name, f"step-{number}-{slug(name)}", taken, is_disk)
+    state_bytes = total(state)
+    return {**taken, "state_bytes": state_bytes} if context.rank == 0 else None
 
 
 def save_once(context: Context, kind: str, size_bytes: int, cases: Sequence[Case]) -> int:
     """Saves by every case under the case's name, for loads of later worlds; returns the bytes of the state."""
     _warm_stock(context)
-    state = _built(context, kind, size_bytes)
+    state = built(context, kind, size_bytes)
     for case in cases:
         way = way_of(context, case["way"], case["options"])
-        way.save(state, _slug(case["name"]))
+        way.save(state, slug(case["name"]))
         dist.barrier()
-        way.settle(_slug(case["name"]))
-    return _total(state)
+        way.settle(slug(case["name"]))
+    return total(state)
 
 
 def load_saved(
@@ -78,88 +79,87 @@ def load_saved(
     Every rank returns how many bytes it had from peers, by case; rank 0 the samples as well.
     """
     _warm_stock(context)
-    state = _built(context, kind, size_bytes)
+    state = built(context, kind, size_bytes)
     taken: dict[str, Taken] = {"load": {}, "probe": {}}
     if is_probed:
         for name, sample in Probes(context, state, is_disk=is_disk).run().items():
-            _take(taken["probe"], name, sample)
+            take(taken["probe"], name, sample)
     by_name, remote_bytes = {case["name"]: case for case in cases}, {}
-    for name in _shuffled(list(by_name), order):
+    for name in shuffled(list(by_name), order):
         case = by_name[name]
         way = way_of(context, case["way"], case["options"])
-        _take(taken["load"], name, _loaded(context, state, way, _slug(case["saved_by"]), is_disk))
+        take(taken["load"], name, loaded(context, state, way, slug(case["saved_by"]), is_disk))
         remote_bytes[name] = way.remote_bytes if isinstance(way, Ours) else 0
     return {**taken, "remote_bytes": remote_bytes}
 
 
-def _one(context: Context, state: State, way: Way, case: str, name: str, taken: dict[str, Taken], is_disk: bool) -> None:
-    saved = measured(lambda: way.save(state, name), lambda: way.settle(name), _agent_root(context))
-    _take(taken["save"], case, saved)
-    _take(taken["load"], case, _loaded(context, state, way, name, is_disk))
+def _one(
+    context: Context, state: State, way: Way, case: str, name: str, taken: dict[str, Taken], is_disk: bool
+) -> None:
+    saved = measured(lambda: way.save(state, name), lambda: way.settle(name), agent_root(context))
+    take(taken["save"], case, saved)
+    take(taken["load"], case, loaded(context, state, way, name, is_disk))
     dist.barrier()
     way.remove(name)
     dist.barrier()
 
 
-def _loaded(context: Context, state: State, way: Way, name: str, is_disk: bool) -> Sample | None:
-    """From the page cache, unless it is a disk: then the files are taken out of it before."""
+def loaded(
+    context: Context, state: State, way: Way, name: str, is_disk: bool, *, settles: bool = False
+) -> Sample | None:
+    """From the page cache, unless it is a disk: then the files are taken out of it before.
+
+    With `settles` the sample goes on until whatever a save had wanted is there again.
+    """
     state.spoil()
     if is_disk and is_first_of_node():
         way.cool(name)
-    sample = measured(lambda: way.load(state, name), lambda: None, _agent_root(context))
+    settle = (lambda: way.settle(name)) if settles else (lambda: None)
+    sample = measured(lambda: way.load(state, name), settle, agent_root(context))
     wrong = state.wrong()
-    if not _all_agree(not wrong):
+    if not all_agree(not wrong):
         raise AssertionError(f"{name} was not loaded as it was saved: {wrong[:5]} on rank {context.rank}")
     return sample
 
 
 def _warm_up(context: Context, kind: str, ways: Mapping[str, Way]) -> None:
     """Agents run, connections are there and modules are imported before anything is measured, as in a job that runs."""
-    small = _built(context, kind, _WARM_BYTES)
+    small = built(context, kind, _WARM_BYTES)
     for name, way in ways.items():
-        _one(context, small, way, name, f"warm-{_slug(name)}", {"save": {}, "load": {}}, is_disk=False)
+        _one(context, small, way, name, f"warm-{slug(name)}", {"save": {}, "load": {}}, is_disk=False)
 
 
 def _warm_stock(context: Context) -> None:
     """As far as a world that has just begun can be warm: DCP and gloo are, nothing of ours is."""
-    small = _built(context, "plain", _WARM_BYTES)
+    small = built(context, "plain", _WARM_BYTES)
     _one(context, small, way_of(context, "stock", {}), "", "warm-stock", {"save": {}, "load": {}}, is_disk=False)
 
 
-def _built(context: Context, kind: str, size_bytes: int) -> State:
+def built(context: Context, kind: str, size_bytes: int) -> State:
     return BUILDERS[kind](size_bytes, context.rank, context.world_size)
 
 
-def _agent_root(context: Context) -> Any:
-    return context.root if is_first_of_node() else None
-
-
-def _take(taken: Taken, name: str, sample: Sample | None) -> None:
+def take(taken: Taken, name: str, sample: Sample | None) -> None:
     if sample is not None:
         taken.setdefault(name, []).append(as_json(sample))
 
 
-def _total(state: State) -> int:
+def total(state: State) -> int:
     totals: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(totals, state.size_bytes)
     return sum(totals)
 
 
-def _checked(state: State) -> None:
-    """The other ranks' part in what rank 0 returns."""
-    _total(state)
-
-
-def _all_agree(is_so: bool) -> bool:
+def all_agree(is_so: bool) -> bool:
     votes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(votes, is_so)
     return all(votes)
 
 
-def _shuffled(names: list[str], number: int) -> list[str]:
+def shuffled(names: list[str], number: int) -> list[str]:
     """The same on every rank, another in each round."""
     return random.Random(number).sample(names, len(names))
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())

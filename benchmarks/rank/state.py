@@ -53,7 +53,7 @@ class State:
     def buffers(self) -> Iterator[memoryview]:
         """The bytes of this rank's tensors, without a copy."""
         for part in self.parts:
-            yield memoryview(part.words.numpy()).cast("B")
+            yield part.words.numpy().view("uint8").data
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
         """This rank's parts as plain tensors, for what knows nothing of DTensors."""
@@ -87,7 +87,7 @@ def _tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]
 
 
 def _part(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Part:
-    """Where a DTensor that is sharded over all ranks by its rows begins on this rank: rows go in chunks, as FSDP2 has it."""
+    """Where a DTensor begins on this rank that is sharded over all ranks by rows: in equal chunks, as FSDP2 has it."""
     start = zlib.crc32(name.encode())
     if isinstance(tensor, DTensor):
         rows = tensor.shape[0]

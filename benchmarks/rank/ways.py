@@ -125,7 +125,9 @@ class StockBucket:
 class OursBucket(Ours):
     """Ours with a bucket: saved on the nodes and there, loaded from there alone."""
 
-    def __init__(self, context: Context, url: str, storage_options: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, context: Context, url: str, storage_options: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
         super().__init__(context, {"object_store": url, "storage_options": storage_options, **options})
         self._there = StockBucket(url, storage_options)
         self._where: dict[str, Any] = {"object_store": url, "storage_options": storage_options}
@@ -151,6 +153,11 @@ def context_nodes(context: Context) -> int:
 
 def is_first_of_node() -> bool:
     return os.environ["LOCAL_RANK"] == "0"
+
+
+def agent_root(context: Context) -> Path | None:
+    """The store whose agent this rank watches."""
+    return context.root if is_first_of_node() else None
 
 
 def cool_files(folder: Path) -> None:

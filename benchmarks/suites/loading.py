@@ -15,7 +15,9 @@ from benchmarks.suites.setup import Setup, cluster_on, setups
 from tests.multiprocess.cluster import Cluster, Results, call
 
 SHARE = 0.22  # of the time for all suites
-ALL_LOCAL, REPLACED, SHRUNK = "ours, all local", "ours, a node lost and replaced by a blank one", "ours, a node lost, the others load"
+ALL_LOCAL = "ours, all local"
+SHRUNK = "ours, a node lost, the others load"
+REPLACED = "ours, a node lost and replaced by a blank one"
 _SAVED_BY_STOCK, _SAVED_BY_OURS = "stock", "ours"
 _COPIES = 2
 _LAUNCH_TIMEOUT_S = 240.0

@@ -1,4 +1,4 @@
-"""Disks of a set speed: ext4 on a loop device in memory, slowed down by the kernel's blkio throttle (cgroup v1). Needs root."""
+"""Disks of a set speed: ext4 on a loop device in memory, slowed by blkio's throttle (cgroup v1). Needs root."""
 
 import os
 import subprocess

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Work = Literal["save", "load", "probe"]
+Work = Literal["save", "load", "recover", "probe"]
 Sample = Mapping[str, float]  # the fields of benchmarks.rank.cost.Sample
 
 
@@ -48,12 +48,13 @@ class Row:
 
 @dataclass
 class Results:
-    """A whole run. `skipped` says what did not run here, and why."""
+    """A whole run. `skipped` says what did not run here, and why; `failed` names suites that broke off."""
 
     machine: Mapping[str, Any]
     options: Mapping[str, Any]
     rows: list[Row] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     def of(self, suite: str) -> list[Row]:
         return [row for row in self.rows if row.suite == suite]
@@ -79,7 +80,7 @@ class Results:
 
 def from_json(document: Mapping[str, Any]) -> Results:
     rows = [Row(**row) for row in document["rows"]]
-    return Results(document["machine"], document["options"], rows, list(document["skipped"]))
+    return Results(document["machine"], document["options"], rows, list(document["skipped"]), list(document["failed"]))
 
 
 def distinct(values: Iterable[str]) -> list[str]:

@@ -21,7 +21,9 @@ def stock_case() -> Case:
 
 
 def our_case(copies: int, ack: str = "peer") -> Case:
-    name = f"ours, 1 copy{'' if ack == 'peer' else f', ack={ack}'}" if copies == 1 else f"ours, {copies} copies, ack={ack}"
+    name = (
+        f"ours, 1 copy{'' if ack == 'peer' else f', ack={ack}'}" if copies == 1 else f"ours, {copies} copies, ack={ack}"
+    )
     return {"name": name, "way": "ours", "options": {"copies": copies, "ack": ack}, "copies": copies}
 
 

@@ -66,10 +66,12 @@ def scratch_folder(options: Options, medium: str, needed_bytes: int) -> Iterator
 @contextmanager
 def cluster_on(options: Options, setup: Setup, needed_bytes: int) -> Iterator[Cluster]:
     """Nodes with empty stores on the setup's medium; nothing of them is left afterwards."""
-    with scratch_folder(options, setup.medium, needed_bytes) as folder:
-        with Cluster(folder / "cluster", setup.nodes, quick_exit=True) as cluster:
-            (cluster.base / "shared").mkdir()
-            yield cluster
+    with (
+        scratch_folder(options, setup.medium, needed_bytes) as folder,
+        Cluster(folder / "cluster", setup.nodes, quick_exit=True) as cluster,
+    ):
+        (cluster.base / "shared").mkdir()
+        yield cluster
 
 
 def kind_of(path: Path) -> str:
