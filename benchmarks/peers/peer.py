@@ -28,6 +28,6 @@ PEERS = (
     Peer("torchsnapshot", "torchsnapshot", 1, False, "1 copy, on a shared directory, no checksum, no fsync"),
     Peer("nvrx", "nvidia-resiliency-ext", 1, False, "1 copy, of each rank for itself, no fsync"),
     Peer("nvrx clique", "nvidia-resiliency-ext", 2, True, "2 copies, by gloo, no fsync"),
-    Peer("lm-resiliency", "lm-resiliency", 2, False, "own copy with CRC-32 on disk, the partner's in its memory"),
+    Peer("lm-resiliency", "lm-resiliency", 2, False, "own copy with CRC-32 on disk, the partner's in its memory only"),
 )
 BUCKET_PEER = Peer("s3torchconnector", "s3torchconnector", 0, False, "in the bucket, no copy on nodes")

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 _PATTERN_WORDS = 1_048_573  # a prime, so that rows or tensors in a wrong place do not look right
-_BLOCKS = 8
+_BLOCKS, _BLOCKS_OF_LITTLE = 8, 2
+_LITTLE_BYTES = 16 << 20
 _SMALL_WORDS = 1024  # 4 KB
-_FSDP2_BYTES_PER_WIDTH2 = _BLOCKS * 12 * 4 * 3  # 12 h^2 parameters in a block, 4 bytes each, and two moments
+_BLOCK_BYTES_PER_WIDTH2 = 12 * 4 * 3  # 12 h^2 parameters in a block, 4 bytes each, and two moments
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,11 @@ def _part(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Part:
 
 def fsdp2(size_bytes: int, rank: int, world_size: int) -> State:
     """A transformer's layers under `fully_shard`, and AdamW's moments of them: about `size_bytes` over all ranks."""
-    width = max(8, round((size_bytes / _FSDP2_BYTES_PER_WIDTH2) ** 0.5) // 8 * 8)
+    blocks = _BLOCKS if size_bytes >= _LITTLE_BYTES else _BLOCKS_OF_LITTLE
+    width = max(8, round((size_bytes / blocks / _BLOCK_BYTES_PER_WIDTH2) ** 0.5) // 8 * 8)
     mesh = init_device_mesh("cpu", (world_size,))
     with torch.device("meta"):
-        model = nn.Sequential(*(_block(width) for _ in range(_BLOCKS)))
+        model = nn.Sequential(*(_block(width) for _ in range(blocks)))
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -33,7 +33,7 @@ def _by_size(options: Options) -> list[Row]:
 
 def _by_ranks(options: Options) -> list[Row]:
     rows = []
-    for shape in RANKS[:2] if options.is_quick else RANKS:
+    for shape in RANKS[:1] if options.is_quick else RANKS:
         cases = [stock_case(), our_case(1), *([our_case(2)] if shape[0] > 1 else [])]
         rows += _point("ranks", shape[0] * shape[1], options, shape, "fsdp2", options.size_bytes // 4, cases)
     return rows
@@ -41,7 +41,7 @@ def _by_ranks(options: Options) -> list[Row]:
 
 def _by_items(options: Options) -> list[Row]:
     rows, cases = [], [stock_case(), our_case(1), our_case(2)]
-    for count in ITEMS[:2] if options.is_quick else ITEMS:
+    for count in ITEMS[:1] if options.is_quick else ITEMS:
         once = replace(options, rounds=1) if count == ITEMS[-1] else options
         rows += _point("items of 4 KB", count, once, (2, 2), "small", count * _ITEM_BYTES, cases)
     return rows
