@@ -1,5 +1,6 @@
 """The steps that the ranks of a benchmark run: rounds of cases, each in another order, and every result verified."""
 
+import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.rank.cost import Sample, as_json, measured
-from benchmarks.rank.probes import Probes
+from benchmarks.rank.probes import Probes, is_one_medium
 from benchmarks.rank.state import BUILDERS, State
 from benchmarks.rank.ways import Ours, Way, agent_root, is_first_of_node, way_of
 from tests.multiprocess.context import Context
@@ -96,12 +97,19 @@ def load_saved(
 def _one(
     context: Context, state: State, way: Way, case: str, name: str, taken: dict[str, Taken], is_disk: bool
 ) -> None:
+    _written_back(context, is_disk)
     saved = measured(lambda: way.save(state, name), lambda: way.settle(name), agent_root(context))
     take(taken["save"], case, saved)
     take(taken["load"], case, loaded(context, state, way, name, is_disk))
     dist.barrier()
     way.remove(name)
     dist.barrier()
+
+
+def _written_back(context: Context, is_disk: bool) -> None:
+    """What an earlier case has left to the page cache, with `ack="peer-memory"` for one, delays no later one."""
+    if context.rank == 0 and (is_disk or not is_one_medium(context)):
+        os.sync()
 
 
 def loaded(

@@ -6,7 +6,7 @@ from benchmarks.suites.results import Results, Row, distinct
 
 HEADER = ("s", "x base", "limit s", "limit/s", "done s", "CPU s/GB", "+ agents", "MB more", "agents", "runs")
 TITLES = {
-    "save": "Saves of an FSDP2 model with AdamW's moments",
+    "save": "An FSDP2 model under AdamW",
     "load": "Loads by a world that has just begun",
     "small": "Many small tensors",
     "growth": "How cost grows",
@@ -43,7 +43,7 @@ def sections(results: Results) -> Iterator[tuple[str, list[Row], str]]:
 
 
 def cells(results: Results, row: Row) -> Cells:
-    name = row.case if row.x is None else f"{row.case}, {row.x:g}"
+    name = row.case if row.x is None else f"{row.case}, {row.x:.4g}"
     if not row.samples:
         return (name, row.note, *[""] * (len(HEADER) - 1))
     note = f" ({row.note})" if row.note else ""

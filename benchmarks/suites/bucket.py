@@ -16,7 +16,7 @@ from tests.buckets.servers import Unavailable as NoServer
 SHARE = 0.07  # of the time for all suites
 STOCK_BUCKET = "stock FsspecWriter (s3fs)"
 _BUCKET = "bench"
-_SIZE_BYTES_MAX = {"radosgw": 256 << 20, "moto": 32 << 20}  # moto copies the whole object for each range that is read
+_SIZE_BYTES_MAX = {"radosgw": 256 << 20, "moto": 16 << 20}  # moto copies the whole object for each range that is read
 
 
 def bucket_suite(options: Options) -> list[Row]:
