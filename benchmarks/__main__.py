@@ -5,10 +5,12 @@ python -m benchmarks --write-readme FILE
 """
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import NoReturn
 
 from benchmarks.machine import HOME, described
 from benchmarks.options import SUITES, Options, parsed
@@ -33,6 +35,7 @@ RUN: Mapping[str, Callable[[Options], list[Row]]] = {
     "bucket": bucket_suite,
     "peers": peers_suite,
 }
+INTERRUPTED = 130  # as a shell has it
 _REPORT_CHARACTERS = 6_000
 
 
@@ -42,7 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
         results = from_json(json.loads(options.write_readme.read_text()))
         print(*written(results, HOME), sep="\n")
         return 0
-    results = measured(options)
+    try:
+        results = measured(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     print(printed(results))
     if options.json:
         options.json.write_text(json.dumps(results.to_json(), indent=1, default=str))
@@ -51,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measured(options: Options) -> Results:
     """All suites that were asked for. One that cannot run here is named among what was skipped."""
+    before = signal.signal(signal.SIGTERM, _interrupted)  # nothing of ours is left then either
     results = Results(described(options), {name: str(value) for name, value in asdict(options).items()})
     try:
         for suite in (name for name in SUITES if name in options.suites):
@@ -65,7 +73,12 @@ def measured(options: Options) -> Results:
             print(f"{suite}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     finally:
         stop_the_zygote()
+        signal.signal(signal.SIGTERM, before)
     return results
+
+
+def _interrupted(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

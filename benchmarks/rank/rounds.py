@@ -1,6 +1,5 @@
 """The steps that the ranks of a benchmark run: rounds of cases, each in another order, and every result verified."""
 
-import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.rank.cost import Sample, as_json, measured
 from benchmarks.rank.probes import Probes, is_one_medium
 from benchmarks.rank.state import BUILDERS, State
-from benchmarks.rank.ways import Ours, Way, agent_root, is_first_of_node, way_of
+from benchmarks.rank.ways import Ours, Way, agent_root, is_first_of_node, way_of, write_back
 from tests.multiprocess.context import Context
 
 _WARM_BYTES = 1 << 20
@@ -108,8 +107,8 @@ def _one(
 
 def _written_back(context: Context, is_disk: bool) -> None:
     """What an earlier case has left to the page cache, with `ack="peer-memory"` for one, delays no later one."""
-    if context.rank == 0 and (is_disk or not is_one_medium(context)):
-        os.sync()
+    if is_first_of_node() and (is_disk or not is_one_medium(context)):
+        write_back(context.root)
 
 
 def loaded(

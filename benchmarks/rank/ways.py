@@ -1,5 +1,6 @@
 """Ways to save and load a state: stock torch and ours, on directories and in buckets."""
 
+import ctypes
 import os
 import shutil
 import time
@@ -17,6 +18,7 @@ from tests.multiprocess.context import Context
 
 _SETTLE_TIMEOUT_S = 90.0
 _POLL_S = 0.01
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Way(Protocol):
@@ -158,6 +160,16 @@ def is_first_of_node() -> bool:
 def agent_root(context: Context) -> Path | None:
     """The store whose agent this rank watches."""
     return context.root if is_first_of_node() else None
+
+
+def write_back(folder: Path) -> None:
+    """Waits until the file system of this folder has written what it was given."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        if _libc.syncfs(fd) != 0:
+            raise OSError(ctypes.get_errno(), f"syncfs {folder}")
+    finally:
+        os.close(fd)
 
 
 def cool_files(folder: Path) -> None:

@@ -55,8 +55,10 @@ def line_chart(title: str, panels: Sequence[Panel]) -> str:
         parts += _panel(panel, names, left, top)
     y = 40 + -(-len(panels) // 2) * _PANEL_HEIGHT + 10
     for index, name in enumerate(names):
-        parts.append(_rectangle(_MARGIN + index * 230, y - 10, 12, COLOURS[index % len(COLOURS)]))
-        parts.append(_text(_MARGIN + 18 + index * 230, y, name))
+        x = _MARGIN + index % 3 * 240
+        y += _ROW if index and index % 3 == 0 else 0
+        parts.append(_rectangle(x, y - 11, 12, COLOURS[index % len(COLOURS)]))
+        parts.append(_text(x + 18, y, name))
     return _document(title, _WIDTH, y + 15, parts)
 
 
