@@ -4,8 +4,10 @@ python -m benchmarks [--quick] [--suite save,load,...] [--medium tmpfs] [--json 
 python -m benchmarks --write-readme FILE
 """
 
+import contextlib
 import json
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -72,7 +74,8 @@ def measured(options: Options) -> Results:
                 results.failed.append(suite)
             print(f"{suite}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     finally:
-        stop_the_zygote()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it was killed then
+            stop_the_zygote()
         signal.signal(signal.SIGTERM, before)
     return results
 
