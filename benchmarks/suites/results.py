@@ -43,7 +43,7 @@ class Row:
         return statistics.median(sample[f"{who}_cpu_s"] for sample in self.samples) / self.state_bytes * 1e9
 
     def peak_bytes(self, who: Literal["rank", "agent"]) -> float:
-        return statistics.median(sample[f"{who}_peak_bytes"] for sample in self.samples)
+        return max(0.0, statistics.median(sample[f"{who}_peak_bytes"] for sample in self.samples))
 
 
 @dataclass
