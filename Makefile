@@ -2,6 +2,8 @@
 #   make test [TORCH=2.13.0] [ARGS="-k placement"]     the whole suite, pytest's closing line last
 #   make drill [ARGS="--scenario replace"]             several nodes on this machine, broken on purpose
 #   make torture [SEEDS=200] [REAL_SEEDS=20] [FIRST=0] random schedules of faults: simulated, then with real processes
+#   make bench [ARGS="--quick"]                        saves and loads, ours beside stock torch's and others': tables, JSON, plots
+#   make bench-peers                                   installs the others that `make bench` compares with, without what they need
 #   make bench-bucket [ARGS="--quick"]                 our clients of a bucket beside s3fs, on a real S3 server (root)
 #   make bench-planning [ARGS="--ranks 64,1024"]       the coordinator's work for many ranks and items, beside stock torch's
 #   make check                                         linters, types and the fast tests
@@ -23,7 +25,7 @@ FAST    := not multiprocess and not fault and not slow and not radosgw
 # Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill torture bench-bucket bench-planning check fast lint types install clean
+.PHONY: test drill torture bench-bucket bench-planning check fast lint types install clean bench bench-peers
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -35,6 +37,14 @@ drill: $(STAMP)
 torture: $(STAMP)
 	@$(BIN)/python -m tests.fault.torture --first $(FIRST) --seeds $(SEEDS)
 	@$(BIN)/python -m tests.fault.torture --first $(FIRST) --seeds $(REAL_SEEDS) --processes
+
+bench: $(STAMP)
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+# They name versions of torch and more that are not ours; what they really need besides is in the extra.
+bench-peers: $(STAMP)
+	@$(BIN)/pip install --quiet --no-deps -c $(VENV)/constraints.txt $$($(BIN)/python -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["bench-peers"])')
 
 bench-bucket: $(STAMP)
 	@$(BIN)/python -m benchmarks.bucket $(ARGS)

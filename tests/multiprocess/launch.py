@@ -26,7 +26,7 @@ Digests = dict[str, str]  # of a state, by the name of the value
 
 @dataclass(frozen=True)
 class Call:
-    """One step of every rank: "saving.save" is the function `save` of steps_saving.py."""
+    """One step of every rank: "saving.save" is the function `save` of steps_saving.py; "benchmarks..." is a full name."""
 
     step: str
     arguments: dict[str, Any]

@@ -27,7 +27,8 @@ COLLECTIVE_TIMEOUT_S = 60.0
 
 def run(call: str, arguments: dict[str, Any], context: Context) -> tuple[Any, list[str]]:
     module, _, function = call.rpartition(".")
-    step = getattr(importlib.import_module(f"tests.multiprocess.steps_{module}"), function)
+    home = module if module.startswith("benchmarks.") else f"tests.multiprocess.steps_{module}"
+    step = getattr(importlib.import_module(home), function)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         value = step(context, **arguments)

@@ -1,0 +1,88 @@
+"""Saves and loads, ours beside stock torch and others, in one run: tables, JSON, plots.
+
+python -m benchmarks [--quick] [--suite save,load,...] [--medium tmpfs] [--json FILE]
+python -m benchmarks --write-readme FILE
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import NoReturn
+
+from benchmarks.machine import HOME, described
+from benchmarks.options import SUITES, Options, parsed
+from benchmarks.report.documents import written
+from benchmarks.report.table import printed
+from benchmarks.suites.bucket import bucket_suite
+from benchmarks.suites.emulated import emulated_suite
+from benchmarks.suites.growth import growth_suite
+from benchmarks.suites.loading import load_suite
+from benchmarks.suites.peers import peers_suite
+from benchmarks.suites.results import Results, Row, from_json
+from benchmarks.suites.saving import save_suite, small_suite
+from benchmarks.suites.setup import Unavailable
+from tests.multiprocess.zygote import stop_the_zygote
+
+RUN: Mapping[str, Callable[[Options], list[Row]]] = {
+    "save": save_suite,
+    "load": load_suite,
+    "small": small_suite,
+    "growth": growth_suite,
+    "emulated": emulated_suite,
+    "bucket": bucket_suite,
+    "peers": peers_suite,
+}
+INTERRUPTED = 130  # as a shell has it
+_REPORT_CHARACTERS = 6_000
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parsed(arguments)
+    if options.write_readme:
+        results = from_json(json.loads(options.write_readme.read_text()))
+        print(*written(results, HOME), sep="\n")
+        return 0
+    try:
+        results = measured(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    print(printed(results))
+    if options.json:
+        options.json.write_text(json.dumps(results.to_json(), indent=1, default=str))
+    return 1 if results.failed else 0
+
+
+def measured(options: Options) -> Results:
+    """All suites that were asked for. One that cannot run here is named among what was skipped."""
+    before = signal.signal(signal.SIGTERM, _interrupted)  # nothing of ours is left then either
+    results = Results(described(options), {name: str(value) for name, value in asdict(options).items()})
+    try:
+        for suite in (name for name in SUITES if name in options.suites):
+            start = time.monotonic()
+            try:
+                results.rows += RUN[suite](options)
+            except Unavailable as exc:
+                results.skipped.append(f"{suite}: {exc}")
+            except AssertionError as exc:  # ranks failed; what the other suites measure is not lost with them
+                print(str(exc)[-_REPORT_CHARACTERS:], file=sys.stderr)
+                results.failed.append(suite)
+            print(f"{suite}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it was killed then
+            stop_the_zygote()
+        signal.signal(signal.SIGTERM, before)
+    return results
+
+
+def _interrupted(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""States to be saved, whose values follow from name and position, so that any rank of any world can verify its part."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+_PATTERN_WORDS = 1_048_573  # a prime, so that rows or tensors in a wrong place do not look right
+_BLOCKS, _BLOCKS_OF_LITTLE = 8, 2
+_LITTLE_BYTES = 16 << 20
+_SMALL_WORDS = 1024  # 4 KB
+_BLOCK_BYTES_PER_WIDTH2 = 12 * 4 * 3  # 12 h^2 parameters in a block, 4 bytes each, and two moments
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of one tensor, as 32-bit words, and where the pattern is that belongs there."""
+
+    name: str
+    words: torch.Tensor
+    start: int
+
+    def pieces(self, pattern: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The part and what it must hold, in pieces that share memory with both."""
+        done, size = 0, self.words.numel()
+        while done < size:
+            at = (self.start + done) % _PATTERN_WORDS
+            count = min(size - done, _PATTERN_WORDS - at)
+            yield self.words[done : done + count], pattern[at : at + count]
+            done += count
+
+
+class State:
+    """`values` is what DCP is given; the tensors in it are written to in place by loads."""
+
+    def __init__(self, values: dict[str, Any], rank: int, world_size: int) -> None:
+        self.values = values
+        random = torch.Generator().manual_seed(1)
+        self._pattern = torch.randint(-(2**31), 2**31 - 1, (_PATTERN_WORDS,), dtype=torch.int32, generator=random)
+        self.parts = [_part(name, tensor, rank, world_size) for name, tensor in _tensors(values)]
+        self.fill()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.words.nbytes for part in self.parts)
+
+    def buffers(self) -> Iterator[memoryview]:
+        """The bytes of this rank's tensors, without a copy."""
+        for part in self.parts:
+            yield part.words.numpy().view("uint8").data
+
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's parts as plain tensors, for what knows nothing of DTensors."""
+        return {part.name: part.words for part in self.parts}
+
+    def fill(self) -> None:
+        for part in self.parts:
+            for piece, wanted in part.pieces(self._pattern):
+                piece.copy_(wanted)
+
+    def spoil(self) -> None:
+        """Nothing of what was saved is left in memory."""
+        for part in self.parts:
+            part.words.zero_()
+
+    def wrong(self) -> list[str]:
+        """Names of the tensors that do not hold what they must."""
+        return [
+            part.name
+            for part in self.parts
+            if not all(torch.equal(piece, wanted) for piece, wanted in part.pieces(self._pattern))
+        ]
+
+
+def _tensors(values: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(values, torch.Tensor):
+        yield prefix, values
+    elif isinstance(values, dict):
+        for key, value in values.items():
+            yield from _tensors(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _part(name: str, tensor: torch.Tensor, rank: int, world_size: int) -> Part:
+    """Where a DTensor begins on this rank that is sharded over all ranks by rows: in equal chunks, as FSDP2 has it."""
+    start = zlib.crc32(name.encode())
+    if isinstance(tensor, DTensor):
+        rows = tensor.shape[0]
+        first = min(rank * -(-rows // world_size), rows)
+        start += first * (tensor.numel() // rows)
+        tensor = tensor.to_local()
+    return Part(name, tensor.detach().reshape(-1).view(torch.int32), start)
+
+
+def fsdp2(size_bytes: int, rank: int, world_size: int) -> State:
+    """A transformer's layers under `fully_shard`, and AdamW's moments of them: about `size_bytes` over all ranks."""
+    blocks = _BLOCKS if size_bytes >= _LITTLE_BYTES else _BLOCKS_OF_LITTLE
+    width = max(8, round((size_bytes / blocks / _BLOCK_BYTES_PER_WIDTH2) ** 0.5) // 8 * 8)
+    mesh = init_device_mesh("cpu", (world_size,))
+    with torch.device("meta"):
+        model = nn.Sequential(*(_block(width) for _ in range(blocks)))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return State({"model": model_state, "optimizer": optimizer_state}, rank, world_size)
+
+
+def _block(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(width),
+        nn.Linear(width, 3 * width),
+        nn.Linear(width, width),
+        nn.LayerNorm(width),
+        nn.Linear(width, 4 * width),
+        nn.Linear(4 * width, width),
+    )
+
+
+def small(size_bytes: int, rank: int, world_size: int) -> State:
+    """Tensors of 4 KB, each of one rank's own, so many that there are `size_bytes` over all ranks."""
+    count = size_bytes // (4 * _SMALL_WORDS)
+    own = range(rank, count, world_size)
+    return State({f"tensor{index}": torch.empty(_SMALL_WORDS) for index in own}, rank, world_size)
+
+
+def plain(size_bytes: int, rank: int, world_size: int) -> State:
+    """Sixteen tensors of each rank's own, for what knows nothing of DTensors."""
+    words = size_bytes // world_size // 16 // 4
+    return State({f"rank{rank}.tensor{index}": torch.empty(words) for index in range(16)}, rank, world_size)
+
+
+BUILDERS: dict[str, Callable[[int, int, int], State]] = {"fsdp2": fsdp2, "small": small, "plain": plain}

@@ -1,0 +1,199 @@
+"""Ways to save and load a state: stock torch and ours, on directories and in buckets."""
+
+import ctypes
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+from benchmarks.rank.state import State
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from tests.multiprocess.context import Context
+
+_SETTLE_TIMEOUT_S = 90.0
+_POLL_S = 0.01
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Way(Protocol):
+    """How one contender saves and loads; made once in each rank and used for all rounds."""
+
+    def save(self, state: State, name: str) -> None: ...
+
+    def settle(self, name: str) -> None:
+        """Waits for what a save has left to be done."""
+
+    def load(self, state: State, name: str) -> None: ...
+
+    def cool(self, name: str) -> None:
+        """Takes what was saved out of the page cache of this machine."""
+
+    def remove(self, name: str) -> None:
+        """On every rank, which then meet at a barrier."""
+
+
+class Stock:
+    """FileSystemWriter and FileSystemReader as torch has them, with all defaults, on a directory that all ranks share."""
+
+    def __init__(self, context: Context) -> None:
+        self._base = shared_directory(context)
+
+    def save(self, state: State, name: str) -> None:
+        dcp.save(state.values, storage_writer=dcp.FileSystemWriter(self._base / name))
+
+    def settle(self, name: str) -> None:
+        """Its files are fsynced when it returns."""
+
+    def load(self, state: State, name: str) -> None:
+        dcp.load(state.values, storage_reader=dcp.FileSystemReader(self._base / name))
+
+    def cool(self, name: str) -> None:
+        cool_files(self._base / name)
+
+    def remove(self, name: str) -> None:
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._base / name)
+
+
+class Ours:
+    """ReplicatedWriter and ReplicatedReader; `options` are the writer's."""
+
+    def __init__(self, context: Context, options: Mapping[str, Any]) -> None:
+        self._context = context
+        self._copies = min(int(options.get("copies", 2)), context_nodes(context))
+        self._writer = ReplicatedWriter(context.root, **options)
+        self.remote_bytes = 0  # of this rank's last load
+
+    def save(self, state: State, name: str) -> None:
+        dcp.save(state.values, checkpoint_id=name, storage_writer=self._writer)
+
+    def settle(self, name: str) -> None:
+        """With `ack="local"` the agents make the copies now: until as many nodes as wanted hold every shard."""
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        while self._fewest_copies(name) < self._copies:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} has not {self._copies} copies after {_SETTLE_TIMEOUT_S:.0f} s")
+            time.sleep(_POLL_S)
+
+    def _fewest_copies(self, name: str) -> int:
+        held = [{path.name for path in (root / name).glob("*.distcp")} for root in self._context.roots]
+        return min(sum(shard in names for names in held) for shard in set.union(*held))
+
+    def load(self, state: State, name: str) -> None:
+        reader = ReplicatedReader(self._context.root)
+        dcp.load(state.values, checkpoint_id=name, storage_reader=reader)
+        assert reader.last_load is not None
+        self.remote_bytes = reader.last_load.bytes_peer
+
+    def cool(self, name: str) -> None:
+        cool_files(self._context.root / name)
+
+    def remove(self, name: str) -> None:
+        if is_first_of_node():
+            shutil.rmtree(self._context.root / name)
+
+
+class StockBucket:
+    """FsspecWriter and FsspecReader as torch has them."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        self._url, self._options = url, dict(storage_options)
+
+    def save(self, state: State, name: str) -> None:
+        dcp.save(state.values, storage_writer=FsspecWriter(f"{self._url}/{name}", **self._options))
+
+    def settle(self, name: str) -> None:
+        """It is in the bucket when it returns."""
+
+    def load(self, state: State, name: str) -> None:
+        dcp.load(state.values, storage_reader=FsspecReader(f"{self._url}/{name}", **self._options))
+
+    def cool(self, name: str) -> None:
+        """The bucket is the server's matter."""
+
+    def remove(self, name: str) -> None:
+        if dist.get_rank() == 0:
+            import fsspec
+
+            fsspec.filesystem("s3", **self._options).rm(f"{self._url}/{name}", recursive=True)
+
+
+class OursBucket(Ours):
+    """Ours with a bucket: saved on the nodes and there, loaded from there alone."""
+
+    def __init__(
+        self, context: Context, url: str, storage_options: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        super().__init__(context, {"object_store": url, "storage_options": storage_options, **options})
+        self._there = StockBucket(url, storage_options)
+        self._where: dict[str, Any] = {"object_store": url, "storage_options": storage_options}
+
+    def load(self, state: State, name: str) -> None:
+        reader = ReplicatedReader(process_group=dist.group.WORLD, **self._where)
+        dcp.load(state.values, checkpoint_id=name, storage_reader=reader)
+
+    def remove(self, name: str) -> None:
+        super().remove(name)
+        self._there.remove(name)
+
+
+def shared_directory(context: Context) -> Path:
+    """Beside the nodes' stores, so on the same medium."""
+    return context.roots[0].parent / "shared"
+
+
+def context_nodes(context: Context) -> int:
+    """Nodes of this world."""
+    return context.world_size // int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def is_first_of_node() -> bool:
+    return os.environ["LOCAL_RANK"] == "0"
+
+
+def agent_root(context: Context) -> Path | None:
+    """The store whose agent this rank watches."""
+    return context.root if is_first_of_node() else None
+
+
+def write_back(folder: Path) -> None:
+    """Waits until the file system of this folder has written what it was given."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        if _libc.syncfs(fd) != 0:
+            raise OSError(ctypes.get_errno(), f"syncfs {folder}")
+    finally:
+        os.close(fd)
+
+
+def cool_files(folder: Path) -> None:
+    """The kernel may forget these files' pages, once they are written; no privilege is needed, and nothing else is hit."""
+    for path in folder.rglob("*.distcp"):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def way_of(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
+    """By the name that a case has in a suite: the options are what the way takes."""
+    match kind:
+        case "stock":
+            return Stock(context)
+        case "ours":
+            return Ours(context, options)
+        case "stock bucket":
+            return StockBucket(**options)
+        case "ours bucket":
+            return OursBucket(context, **options)
+    from benchmarks.peers import adapters
+
+    return adapters.way_of(context, kind, options)

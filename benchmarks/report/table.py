@@ -1,0 +1,84 @@
+"""Results as plain text: a table for each suite, setup and kind of work."""
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks.suites.results import Results, Row, distinct
+
+HEADER = ("s", "x base", "limit s", "limit/s", "done s", "CPU s/GB", "+ agents", "MB more", "agents", "runs")
+TITLES = {
+    "save": "An FSDP2 model under AdamW",
+    "load": "Loads by a world that has just begun",
+    "small": "Many small tensors",
+    "growth": "How cost grows",
+    "emulated": "Nodes with links and disks of a set speed",
+    "bucket": "Buckets",
+    "peers": "Beside others",
+}
+Cells = tuple[str, ...]
+
+
+def printed(results: Results) -> str:
+    """All of it, with what was skipped at the end."""
+    machine = results.machine
+    lines = [", ".join(f"{name} {value}" for name, value in machine.items()), ""]
+    for title, rows, probes in sections(results):
+        lines += [title, *_aligned([("", *HEADER), *(cells(results, row) for row in rows)])]
+        lines += [*([probes] if probes else []), ""]
+    lines += [f"skipped: {text}" for text in results.skipped]
+    return "\n".join([*lines, *(f"FAILED: {suite}" for suite in results.failed)])
+
+
+def sections(results: Results) -> Iterator[tuple[str, list[Row], str]]:
+    """Title, rows, and what the machine did alone, for each table."""
+    for suite in distinct(row.suite for row in results.rows):
+        rows = results.of(suite)
+        for setup in distinct(row.setup for row in rows):
+            here = [row for row in rows if row.setup == setup]
+            for work in ("save", "load", "recover"):
+                shown = [row for row in here if row.work == work]
+                if shown:
+                    size = f", {shown[0].state_bytes / 1e6:.0f} MB" if shown[0].x is None else ""
+                    title = f"{TITLES[suite]}: {work}, {setup}{size}"
+                    yield title, shown, _probes(here) if shown[0].x is None else ""
+
+
+def cells(results: Results, row: Row) -> Cells:
+    name = row.case if row.x is None else f"{row.case}, {row.x:.4g}"
+    if not row.samples:
+        return (name, row.note, *[""] * (len(HEADER) - 1))
+    note = f" ({row.note})" if row.note else ""
+    return (
+        name + note,
+        f"{row.seconds:.3f}",
+        _or_dash(results.ratio(row), 2),
+        _or_dash(row.limit_s, 3),
+        _or_dash(row.efficiency, 2),
+        f"{row.settled_s:.3f}",
+        f"{row.cpu_s_per_gb('rank'):.2f}",
+        f"{row.cpu_s_per_gb('agent'):.2f}",
+        f"{row.peak_bytes('rank') / 1e6:.0f}",
+        f"{row.peak_bytes('agent') / 1e6:.0f}",
+        str(len(row.samples)),
+    )
+
+
+def _probes(rows: Sequence[Row]) -> str:
+    found = [row for row in rows if row.work == "probe"]
+    speeds = [f"{row.case} {row.state_bytes / row.seconds / 1e9:.2f}" for row in found]
+    return f"The machine alone, all ranks at once, GB/s: {', '.join(speeds)}." if speeds else ""
+
+
+def _or_dash(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _aligned(rows: Sequence[Cells]) -> list[str]:
+    """Numbers to the right; a row that has only a note does not make its column wide."""
+    full = [row for row in rows if row[-1]]
+    widths = [max(len(row[column]) for row in full or rows) for column in range(len(rows[0]))]
+    widths[0] = max(len(row[0]) for row in rows)
+    return ["  ".join([row[0].ljust(widths[0]), *_right(row[1:], widths[1:])]).rstrip() for row in rows]
+
+
+def _right(texts: Cells, widths: Sequence[int]) -> list[str]:
+    return [text.rjust(width) for text, width in zip(texts, widths, strict=True)]

@@ -1,0 +1,118 @@
+"""The suite of loads by worlds that have just begun: all local, a node lost and gone, a node lost and replaced."""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.options import Options
+from benchmarks.suites.limits import limits_of
+from benchmarks.suites.results import Row, Sample
+from benchmarks.suites.saving import STOCK, Case
+from benchmarks.suites.setup import Setup, cluster_on, setups
+from tests.multiprocess.cluster import Cluster, Results, call
+
+SHARE = 0.22  # of the time for all suites
+ALL_LOCAL = "ours, all local"
+SHRUNK = "ours, a node lost, the others load"
+REPLACED = "ours, a node lost and replaced by a blank one"
+_SAVED_BY_STOCK, _SAVED_BY_OURS = "stock", "ours"
+_COPIES = 2
+_LAUNCH_TIMEOUT_S = 240.0
+
+
+def load_suite(options: Options) -> list[Row]:
+    rows: list[Row] = []
+    for setup in setups(options):
+        # Both checkpoints and the probe's file.
+        with cluster_on(options, setup, options.size_bytes * (_COPIES + 2)) as cluster:
+            loads = _Loads(cluster, setup, options.size_bytes)
+            loads.save()
+            deadline = time.monotonic() + options.seconds * SHARE / len(setups(options))
+            for number in range(options.rounds):
+                if number and time.monotonic() > deadline:
+                    break
+                loads.one_round(number)
+            rows += loads.rows()
+    return rows
+
+
+@dataclass
+class _Loads:
+    cluster: Cluster
+    setup: Setup
+    size_bytes: int
+    state_bytes: int = 0
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    probes: dict[str, list[Sample]] = field(default_factory=dict)
+    remote_bytes: dict[str, int] = field(default_factory=dict)
+
+    def save(self) -> None:
+        cases = [_case(_SAVED_BY_STOCK, "stock"), _case(_SAVED_BY_OURS, "ours")]
+        step = call("benchmarks.rank.rounds.save_once", kind="fsdp2", size_bytes=self.size_bytes, cases=cases)
+        self.state_bytes = self._launched(step, range(self.setup.nodes)).agreed(0)
+
+    def one_round(self, number: int) -> None:
+        """Each of the three worlds once, and stock's load in the one that has lost nothing."""
+        everyone, lost = range(self.setup.nodes), self.setup.nodes - 1
+        self._load([_case(STOCK, "stock", _SAVED_BY_STOCK), _case(ALL_LOCAL, "ours", _SAVED_BY_OURS)], number, everyone)
+        with self._lost(lost):
+            self._load([_case(SHRUNK, "ours", _SAVED_BY_OURS)], number, range(lost))
+        with self._lost(lost):
+            self.cluster.start_agents({lost: {}})  # a node that is replaced has its agent running
+            self._load([_case(REPLACED, "ours", _SAVED_BY_OURS)], number, everyone)
+
+    def _load(self, cases: Sequence[Case], number: int, nodes: range) -> None:
+        is_whole = len(nodes) == self.setup.nodes and len(cases) > 1
+        step = call(
+            "benchmarks.rank.rounds.load_saved",
+            kind="fsdp2",
+            size_bytes=self.size_bytes,
+            cases=cases,
+            order=number,
+            is_disk=self.setup.is_disk,
+            is_probed=is_whole,
+        )
+        by_rank = self._launched(step, nodes).of(0)
+        for name, taken in by_rank[0]["load"].items():
+            self.samples.setdefault(name, []).extend(taken)
+            self.remote_bytes[name] = sum(rank["remote_bytes"][name] for rank in by_rank)
+        for name, taken in by_rank[0]["probe"].items():
+            self.probes.setdefault(name, []).extend(taken)
+
+    def _launched(self, step: Any, nodes: range) -> Results:
+        return self.cluster.launch([step], nodes=nodes, ranks=self.setup.ranks, timeout_s=_LAUNCH_TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def _lost(self, index: int) -> Iterator[None]:
+        """The node has no agent and no byte; afterwards it is as before, and whatever it has got meanwhile is gone."""
+        node = self.cluster.nodes[index]
+        node.kill_agent()
+        aside = node.disk.with_suffix(".aside")
+        node.disk.rename(aside)
+        node.disk.mkdir()
+        try:
+            yield
+        finally:
+            node.kill_agent()
+            shutil.rmtree(node.disk)
+            aside.rename(node.disk)
+
+    def rows(self) -> list[Row]:
+        limits, rows = limits_of(self.probes), []
+        for name in (STOCK, ALL_LOCAL, SHRUNK, REPLACED):
+            fraction = self.remote_bytes[name] / self.state_bytes
+            note = f"{fraction:.0%} from peers" if fraction else ""
+            limit_s = limits.load_s(fraction)
+            rows.append(self._row("load", name, self.samples[name], limit_s, note))
+        return rows + [self._row("probe", name, samples, None, "") for name, samples in self.probes.items()]
+
+    def _row(self, work: Any, name: str, samples: Sequence[Sample], limit_s: float | None, note: str) -> Row:
+        return Row("load", self.setup.name, work, name, STOCK, self.state_bytes, samples, limit_s, note=note)
+
+
+def _case(name: str, way: str, saved_by: str = "") -> Case:
+    options = {"copies": _COPIES} if way == "ours" else {}
+    return {"name": name, "way": way, "options": options, "saved_by": saved_by}

@@ -1,0 +1,90 @@
+"""Where a suite runs: on which medium, with how many nodes and ranks; and the clusters and directories for that."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.options import Options
+from tests.multiprocess.cluster import Cluster
+
+TMPFS = Path("/dev/shm")
+HEADROOM_BYTES = 256 << 20
+
+
+class Unavailable(Exception):
+    """This machine cannot run it; the message says why."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`nodes` stores with an agent each, and so many ranks on each of them."""
+
+    medium: str
+    nodes: int
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.medium}, {self.nodes} x {self.ranks}"
+
+    @property
+    def is_disk(self) -> bool:
+        return self.medium == "disk"
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks
+
+
+def setups(options: Options) -> list[Setup]:
+    shapes = [(2, 2)] if options.is_quick else [(2, 2), (4, 1)]
+    return [Setup(medium, *shape) for medium in options.media for shape in shapes]
+
+
+@contextmanager
+def scratch_folder(options: Options, medium: str, needed_bytes: int) -> Iterator[Path]:
+    """A new directory on the medium, removed afterwards.
+
+    Raises: Unavailable if there is not room for so much, or what should be the disk is memory.
+    """
+    home = TMPFS if medium == "tmpfs" else options.disk
+    if medium == "disk" and kind_of(home) == "tmpfs":
+        raise Unavailable(f"{home} is a tmpfs: name a directory on a disk with --disk")
+    if shutil.disk_usage(home).free < needed_bytes + HEADROOM_BYTES:
+        raise Unavailable(f"{home} has no room for {needed_bytes >> 20} MiB")
+    folder = Path(tempfile.mkdtemp(prefix="rckpt-bench-", dir=home))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def cluster_on(options: Options, setup: Setup, needed_bytes: int) -> Iterator[Cluster]:
+    """Nodes with empty stores on the setup's medium; nothing of them is left afterwards."""
+    with (
+        scratch_folder(options, setup.medium, needed_bytes) as folder,
+        Cluster(folder / "cluster", setup.nodes, quick_exit=True) as cluster,
+    ):
+        (cluster.base / "shared").mkdir()
+        yield cluster
+
+
+def kind_of(path: Path) -> str:
+    """The file system that a path lies on, as the kernel calls it."""
+    best, kind = "", "unknown"
+    resolved = str(path.resolve())
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, point, found, *_ = line.split()
+        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, found
+    return kind
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))

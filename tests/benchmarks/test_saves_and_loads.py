@@ -1,0 +1,111 @@
+"""The benchmark of saves and loads runs, verifies what it measures, and its figures reach the documents."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.rank import state
+from benchmarks.report.documents import BEGIN, END, NoMarks, written
+from benchmarks.suites.limits import limits_of
+from benchmarks.suites.loading import ALL_LOCAL, REPLACED, SHRUNK
+from benchmarks.suites.results import Results, Row, from_json
+from benchmarks.suites.saving import STOCK
+from benchmarks.suites.setup import kind_of
+
+SAVES = [
+    STOCK,
+    "ours, 1 copy",
+    "ours, 2 copies, ack=local",
+    "ours, 2 copies, ack=peer-memory",
+    "ours, 2 copies, ack=peer",
+]
+MACHINE = dict.fromkeys(("date", "cores", "cpu", "torch", "commit", "load_before"), "?")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(300)
+def test_it_runs_and_its_figures_reach_the_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each case has samples, the table and the file for machines name it, and documents and plots are made of them."""
+    file, medium = tmp_path / "samples.json", "tmpfs" if kind_of(tmp_path) == "tmpfs" else "disk"
+    arguments = ["--quick", "--suite", "save,load,small,emulated,peers", "--size-mib", "8", "--items", "200"]
+    where = ["--medium", medium, "--disk", str(tmp_path), "--json", str(file)]
+    assert main([*arguments, *where]) == 0
+    printed, results = capsys.readouterr().out, from_json(json.loads(file.read_text()))
+    by_suite = {suite: {row.case for row in results.of(suite) if row.work != "probe"} for suite in ("save", "load")}
+    assert by_suite == {"save": set(SAVES), "load": {STOCK, ALL_LOCAL, SHRUNK, REPLACED}}
+    for row in results.rows:
+        assert row.case in printed or row.work == "probe"
+        assert row.note if not row.samples else row.seconds > 0
+    assert [name for name in ("emulated:", "peers:") if name not in printed and not results.of(name[:-1])] == []
+    for path in (tmp_path / "README.md", tmp_path / "benchmarks" / "README.md"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    for path in written(results, tmp_path):
+        text = path.read_text()
+        if path.suffix == ".svg":
+            ET.fromstring(text)
+        else:
+            assert (text[:7], text[-7:], "old" in text) == ("before\n", "\nafter\n", False)
+            assert SAVES[-1] in text
+
+
+def test_what_is_loaded_wrong_is_noticed() -> None:
+    """One flipped bit, or two tensors in each other's place, and the state names the tensors."""
+    values = state.small(40 << 10, 0, 1)
+    assert values.wrong() == []
+    values.parts[3].words[1000] ^= 1
+    assert values.wrong() == ["tensor3"]
+    values.fill()
+    first, second = values.parts[:2]
+    first.words.copy_(second.words)
+    assert values.wrong() == ["tensor0"]
+    values.spoil()
+    assert len(values.wrong()) == 10
+
+
+def test_a_state_is_in_the_memory_that_dcp_is_given() -> None:
+    """What a load writes into the values is what is verified."""
+    values = state.plain(1 << 20, 0, 1)
+    assert values.size_bytes == 1 << 20
+    tensor = values.values["rank0.tensor5"]
+    assert isinstance(tensor, torch.Tensor)
+    tensor[7] = 1.5
+    assert values.wrong() == ["rank0.tensor5"]
+
+
+def probe(seconds: float, cpu_s: float) -> list[dict[str, float]]:
+    return [{"seconds": seconds, "rank_cpu_s": cpu_s}]
+
+
+def test_the_limit_is_device_or_cores_whichever_is_busy_for_longer() -> None:
+    """A slow disk bounds by its writes alone; on a fast one all CPU seconds count, over all cores."""
+    shared = {"checksum": probe(0.1, 0.2), "network": probe(0.5, 1.0), "read": probe(0.3, 0.4)}
+    slow = limits_of({**shared, "write": probe(9.0, 0.5), "write direct": probe(4.0, 0.1)})
+    assert (slow.save_s(1), slow.save_s(2)) == (4.0, 8.0)
+    fast = limits_of({**shared, "write": probe(0.3, 0.5)})
+    assert fast.save_s(2) == pytest.approx(max(0.6, (0.2 + 2 * 0.5 + 1.0) / fast.cores))
+    assert fast.load_s(0.5) == pytest.approx(max(0.3, (0.2 + 0.4 + 0.5) / fast.cores))
+
+
+def test_a_ratio_is_of_times_in_the_same_round() -> None:
+    """The machine was three times as slow in the second round for both: that changes no ratio."""
+    base = Row("save", "a", "save", STOCK, STOCK, 1, [{"seconds": 1.0}, {"seconds": 3.0}])
+    ours = Row("save", "a", "save", "ours", STOCK, 1, [{"seconds": 0.5}, {"seconds": 1.5}])
+    elsewhere = Row("save", "b", "save", "ours", STOCK, 1, [{"seconds": 0.5}])
+    results = Results({}, {}, [base, ours, elsewhere])
+    assert (results.ratio(ours), results.ratio(elsewhere)) == (0.5, None)
+
+
+def test_a_document_without_marks_is_left_alone(tmp_path: Path) -> None:
+    """Figures go where a document says, or nowhere."""
+    document = tmp_path / "benchmarks" / "README.md"
+    document.parent.mkdir()
+    document.write_text("no marks")
+    with pytest.raises(NoMarks, match=r"README\.md"):
+        written(Results(MACHINE, {}), tmp_path)
+    assert document.read_text() == "no marks"
