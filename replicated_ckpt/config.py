@@ -1,6 +1,7 @@
-"""Settings, frozen and validated once: of the writer, the reader and the agent."""
+"""Settings, frozen and validated once: of the writer, the reader, the manager and the agent."""
 
 import os
+import signal
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -124,6 +125,27 @@ class ReaderConfig:
         if root is None and object_store is None:
             raise ConfigInvalid("A reader needs a root, an object_store, or both.")
         return cls(None if root is None else _checked_root(root), object_store)
+
+
+@dataclass(frozen=True)
+class ManagerConfig:
+    """When a CheckpointManager saves: at each multiple of `every`, and after one of the signals `preempt_on`.
+
+    Raises:
+        ConfigInvalid: naming the argument.
+    """
+
+    every: int
+    preempt_on: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ConfigInvalid(f"every must be a whole number from 1, not {self.every!r}.")
+        names: object = self.preempt_on
+        if not isinstance(names, tuple) or not set(names) <= set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
+            raise ConfigInvalid(
+                f'preempt_on must be names of signals that can be caught, ("SIGTERM",) say, not {names!r}.'
+            )
 
 
 @dataclass(frozen=True)
