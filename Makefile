@@ -3,6 +3,7 @@
 #   make drill [ARGS="--scenario replace"]             several nodes on this machine, broken on purpose
 #   make torture [SEEDS=200] [REAL_SEEDS=20] [FIRST=0] random schedules of faults: simulated, then with real processes
 #   make bench-bucket [ARGS="--quick"]                 our clients of a bucket beside s3fs, on a real S3 server (root)
+#   make frameworks                                  installs Lightning, Transformers, Ray, ... and runs their examples
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
@@ -19,14 +20,15 @@ EXTRAS  := $(if $(TORCH),,drill,)s3,test,dev
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/installed
 FAST    := not multiprocess and not fault and not slow and not radosgw
-# Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them.
+# Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them. Those of other frameworks need
+# more packages than the rest together: `make frameworks`.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill torture bench-bucket check fast lint types install clean
+.PHONY: test drill torture bench-bucket frameworks check fast lint types install clean
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(WHOLE)" $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(WHOLE)" --ignore tests/frameworks $(ARGS)
 
 drill: $(STAMP)
 	@$(BIN)/replicated-ckpt drill $(ARGS)
@@ -37,6 +39,10 @@ torture: $(STAMP)
 
 bench-bucket: $(STAMP)
 	@$(BIN)/python -m benchmarks.bucket $(ARGS)
+
+frameworks: $(STAMP)
+	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[frameworks]'
+	@$(BIN)/python -m pytest tests/frameworks $(ARGS)
 
 check: lint types fast
 
