@@ -6,6 +6,7 @@
 #   make bench-peers                                   installs the others that `make bench` compares with, without what they need
 #   make bench-bucket [ARGS="--quick"]                 our clients of a bucket beside s3fs, on a real S3 server (root)
 #   make bench-planning [ARGS="--ranks 64,1024"]       the coordinator's work for many ranks and items, beside stock torch's
+#   make frameworks                                  installs Lightning, Transformers, Ray, ... and runs their examples
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
@@ -22,14 +23,15 @@ EXTRAS  := $(if $(TORCH),,drill,)s3,test,dev
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/installed
 FAST    := not multiprocess and not fault and not slow and not radosgw
-# Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them.
+# Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them. Those of other frameworks need
+# more packages than the rest together: `make frameworks`.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill torture bench-bucket bench-planning check fast lint types install clean bench bench-peers
+.PHONY: test drill torture bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(WHOLE)" $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(WHOLE)" --ignore tests/frameworks $(ARGS)
 
 drill: $(STAMP)
 	@$(BIN)/replicated-ckpt drill $(ARGS)
@@ -51,6 +53,10 @@ bench-bucket: $(STAMP)
 
 bench-planning: $(STAMP)
 	@$(BIN)/python -m benchmarks.planning $(ARGS)
+
+frameworks: $(STAMP)
+	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[frameworks]'
+	@$(BIN)/python -m pytest tests/frameworks $(ARGS)
 
 check: lint types fast
 

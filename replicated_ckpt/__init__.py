@@ -10,13 +10,23 @@ from replicated_ckpt.version import __version__
 
 if TYPE_CHECKING:
     from replicated_ckpt.config import Retention
+    from replicated_ckpt.dcp.checkpointing import CheckpointManager
     from replicated_ckpt.dcp.reader import ReplicatedReader
     from replicated_ckpt.dcp.report import LoadReport, SaveReport
     from replicated_ckpt.dcp.writer import ReplicatedWriter
 
-__all__ = ["LoadReport", "ReplicatedReader", "ReplicatedWriter", "Retention", "SaveReport", "__version__"]
+__all__ = [
+    "CheckpointManager",
+    "LoadReport",
+    "ReplicatedReader",
+    "ReplicatedWriter",
+    "Retention",
+    "SaveReport",
+    "__version__",
+]
 
 _HOME_BY_NAME = {
+    "CheckpointManager": "replicated_ckpt.dcp.checkpointing",
     "LoadReport": "replicated_ckpt.dcp.report",
     "ReplicatedReader": "replicated_ckpt.dcp.reader",
     "ReplicatedWriter": "replicated_ckpt.dcp.writer",

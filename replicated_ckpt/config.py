@@ -1,6 +1,7 @@
-"""Settings, frozen and validated once: of the writer, the reader and the agent."""
+"""Settings, frozen and validated once: of the writer, the reader, the manager and the agent."""
 
 import os
+import signal
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -8,6 +9,7 @@ from replicated_ckpt.errors import ConfigInvalid
 
 Ack = Literal["local", "peer-memory", "peer", "object"]
 OnDegraded = Literal["warn", "raise"]
+CheckpointIdFrom = Literal["all", "coordinator"]
 
 _COPIES_MAX = 16
 
@@ -54,6 +56,7 @@ class WriterConfig:
     object_every: int = 1
     retention: Retention | None = None
     object_retention: Retention | None = None
+    checkpoint_id_from: CheckpointIdFrom = "all"
 
     @property
     def must_have_all_copies(self) -> bool:
@@ -74,6 +77,7 @@ class WriterConfig:
         object_every: int,
         retention: Retention | None = None,
         object_retention: Retention | None = None,
+        checkpoint_id_from: str = "all",
     ) -> "WriterConfig":
         """The settings, validated.
 
@@ -82,14 +86,17 @@ class WriterConfig:
         """
         if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= _COPIES_MAX:
             raise ConfigInvalid(f"copies must be a whole number from 1 to {_COPIES_MAX}, not {copies!r}.")
-        if ack not in get_args(Ack):
-            raise ConfigInvalid(f"ack must be one of {get_args(Ack)}, not {ack!r}.")
+        for name, choice, choices in (
+            ("ack", ack, Ack),
+            ("on_degraded", on_degraded, OnDegraded),
+            ("checkpoint_id_from", checkpoint_id_from, CheckpointIdFrom),
+        ):
+            if choice not in get_args(choices):
+                raise ConfigInvalid(f"{name} must be one of {get_args(choices)}, not {choice!r}.")
         if ack == "object" and object_store is None:
             raise ConfigInvalid('ack="object" needs object_store="s3://bucket/prefix", say.')
         if isinstance(object_every, bool) or not isinstance(object_every, int) or object_every < 1:
             raise ConfigInvalid(f"object_every must be a whole number from 1, not {object_every!r}.")
-        if on_degraded not in get_args(OnDegraded):
-            raise ConfigInvalid(f"on_degraded must be one of {get_args(OnDegraded)}, not {on_degraded!r}.")
         if domain is not None and (not isinstance(domain, str) or not domain):
             raise ConfigInvalid(f"domain must be a name such as a rack's, not {domain!r}.")
         for name, value in (("retention", retention), ("object_retention", object_retention)):
@@ -98,7 +105,7 @@ class WriterConfig:
         if object_retention is not None and object_store is None:
             raise ConfigInvalid('object_retention needs object_store="s3://bucket/prefix", say.')
         checked = (_checked_root(root), copies, ack, domain, on_degraded, bool(overwrite), object_store, object_every)
-        return cls(*checked, retention, object_retention)  # type: ignore[arg-type]
+        return cls(*checked, retention, object_retention, checkpoint_id_from)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,27 @@ class ReaderConfig:
         if root is None and object_store is None:
             raise ConfigInvalid("A reader needs a root, an object_store, or both.")
         return cls(None if root is None else _checked_root(root), object_store)
+
+
+@dataclass(frozen=True)
+class ManagerConfig:
+    """When a CheckpointManager saves: at each multiple of `every`, and after one of the signals `preempt_on`.
+
+    Raises:
+        ConfigInvalid: naming the argument.
+    """
+
+    every: int
+    preempt_on: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ConfigInvalid(f"every must be a whole number from 1, not {self.every!r}.")
+        names: object = self.preempt_on
+        if not isinstance(names, tuple) or not set(names) <= set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
+            raise ConfigInvalid(
+                f'preempt_on must be names of signals that can be caught, ("SIGTERM",) say, not {names!r}.'
+            )
 
 
 @dataclass(frozen=True)

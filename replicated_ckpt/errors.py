@@ -64,9 +64,17 @@ class ManifestVersionUnknown(ManifestInvalid):
 
 
 class CheckpointNotFound(ReplicatedCkptError):
-    """No reachable store holds a committed checkpoint of this id (or any at all, for "latest")."""
+    """No reachable store holds a committed checkpoint of this id (or any at all, for "latest").
+
+    `unreached`: nodes of this very load, and the bucket, that did not answer and so may hold it.
+    """
 
     default_hint = "Check the id with `replicated-ckpt ls --root ROOT`, and that the nodes that hold it take part."
+
+    def __init__(self, message: str, hint: str | None = None, unreached: Sequence[str] = ()) -> None:
+        super().__init__(message, hint)
+        self.args = (message, hint, tuple(unreached))
+        self.unreached = tuple(unreached)
 
 
 class CheckpointNotCommitted(CheckpointNotFound):

@@ -1,10 +1,13 @@
 """The decision about one save: what the coordinator drew and chose, as every rank reads it, and each rank's receipt."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from replicated_ckpt.config import CheckpointIdFrom
+from replicated_ckpt.core.layout import checkpoint_id_under
 from replicated_ckpt.core.placement import PlacedNode, Placement, placed
 from replicated_ckpt.core.uploading import UploadPlan
 from replicated_ckpt.dcp.node import NodePost
@@ -98,9 +101,9 @@ class SaveDecision:
 
 @dataclass(frozen=True)
 class SavePost:
-    """What each rank says before a save."""
+    """What each rank says before a save. `checkpoint_id` None: it takes the coordinator's."""
 
-    checkpoint_id: str
+    checkpoint_id: str | None
     node: NodePost
 
     def to_json(self) -> dict[str, Any]:
@@ -115,11 +118,15 @@ def decided(posts: Sequence[SavePost], copies: int, save_id: str) -> SaveDecisio
     """The decision that follows from what the ranks posted, in rank order.
 
     Raises:
-        CheckpointIdMismatch: the ranks named different checkpoints.
+        CheckpointIdMismatch: the ranks named different checkpoints; one that takes the coordinator's names none.
         ConfigInvalid: two different stores claim the same identity.
     """
-    if len({post.checkpoint_id for post in posts}) > 1:
-        raise CheckpointIdMismatch({rank: post.checkpoint_id for rank, post in enumerate(posts)})
+    checkpoint_id = posts[0].checkpoint_id
+    given = {rank: post.checkpoint_id for rank, post in enumerate(posts) if post.checkpoint_id is not None}
+    if checkpoint_id is None:
+        raise ConfigInvalid("The coordinator named no checkpoint.")
+    if len(set(given.values())) > 1:
+        raise CheckpointIdMismatch(given)
     nodes: dict[str, NodePost] = {}
     for post in posts:
         known = nodes.setdefault(post.node.node_id, post.node)
@@ -127,12 +134,27 @@ def decided(posts: Sequence[SavePost], copies: int, save_id: str) -> SaveDecisio
     place = {node: index for index, node in enumerate(nodes)}
     return SaveDecision(
         save_id,
-        posts[0].checkpoint_id,
+        checkpoint_id,
         0,
         tuple(nodes.values()),
         tuple(place[post.node.node_id] for post in posts),
         placed([PlacedNode(node.node_id, node.domain) for node in nodes.values()], copies),
     )
+
+
+def named_checkpoint(
+    root: str, given_id: str | os.PathLike[str] | None, id_from: CheckpointIdFrom, *, is_coordinator: bool
+) -> str | None:
+    """The checkpoint that a rank names when it presents itself; None if it takes the coordinator's.
+
+    Raises:
+        ConfigInvalid: it was given none, or none that could be under `root`.
+    """
+    if id_from == "coordinator" and not is_coordinator:
+        return None
+    if given_id is None:
+        raise ConfigInvalid("dcp.save was given no checkpoint_id.", 'Pass checkpoint_id="step-10", say.')
+    return checkpoint_id_under(root, os.fspath(given_id))
 
 
 def _check_same_store(known: NodePost, other: NodePost) -> None:

@@ -86,14 +86,13 @@ def _surveyed(
         raise CheckpointIdMismatch(ids)
     nodes = {post["node"]["node_id"]: NodePost.from_json(post["node"]) for post in posts if post["node"] is not None}
     if is_nowhere(store):
-        return Surveyor(store, store.known_node_id(), [node.address for node in nodes.values()], bucket).surveyed(
-            ids[0]
-        )
+        agents = [node.address for node in nodes.values()]
+        return Surveyor(store, store.known_node_id(), agents, bucket, nodes).surveyed(ids[0])
     own = posts[world.rank]["node"]["node_id"]
     addresses = [node.address for node in nodes.values()]
     _introduced(addresses, world.session)
     absent = [peer for peer in PeerBook(store.agent_directory()).known() if peer.node_id not in nodes]
-    survey = Surveyor(store, own, [*addresses, *absent], bucket).surveyed(ids[0])
+    survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes).surveyed(ids[0])
     _tell_sequence(addresses, survey, seen_sequence(store))
     return survey
 

@@ -13,9 +13,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from replicated_ckpt.config import ReaderConfig
+from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.mark import own_prefix
 from replicated_ckpt.core.sources import ByteRange, merged
 from replicated_ckpt.dcp.items import ItemReader
+from replicated_ckpt.dcp.lookup import looked_up
 from replicated_ckpt.dcp.meeting import AgreedError, met
 from replicated_ckpt.dcp.metadata_copies import verified_metadata
 from replicated_ckpt.dcp.report import LoadReport
@@ -87,6 +89,31 @@ class ReplicatedReader(StorageReader):
         self._failure: ReplicatedCkptError | None = None
         self._info_by_index: Mapping[MetadataIndex, StorageInfo] = {}
         self._started_at = time.monotonic()
+
+    def exists(self, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether there is a committed checkpoint of this id, in any store; the same on every rank, and all must ask.
+
+        A test of the own disk would answer differently on each node. One that is there and no longer whole exists.
+
+        Raises:
+            StoreUnavailable: none was found, but not all were reached. Other ReplicatedCkptErrors, on every rank alike.
+        """
+        return self._looked_up(os.fspath(checkpoint_id)) is not None
+
+    def latest(self) -> str | None:
+        """The id that "latest" means now, None where no checkpoint is; the same on every rank, and all must ask.
+
+        Raises:
+            ShardLost: there are checkpoints, and none is whole. StoreUnavailable: as for `exists`.
+        """
+        return self._looked_up(LATEST)
+
+    def _looked_up(self, checkpoint_id: str) -> str | None:
+        try:
+            world = world_of_call(self._process_group, self._no_dist)
+            return looked_up(self._store, world, checkpoint_id, self._opened_bucket())
+        finally:
+            self._close_bucket()
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,8 +92,15 @@ class Surveyor:
     """Looks at this node's store and the bucket directly and at the peers' stores through their agents."""
 
     def __init__(
-        self, store: LocalStore, own_node: str, peers: Iterable[AgentAddress], bucket: Bucket | None = None
+        self,
+        store: LocalStore,
+        own_node: str,
+        peers: Iterable[AgentAddress],
+        bucket: Bucket | None = None,
+        expected: Collection[str] = (),
     ) -> None:
+        self._expected = {*expected, OBJECT_NODE}  # whom to miss if they do not answer: unlike old acquaintances
+        self._unreached: list[str] = []
         self._bucket = bucket
         self._in_bucket: dict[str, BucketSave] = {}
         self._store = store
@@ -169,7 +176,7 @@ class Surveyor:
             holdings += [holding for holding in found if holding.node_id == node]
             self._searched[node] = self._by_node[node].label
         for node, error in outcome.errors.items():
-            self._searched[node] = f"{self._by_node[node].label}: not reached ({error.message})"
+            self._not_reached(node, f"{self._by_node[node].label}: not reached ({error.message})")
             del self._by_node[node]
         return holdings
 
@@ -179,7 +186,7 @@ class Surveyor:
             found = look.found()
         except ReplicatedCkptError as exc:
             log.warning("%s is not used: %s", url, exc)
-            self._searched[OBJECT_NODE] = f"{url}: not reached ({exc.message})"
+            self._not_reached(OBJECT_NODE, f"{url}: not reached ({exc.message})")
             return []
         self._searched[OBJECT_NODE] = url
         for save in found:
@@ -189,6 +196,11 @@ class Surveyor:
                 log.warning("%s", self._problems[-1])
         self._in_bucket = {save.save_id: save for save in found if not save.is_torn}
         return [save.holding for save in self._in_bucket.values()]
+
+    def _not_reached(self, node: str, place: str) -> None:
+        self._searched[node] = place
+        if node in self._expected:
+            self._unreached.append(place)
 
     def _manifest_raw(self, save: SaveFound) -> str | None:
         """The manifest of a save, from the first holder whose copy is believed."""
@@ -229,10 +241,11 @@ class Surveyor:
         where = "; ".join(self._places())
         if any(intent.checkpoint_id == checkpoint_id for intent in self._store.staged()):
             return CheckpointNotCommitted(
-                f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}."
+                f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",
+                unreached=self._unreached,
             )
         what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
-        return CheckpointNotFound(f"{what} was found. Searched: {where}.")
+        return CheckpointNotFound(f"{what} was found. Searched: {where}.", unreached=self._unreached)
 
 
 def seen_sequence(store: LocalStore) -> int:

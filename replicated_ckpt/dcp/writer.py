@@ -18,9 +18,8 @@ from torch.futures import Future
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.config import Retention, WriterConfig
-from replicated_ckpt.core.layout import checkpoint_id_under
 from replicated_ckpt.dcp.cluster import Cluster, LoneNode, cluster_of
-from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, decided, weaknesses
+from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, decided, named_checkpoint, weaknesses
 from replicated_ckpt.dcp.finish import commit_save
 from replicated_ckpt.dcp.node import current_address, lone_post, node_post
 from replicated_ckpt.dcp.numbering import numbered
@@ -65,6 +64,7 @@ class ReplicatedWriter(StorageWriter):
         retention, object_retention: which checkpoints of the run the nodes, and the object store, keep: a
             Retention(keep_last=3, keep_every=10), say, alike on all ranks. None: all of them. A run's checkpoints are
             those whose ids lie in one directory.
+        checkpoint_id_from: "all": the ranks must pass one id. "coordinator": rank 0's is taken, the others' are ignored.
 
     One writer serves many saves, one at a time; it may be used from the thread of `dcp.async_save`.
 
@@ -87,6 +87,7 @@ class ReplicatedWriter(StorageWriter):
         object_every: int = 1,
         retention: Retention | None = None,
         object_retention: Retention | None = None,
+        checkpoint_id_from: str = "all",
     ) -> None:
         super().__init__()
         self.config = WriterConfig.checked(
@@ -100,6 +101,7 @@ class ReplicatedWriter(StorageWriter):
             object_every=object_every,
             retention=retention,
             object_retention=object_retention,
+            checkpoint_id_from=checkpoint_id_from,
         )
         target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self.last_save: SaveReport | None = None
@@ -145,9 +147,8 @@ class ReplicatedWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Presents this rank to the coordinator. The plan is not changed."""
-        if self._given_id is None:
-            raise ConfigInvalid("dcp.save was given no checkpoint_id.", 'Pass checkpoint_id="step-10", say.')
-        checkpoint_id = checkpoint_id_under(self.config.root, os.fspath(self._given_id))
+        root, id_from, is_coordinator = self.config.root, self.config.checkpoint_id_from, self._world.is_coordinator
+        checkpoint_id = named_checkpoint(root, self._given_id, id_from, is_coordinator=is_coordinator)
         if self._world.blackboard is None:
             self._post = SavePost(checkpoint_id, lone_post(self._store, self.config.domain))
         else:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.dcp.survey import Surveyor
 from replicated_ckpt.errors import (
     CheckpointExists,
     CheckpointNotCommitted,
@@ -26,6 +27,7 @@ from replicated_ckpt.errors import (
     ReplicatedCkptWarning,
     ShardLost,
 )
+from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.intent import Intent
 from replicated_ckpt.stores.local import LocalStore
 
@@ -253,6 +255,32 @@ def test_a_load_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> Non
     assert not root.exists()
 
 
+def test_whether_a_checkpoint_is_there_can_be_asked(tmp_path: Path) -> None:
+    """None at first, then the newest whole one; what is not whole exists, and no whole one left is an error, not None."""
+    reader = ReplicatedReader(tmp_path)
+    assert (reader.latest(), reader.exists("step-0")) == (None, False)
+    LocalStore(tmp_path).begin(Intent("a" * 32, "step-0", "dead", overwrite=False))
+    assert (reader.latest(), reader.exists("step-0")) == (None, False), "a save that was begun is no checkpoint"
+    for seed in range(2):
+        dcp.save(state(seed), checkpoint_id=f"step-{seed}", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    assert (reader.latest(), reader.exists(tmp_path / "step-0")) == ("step-1", True)
+    (tmp_path / "step-1" / "__0_0.distcp").unlink()
+    assert (reader.latest(), reader.exists("step-1")) == ("step-0", True)
+    (tmp_path / "step-0" / "__0_0.distcp").unlink()
+    with pytest.raises(ShardLost, match="step-1"):
+        reader.latest()
+
+
+def test_who_did_not_answer_may_hold_the_checkpoint(tmp_path: Path) -> None:
+    """A node that takes part and is not reached is no proof that nothing is there; an old acquaintance is none to miss."""
+    gone = AgentAddress("b" * 12, "127.0.0.1", 9, "token")
+    for expected, unreached in (([gone.node_id], 1), ([], 0)):
+        with pytest.raises(CheckpointNotFound) as raised:
+            Surveyor(LocalStore(tmp_path), "a" * 12, [gone], None, expected).surveyed("latest")
+        assert len(raised.value.unreached) == unreached
+        assert len(pickle.loads(pickle.dumps(raised.value)).unreached) == unreached
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -261,6 +289,7 @@ def test_a_load_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> Non
         {"ack": "never"},
         {"ack": "object"},
         {"on_degraded": "ignore"},
+        {"checkpoint_id_from": "rank 3"},
         {"domain": ""},
         {"object_store": "bucket/x"},
         {"object_store": "s3://key:secret@bucket/x"},

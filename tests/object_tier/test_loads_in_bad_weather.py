@@ -70,15 +70,18 @@ def test_a_bucket_that_is_away_is_not_needed(moto: Server, site_of: SiteOf) -> N
 
 
 def test_a_bucket_that_is_away_and_needed_is_named(moto: Server, site_of: SiteOf) -> None:
-    """On every rank, within seconds, with what it answered; back again, the same load succeeds."""
+    """On every rank, within seconds, with what it answered; `latest` is not None; back again, the same load succeeds."""
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
     site.sky.away()
     fails = call("objects.load_fails", checkpoint_id="latest", count=COUNT, ranks=2, where=site.where)
-    for failure in site.cluster.launch([fails], nodes=[0, 1], timeout_s=30).of(0):
+    ask = call("lookup.ask_in_vain", **site.where)
+    results = site.cluster.launch([fails, ask], nodes=[0, 1], timeout_s=30)
+    for failure in results.of(0):
         assert failure["types"] == ["CheckpointNotFound"]
         assert f"{site.url}: not reached" in failure["message"]
         assert "testsecret" not in failure["message"]
+    assert [asked["type"] for asked in results.of(1)] == ["StoreUnavailable"] * 2
     site.sky.back()
     assert all(value["same"] for value in site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1]).of(0))

@@ -1,0 +1,94 @@
+"""Ray Train: workers checkpoint to their own node's disk; a run that lost a worker goes on from the newest checkpoint."""
+
+import argparse
+import os
+from pathlib import Path
+
+import ray
+import torch
+from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
+from ray.train.torch import TorchTrainer
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+
+from replicated_ckpt import CheckpointManager
+
+
+class AppState(Stateful):
+    """Model and optimizer as DCP saves them."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state_dict):
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"]
+        )
+
+
+def loop(config: dict) -> None:
+    """One worker. Ray has made the process group; it calls this again, on all workers, after one was lost."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"app": AppState(model, optimizer)}
+    rank, world = get_context().get_world_rank(), get_context().get_world_size()
+    # Ray calls this in a thread, where no signal can be caught.
+    with CheckpointManager(config["root"], every=config["save_every"], preempt_on=()) as manager:
+        step = manager.restore_latest(state) or 0
+        if rank == 0:
+            print(f"starting at step {step} on {world} ranks", flush=True)
+        while step < config["steps"]:
+            if step == config["die_at"] and rank == world - 1 and not Path(config["root"], "died").exists():
+                Path(config["root"], "died").touch()
+                os._exit(1)  # what this example is there to survive
+            generator = torch.Generator().manual_seed(step * world + rank)
+            inputs = torch.randn(8, 16, generator=generator)
+            loss = nn.functional.mse_loss(model(inputs), inputs.square().sum(dim=1, keepdim=True))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if manager.should_save(step):
+                manager.save(step, state)
+                if rank == 0:
+                    print(f"step {step}: loss {loss.item():.4f}, saved", flush=True)
+    ray.train.report({"step": step})
+
+
+def main() -> None:
+    """The driver."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, required=True, help="each node's store: a directory on a node-local disk")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--die-at", type=int, default=-1, help="the last worker dies before this step, once")
+    arguments = parser.parse_args()
+    # Ray's own storage must be shared between nodes; nothing but its bookkeeping goes there. --root need not be.
+    trainer = TorchTrainer(
+        loop,
+        train_loop_config={
+            "root": str(arguments.root.resolve()),
+            "steps": arguments.steps,
+            "save_every": arguments.save_every,
+            "die_at": arguments.die_at,
+        },
+        scaling_config=ScalingConfig(num_workers=arguments.workers, use_gpu=torch.cuda.is_available()),
+        run_config=RunConfig(
+            storage_path=str(arguments.root.resolve().parent / "ray"), failure_config=FailureConfig(max_failures=2)
+        ),
+    )
+    result = trainer.fit()
+    print(f"ended at step {result.metrics['step']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

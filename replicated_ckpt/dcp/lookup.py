@@ -1,0 +1,35 @@
+"""The question before a load: is there a checkpoint? Every rank gets the same answer, or every rank the same error."""
+
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.dcp.meeting import AgreedError, met
+from replicated_ckpt.dcp.world import World
+from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.stores.local import LocalStore
+
+
+def looked_up(store: LocalStore, world: World, checkpoint_id: str, bucket: Bucket | None) -> str | None:
+    """The id of the committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None without one.
+
+    One that is found and not whole counts as found: whoever began anew beside it would take a loss for a first start.
+
+    Raises:
+        StoreUnavailable: nothing was found, and a node that takes part or the bucket did not answer. ShardLost: "latest",
+        and there are checkpoints, none of them whole. ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
+    """
+    try:
+        return met(store, world, checkpoint_id, bucket).found.checkpoint_id
+    except AgreedError as exc:
+        _check_is_not_there(exc.error, checkpoint_id)
+    except CheckpointNotFound as exc:
+        _check_is_not_there(exc, checkpoint_id)
+    return None
+
+
+def _check_is_not_there(error: ReplicatedCkptError, checkpoint_id: str) -> None:
+    if not isinstance(error, CheckpointNotFound):
+        raise error
+    if error.unreached:
+        key = "the newest checkpoint" if checkpoint_id == LATEST else checkpoint_id
+        hint = "Bring it back, or load by name to go on without it: what did not answer may hold the checkpoint."
+        raise StoreUnavailable("; ".join(error.unreached), "look for", key, "no other store has it", hint)

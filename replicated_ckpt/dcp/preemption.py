@@ -1,0 +1,66 @@
+"""Notice to leave: a signal that any rank was sent, learned by all ranks at the same step."""
+
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from replicated_ckpt.errors import ConfigInvalid
+
+
+class Preemption:
+    """Catches signals from the beginning to `close`; `agree` tells all ranks at once whether one of them got any.
+
+    A signal reaches the ranks at different steps, or only one of them. So they reduce one number at each step, over a
+    gloo group of their own: a rank that saved or left alone would leave the others waiting in their next collective.
+
+    Raises:
+        ConfigInvalid: signals are to be caught, and this is not the process's main thread.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.is_agreed = False
+        self._is_signalled = False
+        self._previous: dict[int, Any] = {}
+        self._group: Any = None
+        if not names:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigInvalid(
+                f"Only the main thread can catch {', '.join(names)}.",
+                "Make the CheckpointManager in the main thread, or pass preempt_on=().",
+            )
+        if dist.is_available() and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+        for name in names:
+            number = signal.Signals[name]
+            self._previous[number] = signal.signal(number, self._caught)
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        """Only notes it: batch systems send the same signal twice, and whoever was to hear of it before still does."""
+        self._is_signalled = True
+        previous = self._previous.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+
+    def agree(self) -> bool:
+        """Whether any rank has been sent a signal before it came here: the same answer on all ranks, which all must ask.
+
+        Once it is true it stays so, and nothing is communicated any more.
+        """
+        if self._previous and not self.is_agreed:
+            signalled = torch.tensor(int(self._is_signalled))
+            if self._group is not None:
+                dist.all_reduce(signalled, dist.ReduceOp.MAX, self._group)
+            self.is_agreed = bool(signalled)
+        return self.is_agreed
+
+    def close(self) -> None:
+        """Signals mean what they meant before."""
+        while self._previous:
+            number, previous = self._previous.popitem()
+            signal.signal(number, previous)

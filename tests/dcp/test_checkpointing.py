@@ -1,0 +1,147 @@
+"""CheckpointManager on one process, without a process group."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt import CheckpointManager, ReplicatedWriter
+from replicated_ckpt.errors import ConfigInvalid, ShardLost
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+
+
+def state(value: int) -> dict[str, Any]:
+    return {"weights": torch.full((1000,), float(value)), "step": value}
+
+
+def test_what_was_saved_last_is_restored(tmp_path: Path) -> None:
+    """Nothing at first; then, in the background or not, the last step with its values."""
+    with CheckpointManager(tmp_path) as manager:
+        found = state(0)
+        assert manager.restore_latest(found) is None
+        assert found["step"] == 0
+        manager.save(1, state(1))
+        saved = state(2)
+        manager.async_save(2, saved)
+        saved["weights"].zero_()  # the state belongs to the training again
+        assert manager.restore_latest(found) == 2
+        assert (found["step"], float(found["weights"].mean())) == (2, 2.0)
+        manager.async_save(10, state(10))
+        assert manager.wait() == ()
+    again = state(0)
+    assert CheckpointManager(tmp_path, preempt_on=()).restore_latest(again) == 10
+    assert again["step"] == 10
+
+
+def test_a_step_may_be_saved_again(tmp_path: Path) -> None:
+    """After a loss a job passes its steps once more; {"overwrite": False} forbids it."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1))
+        manager.save(1, state(3))
+        found = state(0)
+        assert manager.restore_latest(found) == 1
+        assert found["step"] == 3
+    with (
+        CheckpointManager(tmp_path, writer_options={"overwrite": False}) as manager,
+        pytest.raises(CheckpointException, match="exists"),
+    ):
+        manager.save(1, state(1))
+
+
+@pytest.mark.parametrize("call", ["save", "async_save", "restore_latest", "wait", "close"])
+def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path: Path, call: str) -> None:
+    """Whatever is called next raises what the save raised, once; nothing was saved, and the next save succeeds."""
+    manager = CheckpointManager(tmp_path)
+    shard = tmp_path / "step-1"
+    shard.mkdir(parents=True)  # a directory that is no checkpoint is never replaced
+    (shard / "precious").touch()
+    manager.async_save(1, state(1))
+    arguments = {"save": (2, state(2)), "async_save": (2, state(2)), "restore_latest": (state(0),)}
+    with pytest.raises(CheckpointException, match="step-1"):
+        getattr(manager, call)(*arguments.get(call, ()))
+    assert [path.parent.name for path in tmp_path.glob("*/.metadata")] == []
+    manager.save(3, state(3))
+    manager.close()
+    assert [path.parent.name for path in tmp_path.glob("*/.metadata")] == ["step-3"]
+
+
+def test_steps_are_saved_as_often_as_asked_for(tmp_path: Path) -> None:
+    """Every so many-th step, and nothing else without a signal."""
+    with CheckpointManager(tmp_path, every=5) as manager:
+        assert [step for step in range(1, 12) if manager.should_save(step)] == [5, 10]
+        assert not manager.preempted
+
+
+def test_a_signal_asks_for_one_save_more(tmp_path: Path) -> None:
+    """After SIGTERM the next step is saved, whoever else listened hears it, and at the end it means what it did."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        with CheckpointManager(tmp_path, every=100) as manager:
+            assert not manager.should_save(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert [manager.should_save(step) for step in (2, 3, 100)] == [True, False, True]
+            assert manager.preempted
+            assert heard == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_only_losses_and_foreign_checkpoints_are_errors(tmp_path: Path) -> None:
+    """No whole checkpoint among some is ShardLost, not a first start; one of another program's name is refused."""
+    with CheckpointManager(tmp_path / "lost") as manager:
+        manager.save(1, state(1))
+        (tmp_path / "lost" / "step-1" / "__0_0.distcp").unlink()
+        with pytest.raises(ShardLost):
+            manager.restore_latest(state(0))
+    dcp.save(state(1), checkpoint_id="epoch-1", storage_writer=ReplicatedWriter(tmp_path / "theirs"))
+    with CheckpointManager(tmp_path / "theirs") as manager, pytest.raises(ConfigInvalid, match="epoch-1"):
+        manager.restore_latest(state(0))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"every": 0}, {"preempt_on": "SIGTERM"}, {"preempt_on": ("SIGKILL",)}, {"preempt_on": ("TERM",)}]
+)
+def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """The constructor names the argument, and no signal is caught."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ConfigInvalid, match=next(iter(arguments))):
+        CheckpointManager(tmp_path, **arguments)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0])
+def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
+    """What could not be restored by its number is not saved."""
+    with CheckpointManager(tmp_path) as manager, pytest.raises(ConfigInvalid, match="step"):
+        manager.save(step, state(1))
+
+
+def test_signals_need_the_main_thread(tmp_path: Path) -> None:
+    """Elsewhere the manager says so; without signals it works on any thread."""
+    raised: list[BaseException] = []
+
+    def made() -> None:
+        try:
+            CheckpointManager(tmp_path)
+        except ConfigInvalid as exc:
+            raised.append(exc)
+        CheckpointManager(tmp_path, preempt_on=()).save(1, state(1))
+
+    thread = threading.Thread(target=made)
+    thread.start()
+    thread.join()
+    assert len(raised) == 1
+    assert (tmp_path / "step-1" / ".metadata").exists()

@@ -1,0 +1,142 @@
+"""The launchers of examples/launchers: valid to what can check them here, and the Slurm script really run."""
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from replicated_ckpt.cli.main import parser
+from replicated_ckpt.dcp.node import HOST_ENV
+from replicated_ckpt.stores.local import LocalStore
+from tests.agent.checkpoints import findings
+from tests.multiprocess.processes import end, processes_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS = ROOT / "examples" / "launchers"
+MANIFESTS = sorted(LAUNCHERS.glob("*.yaml"))
+KUBERNETES = "1.31"
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def containers(path: Path) -> Iterator[dict[str, Any]]:
+    for document in documents(path):
+        spec = document["spec"].get("template", {}).get("spec", {})
+        yield from (*spec.get("initContainers", ()), *spec.get("containers", ()))
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_manifests_are_valid(path: Path) -> None:
+    """Kubernetes' own schemas know every field of them."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for document in documents(path):
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_manifests_call_what_there_is(path: Path) -> None:
+    """Agents get arguments that the command has; ranks get the agent's root, and the address where the agent listens."""
+    found = list(containers(path))
+    assert found
+    for container in found:
+        (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "store"]
+        if container["name"] == "agent":
+            arguments = parser().parse_args(container["args"][1:])
+            assert arguments.root == mount["mountPath"]
+            assert arguments.host in {"$(HOST_IP)", "0.0.0.0"}
+        else:
+            assert f"--root={mount['mountPath']}" in container["args"]
+            assert HOST_ENV in {variable["name"] for variable in container["env"]}
+
+
+def test_the_units_command_is_one(tmp_path: Path) -> None:
+    """systemd accepts the unit, and the command accepts its arguments."""
+    unit = (LAUNCHERS / "replicated-ckpt-agent.service").read_text(encoding="utf-8")
+    (command,) = [line.removeprefix("ExecStart=") for line in unit.splitlines() if line.startswith("ExecStart=")]
+    program, *arguments = shlex.split(command)
+    parser().parse_args(arguments)
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not here: the unit's other lines are unchecked")
+    copy = tmp_path / "replicated-ckpt-agent.service"
+    copy.write_text(unit.replace(program, "/bin/true"), encoding="utf-8")
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert copy.name not in done.stderr
+
+
+def fake_slurm(directory: Path) -> None:
+    """Commands of Slurm for two nodes on this machine: `srun` runs its command once per node, each with its own root."""
+    directory.mkdir()
+    commands = {
+        "srun": (
+            "while [[ $1 == --* ]]; do shift; done\n"
+            "pids=()\n"
+            "trap 'kill \"${pids[@]}\" 2>/dev/null' TERM\n"
+            "for SLURM_NODEID in 0 1; do\n"
+            '  SLURM_NODEID=$SLURM_NODEID ROOT=$ROOT/node-$SLURM_NODEID "$@" & pids+=($!)\n'
+            "done\n"
+            'status=0; for pid in "${pids[@]}"; do wait "$pid" || status=$?; done; exit "$status"\n'
+        ),
+        "scontrol": "echo 127.0.0.1; echo 127.0.0.1\n",
+        "torchrun": f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"\n',
+        "replicated-ckpt": (
+            f"exec {shlex.quote(sys.executable)} -c "
+            '"import sys; from replicated_ckpt.cli.main import main; sys.exit(main())" "$@"\n'
+        ),
+    }
+    for name, body in commands.items():
+        path = directory / name
+        path.write_text("#!/bin/bash\n" + body, encoding="utf-8")
+        path.chmod(0o755)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(180)
+def test_the_slurm_script_trains_and_resumes(tmp_path: Path) -> None:
+    """Two nodes train; one loses its store; the requeued job goes on. Slurm's commands are stood in for, nothing else."""
+    fake_slurm(tmp_path / "bin")
+    store = tmp_path / "ckpt"
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "ROOT": str(store),
+        "RANKS_PER_NODE": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node-[0-1]",
+    }
+    try:
+        assert "starting at step 0 on 2 ranks" in trained(environment, 2)
+        shutil.rmtree(store / "node-1")
+        assert "starting at step 2 on 2 ranks" in trained(environment, 4)
+    finally:
+        end(processes_of(str(store)))
+    for node in (LocalStore(store / "node-0"), LocalStore(store / "node-1")):
+        assert (node.root / "step-4" / ".metadata").exists()
+        assert findings(node) == []
+
+
+def trained(environment: dict[str, str], steps: int) -> str:
+    """Runs the script to its end, on a port of its own; what it said."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = ["bash", str(LAUNCHERS / "slurm.sbatch"), str(ROOT / "examples" / "fashion_mnist.py")]
+    command += ["--steps", str(steps), "--save-every", "2", "--batch", "2"]
+    environment = environment | {"PORT": str(port)}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=80, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout

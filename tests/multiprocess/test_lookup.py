@@ -1,0 +1,33 @@
+"""`exists` and `latest`, and ids that differ by rank: one answer on every rank."""
+
+from tests.multiprocess.cluster import call
+from tests.multiprocess.conftest import ClusterOf
+
+
+def test_all_ranks_are_told_the_same_whatever_their_own_disk_holds(cluster_of: ClusterOf) -> None:
+    """Nothing at first, then the newest; a blank node is told what the other one is, and one rank may ask alone."""
+    cluster = cluster_of(2)
+    ask = call("lookup.ask", names=["step-1", "step-2"])
+    kinds = ["meshes"]
+    calls = [ask, call("state.save", kinds=kinds, checkpoint_id="step-1"), ask, call("lookup.ask_by_own_name")]
+    before = cluster.launch(calls, nodes=[0, 1], ranks=2)
+    assert before.agreed(0) == {"latest": None, "exists": [False, False], "on own disk": [False, False]}
+    assert before.agreed(2) == {"latest": "step-1", "exists": [True, False], "on own disk": [True, False]}
+    assert before.agreed(3) == "CheckpointIdMismatch"
+    cluster.nodes[1].lose()
+    after = cluster.launch([ask, call("lookup.ask_alone", rank=2)], nodes=[0, 1], ranks=2)
+    assert [value["on own disk"][0] for value in after.of(0)] == [True, True, False, False]
+    assert [value["latest"] for value in after.of(0)] == ["step-1"] * 4
+    assert [value["exists"] for value in after.of(0)] == [[True, False]] * 4
+    assert after.of(1) == [None, None, "step-1", None]
+
+
+def test_the_coordinators_id_is_taken_on_request(cluster_of: ClusterOf) -> None:
+    """Ranks with timestamps of their own, paths outside the root and no id at all save one checkpoint, rank 0's."""
+    cluster = cluster_of(2)
+    ids = ["out/11-59-59/checkpoint-5", "out/12-00-00/checkpoint-5", "/elsewhere/checkpoint-5", None]
+    calls = [call("lookup.save_under_the_coordinators_id", ids=ids), call("lookup.ask", names=ids[:2])]
+    results = cluster.launch(calls, nodes=[0, 1], ranks=2)
+    assert results.agreed(0) == ids[0]
+    assert [value["exists"] for value in results.of(1)] == [[True, False]] * 4
+    assert all(sorted(path.name for path in (node.disk / "out").iterdir()) == ["11-59-59"] for node in cluster.nodes)
