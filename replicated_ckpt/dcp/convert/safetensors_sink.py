@@ -46,9 +46,8 @@ class SafetensorsSink:
             with output.create(name) as stream:
                 stream.write(encoded_header(_placed(entries)))
                 for _, tensor in streamed(source, entries):
-                    raw = memory_of(tensor)
-                    stream.write(raw)
-                    progress(len(raw))
+                    progress(stream.write(memory_of(tensor)))
+                    del tensor  # before the next window is read
         if len(self._entries_by_file) > 1:
             weight_map = {entry.name: name for name, entries in self._entries_by_file.items() for entry in entries}
             total = sum(entry.size_bytes for entry in contents.tensors)

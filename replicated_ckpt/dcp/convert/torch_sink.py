@@ -117,10 +117,11 @@ def _write_tensors(
         with archive.opened(f"data/{keys[entry.key]}", entry.size_bytes) as record:
             left = entry.size_bytes
             while left:
-                raw = memory_of(next(pieces)[1])
-                record.write(raw)
-                progress(len(raw))
-                left -= len(raw)
+                _, tensor = next(pieces)
+                written = record.write(memory_of(tensor))
+                del tensor  # before the next window is read
+                progress(written)
+                left -= written
 
 
 class _Archive:
