@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from replicated_ckpt.core.keys import KeyRules
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning
 
 if TYPE_CHECKING:
     from replicated_ckpt.dcp.convert.progress import Converted, Progress
@@ -80,6 +80,7 @@ class Printer:
         self._caught.__enter__()
         warnings.showwarning = lambda message, *_args, **_more: self.note(str(message))
         warnings.filterwarnings("ignore", module="torch")
+        warnings.filterwarnings("always", category=ReplicatedCkptWarning)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -66,5 +66,10 @@ def _written(stream: Stream, name: str, data: torch.Tensor | io.BytesIO) -> Stor
     if isinstance(data, io.BytesIO):
         stream.write(data.getbuffer())
     else:
-        torch.save(data, stream)  # type: ignore[arg-type]
+        try:
+            torch.save(data, stream)  # type: ignore[arg-type]
+        except RuntimeError as exc:  # torch closes its archive after a failed write, and raises what that fails with
+            if stream.failure is None:
+                raise
+            raise stream.failure from exc
     return StorageInfo(name, start, stream.position - start)

@@ -21,7 +21,7 @@ from replicated_ckpt.stores.output_local import LocalOutput
 
 Format = Literal["torch", "safetensors", "dcp"]
 SHARD_BYTES_MAX = 5_000_000_000
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 class Sink(Protocol):
@@ -125,7 +125,7 @@ def size_of(limit: int | str) -> int:
     Raises:
         ConfigInvalid: it is none.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)?\s*", str(limit), flags=re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?)?B?\s*", str(limit), flags=re.IGNORECASE)
     size = 0 if match is None else int(float(match[1]) * _UNITS[(match[2] or "").upper()])
     if size < 1:
         raise ConfigInvalid(f"{limit!r} is no size: 5GB or 500MiB, say.")

@@ -75,10 +75,9 @@ def parts_of(entry: TensorEntry) -> list[Part]:
     """The parts of a tensor that are saved as an item each: its chunks, or what is left of them when they are cut."""
     check_covered(entry)
     found = []
-    for chunk in entry.chunks or (Box.whole(entry.shape),):
-        runs = list(chunk.runs(chunk, WINDOW_BYTES // entry.dtype.itemsize))
-        found += [Part(entry, run) for run in runs or [chunk]]
-    return found
+    for chunk in entry.chunks:
+        found += [Part(entry, run) for run in chunk.runs(chunk, WINDOW_BYTES // entry.dtype.itemsize)]
+    return found or [Part(entry, Box.whole(entry.shape))]  # one without elements is an item all the same
 
 
 def _write_item(part: Part) -> WriteItem:
