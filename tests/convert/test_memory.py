@@ -52,10 +52,10 @@ def peaks(formats: str, base: Path, way: str, timeout_s: float) -> tuple[int, in
 
 
 def test_a_tensor_larger_than_the_window_is_never_in_memory(tmp_path: Path) -> None:
-    """One of 160 MB in each format and back: less than 130 MB more than the imports take."""
-    save(tmp_path, 160, 1)
+    """One of 200 MB in each format and back: less than 150 MB more than the imports take."""
+    save(tmp_path, 200, 1)
     before, after = peaks("torch,safetensors,dcp", tmp_path, "back", timeout_s=110)
-    assert after - before < 130e6
+    assert after - before < 150e6
 
 
 @pytest.mark.slow
