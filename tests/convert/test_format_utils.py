@@ -31,7 +31,8 @@ def test_everything_is_read_by_one_process(saved: Saved) -> None:
     state: dict[str, Any] = {}
     reader = ReplicatedReader(saved[0])
     reader.reset("step-1")
-    _load_state_dict(state, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    _load_state_dict(state, reader, planner=planner, no_dist=True)
     assert_equal(state, saved[1])
 
 

@@ -27,7 +27,10 @@ def test_one_file_of_what_survives_and_back_onto_ranks(cluster_of: ClusterOf) ->
 
 
 def test_torchs_own_reader_of_torch_files_feeds_a_save(cluster_of: ClusterOf) -> None:
-    """`BroadcastingTorchSaveReader` and `DynamicMetaLoadPlanner` bring an exported file onto ranks, which save it."""
+    """`BroadcastingTorchSaveReader` and `DynamicMetaLoadPlanner` bring an exported file onto ranks, which save it.
+
+    One rank alone reads that whole, without knowing what is in it, while the process group is alive.
+    """
     cluster = cluster_of(2)
     saved = cluster.launch([call("state.save", kinds=["large"], checkpoint_id="step-1")], nodes=[0, 1])
     to = str(cluster.base / "model.pth")
@@ -35,7 +38,9 @@ def test_torchs_own_reader_of_torch_files_feeds_a_save(cluster_of: ClusterOf) ->
     calls = [
         call("convert.broadcast", path=to, kind="large", checkpoint_id="step-2"),
         call("state.load", kinds=["large"], checkpoint_id="step-2"),
+        call("convert.read_alone", checkpoint_id="step-2", rank=1),
     ]
     loaded = cluster.launch(calls, nodes=[0, 1])
     assert loaded.agreed(0) == saved.agreed(0)
     assert loaded.digests(1) == [saved.agreed(0)] * 2
+    assert loaded.of(2) == [None, saved.agreed(0)]
