@@ -26,7 +26,7 @@ def peak():
 
 formats, base, way = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 import replicated_ckpt.dcp.convert.importing  # everything that is imported is there before
-dcp.save({"a": torch.ones(9)}, checkpoint_id="warm", storage_writer=ReplicatedWriter(base / "other", copies=1))
+dcp.save({"a": torch.ones(9)}, checkpoint_id=formats, storage_writer=ReplicatedWriter(base / "other", copies=1))
 before = peak()
 for format_ in formats.split(","):
     export_checkpoint("step-1", base / format_, format=format_, root=base / "root")
