@@ -10,28 +10,40 @@ from replicated_ckpt.version import __version__
 
 if TYPE_CHECKING:
     from replicated_ckpt.config import Retention
+    from replicated_ckpt.core.keys import KeyRules
     from replicated_ckpt.dcp.checkpointing import CheckpointManager
+    from replicated_ckpt.dcp.convert.export import export_checkpoint
+    from replicated_ckpt.dcp.convert.importing import import_checkpoint
+    from replicated_ckpt.dcp.convert.progress import Converted
     from replicated_ckpt.dcp.reader import ReplicatedReader
     from replicated_ckpt.dcp.report import LoadReport, SaveReport
     from replicated_ckpt.dcp.writer import ReplicatedWriter
 
 __all__ = [
     "CheckpointManager",
+    "Converted",
+    "KeyRules",
     "LoadReport",
     "ReplicatedReader",
     "ReplicatedWriter",
     "Retention",
     "SaveReport",
     "__version__",
+    "export_checkpoint",
+    "import_checkpoint",
 ]
 
 _HOME_BY_NAME = {
     "CheckpointManager": "replicated_ckpt.dcp.checkpointing",
+    "Converted": "replicated_ckpt.dcp.convert.progress",
+    "KeyRules": "replicated_ckpt.core.keys",
     "LoadReport": "replicated_ckpt.dcp.report",
     "ReplicatedReader": "replicated_ckpt.dcp.reader",
     "ReplicatedWriter": "replicated_ckpt.dcp.writer",
     "Retention": "replicated_ckpt.config",
     "SaveReport": "replicated_ckpt.dcp.report",
+    "export_checkpoint": "replicated_ckpt.dcp.convert.export",
+    "import_checkpoint": "replicated_ckpt.dcp.convert.importing",
 }
 
 

@@ -12,6 +12,7 @@ within the same file and travels with it. Layout, little endian:
 Source: CRC32C (Castagnoli), RFC 3720 section 12.1; combination of CRCs as in zlib's crc32_combine, by awscrt.
 """
 
+import hashlib
 import struct
 from array import array
 from collections.abc import Iterable
@@ -30,6 +31,9 @@ FOOTER_BYTES_MAX = 256 << 20
 """Footers are read into memory before anything is known to be true; the shards of 16 TiB that it allows do not exist."""
 _TAIL = struct.Struct("<8sIQI")
 FOOTER_TAIL_BYTES = _TAIL.size
+_REMEMBERED_MAX = 1024
+_data_crc_by_blocks: dict[bytes, int] = {}
+"""By a digest of the blocks' checksums and sizes, which no two tables share."""
 
 
 def crc32c(data: Bytes, previous: int = 0) -> int:
@@ -65,10 +69,17 @@ class BlockTable:
         return body + struct.pack("<I", crc32c(body))
 
     def data_crc(self) -> int:
-        """CRC32C of all data, combined from the blocks'."""
-        total = 0
-        for index, crc in enumerate(self.crcs):
-            total = combined(total, crc, self.block_size(index))
+        """CRC32C of all data, combined from the blocks'. Remembered: it takes long, and shards are opened often."""
+        blocks = struct.pack(f"<{len(self.crcs)}IQQ", *self.crcs, self.block_bytes, self.data_bytes)
+        key = hashlib.blake2b(blocks, digest_size=32).digest()
+        total = _data_crc_by_blocks.get(key)
+        if total is None:
+            total = 0
+            for index, crc in enumerate(self.crcs):
+                total = combined(total, crc, self.block_size(index))
+            if len(_data_crc_by_blocks) >= _REMEMBERED_MAX:
+                _data_crc_by_blocks.clear()
+            _data_crc_by_blocks[key] = total
         return total
 
     def file_crc(self) -> int:

@@ -1,7 +1,8 @@
 """The only place that names private parts of torch. tests/dcp/test_torch_private.py holds each to the supported range.
 
 Each is here because no public name serves: DCP does not tell a storage writer or reader which process group a call is
-about, the c10d store has no public getter, and the entries of `.metadata` are of private classes.
+about, the c10d store has no public getter, the entries of `.metadata` are of private classes, and how its planners name
+what is nested is their own.
 """
 
 import sys
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
-__all__ = ["DcpCall", "StorageInfo", "calling", "default_store", "metadata_version", "narrowed"]
+__all__ = ["DcpCall", "StorageInfo", "calling", "default_store", "flattened", "metadata_version", "narrowed"]
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
@@ -63,6 +65,12 @@ def metadata_version() -> str | None:
     from torch.distributed.checkpoint import filesystem
 
     return getattr(filesystem, "CURRENT_DCP_VERSION", None)
+
+
+def flattened(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+    """What DCP's planners make of a nested state dict: the values by FQN, and where each FQN lies in it."""
+    values, paths = flatten_state_dict(state_dict)
+    return dict(values), dict(paths)
 
 
 def narrowed(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:

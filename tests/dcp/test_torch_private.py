@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.dcp import torch_private
-from replicated_ckpt.dcp.torch_private import DcpCall, StorageInfo, calling, narrowed
+from replicated_ckpt.dcp.torch_private import DcpCall, StorageInfo, calling, flattened, narrowed
 
 
 class Witness(dcp.FileSystemWriter):
@@ -101,3 +101,15 @@ def test_crc_can_be_switched_off_and_the_result_still_loads() -> None:
         torch.serialization.set_crc32_options(was)
     buffer.seek(0)
     assert torch.equal(torch.load(buffer, weights_only=True), torch.arange(1000))
+
+
+def test_flattening_names_what_dcps_planners_name() -> None:
+    """Keys of dictionaries and positions in lists, joined by dots; the path tells them apart."""
+    state = {"a": {"b": torch.ones(2), "c": 3}, "d": [torch.ones(1), {"e": 4}], "f": [1, 2]}
+    values, paths = flattened(state)
+    assert list(values) == ["a.b", "a.c", "d.0", "d.1.e", "f"]
+    assert values["f"] == [1, 2]
+    assert paths["d.1.e"] == ("d", 1, "e")
+    metadata = dcp.DefaultSavePlanner()
+    metadata.set_up_planner(state)
+    assert metadata.create_local_plan().planner_data == paths

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     "README.md",
     "CHANGELOG.md",
+    "docs/conversions.md",
     "docs/design.md",
     "docs/runbook.md",
     "examples/README.md",
@@ -145,6 +146,13 @@ def test_the_readmes_ten_lines_run(tmp_path: Path) -> None:
     assert reader.last_load is not None
     assert reader.last_load.checkpoint_id == "step-1000"
     assert (tmp_path / "step-1000" / ".metadata").exists()
+
+
+def test_the_conversions_from_python_run(tmp_path: Path) -> None:
+    """The example exports, imports and loads on one process, word for word but for the places."""
+    (block,) = runnable_blocks("docs/conversions.md")
+    exec(block.replace("/nvme", str(tmp_path)), {})
+    assert {"model.pth", "weights.pth"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize(("damage", "said"), [(False, "intact"), (True, "MISSING OR DAMAGED")])

@@ -1,0 +1,114 @@
+"""What `export` and `import` have in common: options about keys, and lines about how far it is."""
+
+import argparse
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, Self
+
+from replicated_ckpt.core.keys import KeyRules
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning
+
+if TYPE_CHECKING:
+    from replicated_ckpt.dcp.convert.progress import Converted, Progress
+
+_LINE_EVERY_S = 1.0
+
+
+def add_key_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options about which entries are taken, and what they are called."""
+    add = parser.add_argument
+    add(
+        "--include",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="only entries whose FQN matches (several times: any)",
+    )
+    add("--exclude", action="append", default=[], metavar="GLOB", help="no entries whose FQN matches")
+    add("--strip-prefix", default="", metavar="TEXT", help="take this from the beginning of names: model., say")
+    add(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="REGEX=NEW",
+        help=r"replace in names, as re.sub does, after the prefix was stripped: '^h\.(\d+)=layers.\1', say",
+    )
+    add(
+        "--trust-pickles",
+        action="store_true",
+        help="unpickle objects that torch.load(weights_only=True) refuses: whoever wrote them can run code here",
+    )
+
+
+def key_rules(arguments: argparse.Namespace) -> KeyRules:
+    """The rules that the options say.
+
+    Raises:
+        ConfigInvalid: a renaming without "=".
+    """
+    renames = []
+    for text in arguments.rename:
+        pattern, equals, new = text.rpartition("=")
+        if not equals or not pattern:
+            raise ConfigInvalid(f"--rename takes REGEX=NEW, not {text!r}.")
+        renames.append((pattern, new))
+    added = getattr(arguments, "add_prefix", "")
+    return KeyRules(arguments.include, arguments.exclude, arguments.strip_prefix, renames, added)
+
+
+def said(done: "Converted") -> str:
+    """What was converted, in words."""
+    objects = f" and {done.objects} other entries" if done.objects else ""
+    return f"{done.tensors} tensors{objects}, {done.size_bytes} bytes in {done.seconds:.1f} s,"
+
+
+class Printer:
+    """Writes progress, notes and this package's warnings to stderr, at most a line of progress in a second."""
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+        self._started_at = self._shown_at = time.monotonic()
+        self._step = "writing"
+        self._caught = warnings.catch_warnings()
+
+    def __enter__(self) -> Self:
+        self._caught.__enter__()
+        warnings.showwarning = lambda message, *_args, **_more: self.note(str(message))
+        warnings.filterwarnings("ignore", module="torch")
+        warnings.filterwarnings("always", category=ReplicatedCkptWarning)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._caught.__exit__(None, None, None)
+
+    def show(self, progress: "Progress") -> None:
+        now = time.monotonic()
+        if now - self._shown_at < _LINE_EVERY_S and progress.step == self._step:
+            return
+        self._shown_at, self._step = now, progress.step
+        share = progress.done_bytes / progress.total_bytes if progress.total_bytes else 1.0
+        speed = progress.done_bytes / max(now - self._started_at, 1e-9) / 1e6
+        size = f"{progress.done_bytes / 1e6:.0f} of {progress.total_bytes / 1e6:.0f} MB"
+        self.note(f"{progress.step}, {size} ({share:.0%}), {speed:.0f} MB/s")
+
+    def note(self, line: str) -> None:
+        print(f"{self._verb}: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that what was half written is removed."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    was = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, was)

@@ -1,0 +1,68 @@
+"""`replicated-ckpt export ID --to FORMAT PATH`: one checkpoint in another format."""
+
+import argparse
+
+from replicated_ckpt.cli.conversion import Printer, add_key_arguments, key_rules, said, stopped_by_sigterm
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.verify import existing_store
+from replicated_ckpt.errors import ConfigInvalid
+
+HELP = "Write one checkpoint as a torch file, as safetensors, or as a plain DCP directory."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", metavar="ID", help="the checkpoint, or latest")
+    parser.add_argument("path", metavar="PATH", help="where to: a path, or a URL that fsspec knows")
+    parser.add_argument("--root", help="a node's store; what it lacks comes from the peers that it has met")
+    parser.add_argument(
+        "--object-store", metavar="URL", help="read from there, too, or without --root from there alone"
+    )
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=["torch", "safetensors", "dcp"],
+        dest="format",
+        help="torch: one file for torch.load; safetensors: a Hugging Face directory, without what is no tensor; "
+        "dcp: a directory that stock FileSystemReader reads",
+    )
+    parser.add_argument(
+        "--shard-size-limit",
+        default="5GB",
+        metavar="SIZE",
+        help="of a file of safetensors or of a DCP directory (default: %(default)s)",
+    )
+    add_key_arguments(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace what lies at PATH, once all is written")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: OK if the output is at its place, read back; otherwise nothing is there. See ExitCode.
+
+    Raises:
+        ConfigInvalid, CheckpointNotFound, ShardLost, StoreError
+    """
+    if arguments.root is None and arguments.object_store is None:
+        raise ConfigInvalid(
+            "Where is the checkpoint?", "Name a node's store with --root, a bucket with --object-store."
+        )
+    if arguments.object_store is None:
+        existing_store(arguments.root)
+    from replicated_ckpt.dcp.convert.export import export_checkpoint
+
+    with stopped_by_sigterm(), Printer("export") as printer:
+        done = export_checkpoint(
+            arguments.id,
+            arguments.path,
+            format=arguments.format,
+            root=arguments.root,
+            object_store=arguments.object_store,
+            keys=key_rules(arguments),
+            shard_size_limit=arguments.shard_size_limit,
+            overwrite=arguments.overwrite,
+            trust_pickles=arguments.trust_pickles,
+            progress=printer.show,
+        )
+    for key in done.skipped:
+        printer.note(f"skipped, as it is no tensor: {key}")
+    print(f"{done.checkpoint_id}: {said(done)} written to {done.place} and read back")
+    return ExitCode.OK

@@ -1,0 +1,58 @@
+"""`replicated-ckpt import PATH ID --from FORMAT`: a checkpoint of ours from another format."""
+
+import argparse
+
+from replicated_ckpt.cli.conversion import Printer, add_key_arguments, key_rules, said, stopped_by_sigterm
+from replicated_ckpt.cli.exit_codes import ExitCode
+
+HELP = "Make a checkpoint from a torch file, from safetensors, or from a plain DCP directory."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", metavar="PATH", help="a file of torch.save, safetensors (file or directory), or a DCP directory"
+    )
+    parser.add_argument("id", metavar="ID", help="what the checkpoint is to be called")
+    parser.add_argument("--root", required=True, help="this node's store; created if it is not there")
+    parser.add_argument(
+        "--from", required=True, choices=["torch", "safetensors", "dcp"], dest="format", help="what PATH is"
+    )
+    parser.add_argument(
+        "--object-store", metavar="URL", help="a bucket that it goes to, too, such as s3://bucket/prefix"
+    )
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=2,
+        help="copies that the agents are to keep, this node's counted (default: %(default)s)",
+    )
+    add_key_arguments(parser)
+    parser.add_argument(
+        "--add-prefix", default="", metavar="TEXT", help="put this before the name of each entry: model., say"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint of this id")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: OK if the checkpoint is committed and read back, with --object-store also there. See ExitCode.
+
+    Raises:
+        ConfigInvalid, CheckpointExists, UploadFailed, StoreError
+    """
+    from replicated_ckpt.dcp.convert.importing import import_checkpoint
+
+    with stopped_by_sigterm(), Printer("import") as printer:
+        done = import_checkpoint(
+            arguments.path,
+            arguments.id,
+            format=arguments.format,
+            root=arguments.root,
+            object_store=arguments.object_store,
+            copies=arguments.copies,
+            keys=key_rules(arguments),
+            overwrite=arguments.overwrite,
+            trust_pickles=arguments.trust_pickles,
+            progress=printer.show,
+        )
+    print(f"{done.checkpoint_id}: {said(done)} saved in {done.place} and read back")
+    return ExitCode.OK

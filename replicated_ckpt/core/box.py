@@ -1,0 +1,66 @@
+"""Boxes: rectangular parts of a tensor, and how they are cut into runs that lie in one piece in memory or in a file."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor: where it begins and how far it goes, in elements by dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+    def common(self, other: "Box") -> "Box | None":
+        """What lies in both; None if nothing does."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, self._ends(), other._ends())  # noqa: SLF001 - of the same class
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return None if min(sizes, default=1) <= 0 else Box(starts, sizes)
+
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    def seen_from(self, outer: "Box") -> "Box":
+        """The same part, by offsets into `outer`."""
+        offsets = (offset - start for offset, start in zip(self.offsets, outer.offsets, strict=True))
+        return Box(tuple(offsets), self.sizes)
+
+    def start_in(self, outer: "Box") -> int:
+        """Position of the first element among those of `outer` in row-major order."""
+        position = 0
+        for offset, size in zip(self.seen_from(outer).offsets, outer.sizes, strict=True):
+            position = position * size + offset
+        return position
+
+    def runs(self, outer: "Box", elements_max: int) -> Iterator["Box"]:
+        """Cuts this part of `outer` into boxes in row-major order.
+
+        Each lies in one piece where `outer` is laid out row by row, and has `elements_max` elements at most.
+        """
+        if self.elements == 0:
+            return
+        split = next((axis for axis, size in enumerate(self.sizes) if size > 1), None)
+        if split is None or (self.elements <= elements_max and self._is_full_behind(split, outer)):
+            yield self
+            return
+        row = math.prod(self.sizes[split + 1 :])
+        count = max(1, elements_max // row) if self._is_full_behind(split, outer) else 1
+        for start in range(0, self.sizes[split], count):
+            size = min(count, self.sizes[split] - start)
+            offsets = (*self.offsets[:split], self.offsets[split] + start, *self.offsets[split + 1 :])
+            sizes = (*self.sizes[:split], size, *self.sizes[split + 1 :])
+            yield from Box(offsets, sizes).runs(outer, elements_max)
+
+    def _is_full_behind(self, axis: int, outer: "Box") -> bool:
+        return self.sizes[axis + 1 :] == outer.sizes[axis + 1 :]

@@ -1,0 +1,143 @@
+"""Which entries of a state dict a conversion takes, and what they are called afterwards."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
+
+from replicated_ckpt.errors import ConfigInvalid
+
+Path = tuple[str | int, ...]
+"""Where an entry lies in the nested state dict: keys of dictionaries (texts) and positions in lists (numbers)."""
+
+_KEYS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class KeyRules:
+    """What is done with the names of entries (FQNs), in this order: chosen by globs, stripped, renamed, prefixed.
+
+    `include` empty: all. `rename` are pairs of a regular expression and its replacement, as for `re.sub`. A glob, a
+    prefix or an expression that fits nothing is an error, as it would be a misprint.
+    """
+
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    strip_prefix: str = ""
+    rename: Sequence[tuple[str, str]] = ()
+    add_prefix: str = ""
+
+    def new_names(self, keys: Iterable[str]) -> dict[str, str]:
+        """The new name of each entry that is taken, by its old one.
+
+        Raises:
+            ConfigInvalid: nothing is taken, a rule fits nothing, or two entries would have one name.
+        """
+        names = self._chosen(list(keys))
+        if self.strip_prefix:
+            self._check_fits([key.startswith(self.strip_prefix) for key in names], "prefix", self.strip_prefix, names)
+            names = {key: name.removeprefix(self.strip_prefix) for key, name in names.items()}
+        for pattern, replacement in self.rename:
+            names = _renamed(names, pattern, replacement)
+        names = {key: self.add_prefix + name for key, name in names.items()}
+        key_by_name: dict[str, str] = {}
+        for key, name in names.items():
+            if not name:
+                raise ConfigInvalid(f"{key!r} would have no name left.")
+            if name in key_by_name:
+                raise ConfigInvalid(f"{key_by_name[name]!r} and {key!r} would both be called {name!r}.")
+            key_by_name[name] = key
+        return names
+
+    def _chosen(self, keys: Sequence[str]) -> dict[str, str]:
+        for glob in self.include:
+            self._check_fits([fnmatchcase(key, glob) for key in keys], "glob", glob, keys)
+        included = [key for key in keys if not self.include or _fits_any(key, self.include)]
+        chosen = {key: key for key in included if not _fits_any(key, self.exclude)}
+        if not chosen:
+            raise ConfigInvalid(f"Nothing is left to convert: all of {_listed(keys)} are excluded.")
+        return chosen
+
+    @staticmethod
+    def _check_fits(fits: Sequence[bool], kind: str, rule: str, keys: Iterable[str]) -> None:
+        if not any(fits):
+            raise ConfigInvalid(f"No key has the {kind} {rule!r}. Keys are {_listed(list(keys))}.")
+
+
+def _fits_any(key: str, globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(key, glob) for glob in globs)
+
+
+def _renamed(names: Mapping[str, str], pattern: str, replacement: str) -> dict[str, str]:
+    try:
+        expression = re.compile(pattern)
+        renamed = {key: expression.sub(replacement, name) for key, name in names.items()}
+    except (re.error, IndexError) as exc:
+        raise ConfigInvalid(f"{pattern!r} = {replacement!r} is no renaming: {exc}.") from exc
+    if not any(map(expression.search, names.values())):
+        raise ConfigInvalid(f"No key has a part like {pattern!r}. Keys are {_listed(list(names.values()))}.")
+    return renamed
+
+
+def _listed(keys: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, keys[:_KEYS_SHOWN]))
+    return shown + (f" and {len(keys) - _KEYS_SHOWN} more" if len(keys) > _KEYS_SHOWN else "") if keys else "no key"
+
+
+def renamed_path(path: Path, name: str) -> Path:
+    """Where an entry lies under its new name: the levels that the names have in common stay, the rest becomes one level."""
+    parts = [str(part) for part in path]
+    if ".".join(parts) == name:
+        return path
+    head = tail = 0
+    while tail < len(parts) and _ends_with(name, ".".join(parts[len(parts) - tail - 1 :])):
+        tail += 1
+    end = ".".join(parts[len(parts) - tail :])
+    rest = name[: len(name) - len(end)].removesuffix(".") if tail else name
+    while head < len(parts) - tail and _begins_with(rest, ".".join(parts[: head + 1])):
+        head += 1
+    middle = rest[len(".".join(parts[:head])) :].removeprefix(".") if head else rest
+    return (*path[:head], *((middle,) if middle else ()), *path[len(path) - tail :])
+
+
+def _ends_with(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _begins_with(name: str, start: str) -> bool:
+    return name == start or name.startswith(f"{start}.")
+
+
+def nested(values: Mapping[Path, Any]) -> dict[str, Any]:
+    """The state dict that has each value at its path. Gaps in lists are None.
+
+    Raises:
+        ConfigInvalid: what is a value by one path is a container by another.
+    """
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        container: Any = root
+        for part, below in pairwise(path):
+            container = _inside(container, part, [] if isinstance(below, int) else {}, path)
+        if _inside(container, path[-1], value, path) is not value:
+            raise _conflict(path)
+    return root
+
+
+def _inside(container: Any, part: str | int, default: Any, path: Path) -> Any:
+    """What lies in a container under a key or position; if nothing does, `default` is put there."""
+    if isinstance(container, dict):
+        return container.setdefault(part, default)
+    if not isinstance(container, list) or not isinstance(part, int):
+        raise _conflict(path)
+    container += [None] * (part + 1 - len(container))
+    if container[part] is None:
+        container[part] = default
+    return container[part]
+
+
+def _conflict(path: Path) -> ConfigInvalid:
+    where = ".".join(map(str, path))
+    return ConfigInvalid(f"{where!r} would lie inside or in the place of another entry.", "Rename one of them.")

@@ -1,0 +1,132 @@
+"""Export: one of our checkpoints as a torch file, safetensors, or a plain DCP directory."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+from replicated_ckpt.core.keys import KeyRules
+from replicated_ckpt.dcp.convert.checkpoint_source import checkpoint_source
+from replicated_ckpt.dcp.convert.dcp_sink import DcpSink
+from replicated_ckpt.dcp.convert.progress import Converted, Progress, Reporter
+from replicated_ckpt.dcp.convert.safetensors_sink import SafetensorsSink
+from replicated_ckpt.dcp.convert.source import Contents, Source
+from replicated_ckpt.dcp.convert.torch_sink import TorchSink
+from replicated_ckpt.dcp.reader import ReplicatedReader
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.output import Output
+from replicated_ckpt.stores.output_local import LocalOutput
+
+Format = Literal["torch", "safetensors", "dcp"]
+SHARD_BYTES_MAX = 5_000_000_000
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+class Sink(Protocol):
+    """A format that is written."""
+
+    is_directory: bool
+
+    def write(self, source: Source, contents: Contents, output: Output, progress: Callable[[int], None]) -> None: ...
+
+    def check(self, path: Path, contents: Contents) -> None: ...
+
+    def may_replace(self, name: str) -> bool: ...
+
+
+def export_checkpoint(
+    checkpoint_id: str,
+    to: str | os.PathLike[str],
+    *,
+    format: Format,  # noqa: A002 - the word that callers look for
+    root: str | os.PathLike[str] | None = None,
+    object_store: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    keys: KeyRules | None = None,
+    shard_size_limit: int | str = SHARD_BYTES_MAX,
+    overwrite: bool = False,
+    trust_pickles: bool = False,
+    to_options: Mapping[str, Any] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Converted:
+    """Writes a checkpoint, or those entries of it that `keys` takes, in another format.
+
+    It is read as ReplicatedReader reads it, on this process alone: own store, peers, object store, every byte compared
+    with its checksum. Nothing is held in memory but a window of 64 MiB and the objects that are no tensors. The output
+    appears at `to` when all of it was written and read back, or not at all.
+
+    Args:
+        to: a path, or a URL that fsspec knows. "torch" makes a file; the others a directory.
+        shard_size_limit: bytes, or "5GB", of a file of safetensors or of a DCP directory.
+        trust_pickles: unpickle objects that `torch.load(weights_only=True)` refuses. Whoever wrote them can run code.
+        storage_options, to_options: how to reach the object store, and `to`, as fsspec takes them.
+        progress: called now and then.
+
+    Raises:
+        ConfigInvalid: an argument cannot work, a key rule fits nothing, or `to` exists and `overwrite` is off.
+        CheckpointNotFound, ShardLost, MetadataUnsafe: as in a load. StoreFull, StoreError: of the output.
+    """
+    started_at = time.monotonic()
+    if format not in get_args(Format):
+        raise ConfigInvalid(f"format must be one of {get_args(Format)}, not {format!r}.")
+    reader = ReplicatedReader(root, object_store=object_store, storage_options=storage_options, no_dist=True)
+    source = checkpoint_source(reader, checkpoint_id)
+    try:
+        chosen = source.contents.chosen(keys or KeyRules())
+        contents = chosen.without_objects() if format == "safetensors" else chosen
+        source.check(contents)
+        name = os.fspath(to).rstrip("/").rpartition("/")[2]
+        sink = _sink(format, name, contents, size_of(shard_size_limit), trust_pickles=trust_pickles)
+        output = _place(to, sink, contents, to_options, overwrite=overwrite)
+        _written(sink, source, contents, output, Reporter(contents.size_bytes, progress))
+    finally:
+        source.close()
+    skipped = tuple(key for key in chosen.order if key not in set(contents.order))
+    return Converted.of(contents, reader.checkpoint_id, os.fspath(to), time.monotonic() - started_at, skipped)
+
+
+def _sink(format_: Format, name: str, contents: Contents, shard_bytes_max: int, *, trust_pickles: bool) -> Sink:
+    if format_ == "torch":
+        return TorchSink(name, trust_pickles=trust_pickles)
+    if format_ == "safetensors":
+        return SafetensorsSink(contents, shard_bytes_max=shard_bytes_max)
+    return DcpSink(shard_bytes_max=shard_bytes_max)
+
+
+def _place(
+    to: str | os.PathLike[str], sink: Sink, contents: Contents, options: Mapping[str, Any] | None, *, overwrite: bool
+) -> Output:
+    may_replace = sink.may_replace if overwrite else None
+    text = os.fspath(to)
+    if "://" in text:
+        from replicated_ckpt.stores.output_url import UrlOutput
+
+        return UrlOutput(text, options, is_directory=sink.is_directory, may_replace=may_replace)
+    path = Path(os.path.abspath(text))  # noqa: PTH100 - a symbolic link stays what the user called it
+    size_bytes = contents.size_bytes
+    return LocalOutput(path, is_directory=sink.is_directory, size_bytes=size_bytes, may_replace=may_replace)
+
+
+def _written(sink: Sink, source: Source, contents: Contents, output: Output, reporter: Reporter) -> None:
+    with output:
+        sink.write(source, contents, output, reporter.more)
+        reporter.verifying()
+        output.verify()
+        if isinstance(output, LocalOutput):
+            sink.check(output.part("" if sink.is_directory else next(iter(output.written))), contents)
+        output.publish()
+
+
+def size_of(limit: int | str) -> int:
+    """Bytes in a size such as "5GB" or "500 MiB".
+
+    Raises:
+        ConfigInvalid: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?)?B?\s*", str(limit), flags=re.IGNORECASE)
+    size = 0 if match is None else int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+    if size < 1:
+        raise ConfigInvalid(f"{limit!r} is no size: 5GB or 500MiB, say.")
+    return size

@@ -1,0 +1,105 @@
+"""Import: a torch file, safetensors, or a stock DCP directory as one of our checkpoints."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt.core.keys import KeyRules
+from replicated_ckpt.dcp.convert.checkpoint_source import checkpoint_source
+from replicated_ckpt.dcp.convert.dcp_directory import dcp_directory
+from replicated_ckpt.dcp.convert.export import Format
+from replicated_ckpt.dcp.convert.progress import Converted, Progress, Reporter
+from replicated_ckpt.dcp.convert.safetensors_files import safetensors_files
+from replicated_ckpt.dcp.convert.save_planner import SourcePlanner, parts_of
+from replicated_ckpt.dcp.convert.source import Source, windows
+from replicated_ckpt.dcp.convert.torch_file import TorchFile
+from replicated_ckpt.dcp.reader import ReplicatedReader
+from replicated_ckpt.dcp.writer import ReplicatedWriter
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
+
+
+def import_checkpoint(
+    path: str | os.PathLike[str],
+    checkpoint_id: str,
+    *,
+    format: Format,  # noqa: A002 - the word that callers look for
+    root: str | os.PathLike[str],
+    object_store: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    copies: int = 2,
+    keys: KeyRules | None = None,
+    overwrite: bool = False,
+    trust_pickles: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Converted:
+    """Makes a checkpoint of this node's store from what lies at `path`, or from those entries that `keys` takes.
+
+    It is saved by ReplicatedWriter on this process alone, a window of 64 MiB at a time, read back and compared with its
+    checksums. One process is one node: the agents make the other copies when this node's agent is up. With an object
+    store, it is committed there, too, when this returns.
+
+    Args:
+        path: a file of `torch.save`; a `.safetensors` file or a directory of them; or a directory with `.metadata` and
+            all shards.
+        copies, overwrite, object_store, storage_options: as for ReplicatedWriter.
+        trust_pickles: load a torch file that `torch.load(weights_only=True)` refuses. Whoever wrote it can run code.
+
+    Raises:
+        ConfigInvalid: there is nothing such at `path`, or a key rule fits nothing. CheckpointExists, StoreError,
+        UploadFailed: as in a save.
+    """
+    started_at = time.monotonic()
+    source = opened_source(Path(path), format, trust_pickles=trust_pickles)
+    try:
+        contents = source.contents.chosen(keys or KeyRules())
+        source.check(contents)
+        reporter = Reporter(contents.size_bytes, progress)
+        planner = SourcePlanner(source, contents, reporter.more)
+        writer = ReplicatedWriter(
+            root, copies=copies, overwrite=overwrite, object_store=object_store, storage_options=storage_options
+        )
+        _save(writer, checkpoint_id, planner)
+    finally:
+        source.close()
+    reporter.verifying()
+    _read_back(ReplicatedReader(root, no_dist=True), checkpoint_id)
+    writer.wait()
+    return Converted.of(contents, checkpoint_id, str(root), time.monotonic() - started_at, ())
+
+
+def opened_source(path: Path, format_: Format, *, trust_pickles: bool) -> Source:
+    """What lies at `path`.
+
+    Raises:
+        ConfigInvalid: it is not of that format. StoreError: it cannot be read.
+    """
+    if format_ == "torch":
+        return TorchFile(path, trust_pickles=trust_pickles)
+    if format_ == "safetensors":
+        return safetensors_files(path)
+    if format_ == "dcp":
+        return dcp_directory(path)
+    raise ConfigInvalid(f"format must be one of {get_args(Format)}, not {format_!r}.")
+
+
+def _save(writer: ReplicatedWriter, checkpoint_id: str, planner: SourcePlanner) -> None:
+    try:
+        dcp.save({}, checkpoint_id=checkpoint_id, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as exc:
+        for error, _ in exc.failures.values():
+            if isinstance(error, ReplicatedCkptError):
+                raise error from exc
+        raise
+
+
+def _read_back(reader: ReplicatedReader, checkpoint_id: str) -> None:
+    source = checkpoint_source(reader, checkpoint_id)
+    for entry in source.contents.objects:
+        source.read_objects([entry])
+    for group in windows([part for entry in source.contents.tensors for part in parts_of(entry)]):
+        source.read(group)

@@ -1,0 +1,118 @@
+"""A file of `torch.save` as a source: mapped to learn what is in it, and then read part by part."""
+
+import io
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replicated_ckpt.core.box import Box
+from replicated_ckpt.dcp.convert.memory import memory_of
+from replicated_ckpt.dcp.convert.source import Contents, ObjectEntry, Part, TensorEntry
+from replicated_ckpt.dcp.torch_private import flattened
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, StoreError
+from replicated_ckpt.stores.durable import read_exactly, translated
+
+
+class TorchFile:
+    """A state dict in a file. Elements are read with `pread`, so that the mapping costs no memory.
+
+    Raises:
+        ConfigInvalid: it is no such file, or holds what torch does not load without running code and is not trusted.
+    """
+
+    def __init__(self, path: Path, *, trust_pickles: bool) -> None:
+        self._path = path
+        values, paths = flattened(_loaded(path, trust_pickles=trust_pickles))
+        self._values = values
+        with translated(str(path.parent), "read", path.name):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._mappings = _mappings(self._fd)
+        tensors, objects = [], []
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                _check_plain(key, value)
+                shape = tuple(value.shape)
+                tensors.append(TensorEntry(key, key, paths[key], value.dtype, shape, (Box.whole(shape),)))
+            else:
+                objects.append(ObjectEntry(key, key, paths[key]))
+        self.contents = Contents(tuple(tensors), tuple(objects), tuple(values))
+
+    def check(self, contents: Contents) -> None:
+        """What could be wrong was found when the file was opened."""
+
+    def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        return [self._part(part) for part in parts]
+
+    def _part(self, part: Part) -> torch.Tensor:
+        tensor = self._values[part.entry.key].detach()
+        whole = Box.whole(part.entry.shape)
+        start = self._position(tensor) if tensor.is_contiguous() and part.box.elements else None
+        target = torch.empty(part.box.sizes, dtype=tensor.dtype)
+        slices = tuple(slice(o, o + s) for o, s in zip(part.box.offsets, part.box.sizes, strict=True))
+        if start is None or len(list(part.box.runs(whole, part.box.elements))) != 1:
+            return target.copy_(tensor[slices])
+        raw = memory_of(target)
+        with translated(str(self._path.parent), "read", self._path.name):
+            count = read_exactly(self._fd, raw, start + part.box.start_in(whole) * tensor.itemsize)
+        if count != len(raw):
+            raise ObjectCorrupt(str(self._path.parent), "read", self._path.name, "it ended early")
+        return target
+
+    def _position(self, tensor: torch.Tensor) -> int | None:
+        """Where a tensor's elements begin in the file; None if they do not lie there."""
+        first = tensor.data_ptr()
+        end = first + tensor.numel() * tensor.itemsize
+        found = [m for m in self._mappings if m[0] <= first and end <= m[1]]
+        return found[0][2] + first - found[0][0] if found else None
+
+    def read_objects(self, entries: Sequence[ObjectEntry]) -> Mapping[str, bytes]:
+        found = {}
+        for entry in entries:
+            buffer = io.BytesIO()
+            torch.save(self._values[entry.key], buffer)
+            found[entry.key] = buffer.getvalue()
+        return found
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._values = {}
+
+
+def _loaded(path: Path, *, trust_pickles: bool) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickles)
+    except FileNotFoundError as exc:
+        raise ConfigInvalid(f"{path} does not exist.") from exc
+    except OSError as exc:
+        raise StoreError(str(path.parent), "read", path.name, str(exc)) from exc
+    except pickle.UnpicklingError as exc:
+        hint = "If you trust whoever wrote it with running code here: --trust-pickles."
+        raise ConfigInvalid(f"{path} does not load with weights_only=True: {str(exc)[:300]}", hint) from exc
+    except (RuntimeError, ValueError, EOFError) as exc:
+        raise ConfigInvalid(f"{path} is no file of torch.save that can be mapped: {str(exc)[:300]}") from exc
+    if not isinstance(state, dict):
+        raise ConfigInvalid(f"{path} holds a {type(state).__name__}, not a state dict.")
+    return state
+
+
+def _check_plain(key: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise ConfigInvalid(f"{key!r} is no plain tensor ({tensor.layout}, {tensor.device}).", "Use --exclude.")
+
+
+def _mappings(fd: int) -> list[tuple[int, int, int]]:
+    """Where this process has a file in its memory: start, end, and position there. Source: proc(5), /proc/pid/maps."""
+    status = os.fstat(fd)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    found = []
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            addresses, _, offset, where, inode = line.split(maxsplit=5)[:5]
+            if (where, int(inode)) == (device, status.st_ino):
+                start, _, end = addresses.partition("-")
+                found.append((int(start, 16), int(end, 16), int(offset, 16)))
+    return found

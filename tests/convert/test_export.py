@@ -1,0 +1,255 @@
+"""Export: what comes out is what was saved, in each format, and nothing half-made ever has its name."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from replicated_ckpt import Converted, KeyRules, export_checkpoint
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.core.box import Box
+from replicated_ckpt.dcp.convert import source
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ObjectCorrupt, ShardLost, StoreFull
+from replicated_ckpt.stores import durable, output_local
+from tests.convert.states import assert_equal, blank, checkpoint, contents, scheduled, tensors_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+Saved = tuple[Path, dict[str, Any]]
+
+
+def exported(saved: Saved, to: Path, format_: Any, **options: Any) -> Converted:
+    return export_checkpoint("step-1", to, format=format_, root=saved[0], **options)
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_torch_file_is_the_state_dict(saved: Saved, tmp_path: Path, *, mmap: bool) -> None:
+    """Nested as it was, objects included, bit for bit, loadable with `weights_only=True` and mapped."""
+    done = exported(saved, tmp_path / "model.pth", "torch")
+    assert_equal(torch.load(tmp_path / "model.pth", weights_only=True, mmap=mmap), saved[1])
+    assert (done.tensors, done.objects, done.skipped) == (len(tensors_of(saved[1])), 4, ())
+    assert entries(tmp_path) == ["model.pth"]
+
+
+def test_windows_smaller_than_a_row_give_the_same(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little is held in memory at once."""
+    monkeypatch.setattr(source, "WINDOW_BYTES", 3_000_001)
+    done = exported(saved, tmp_path / "model.pth", "torch", keys=KeyRules(include=["large", "odd.*"]))
+    assert_equal(torch.load(tmp_path / "model.pth"), {"large": saved[1]["large"], "odd": saved[1]["odd"]})
+    assert done.objects == 0
+
+
+def test_safetensors_are_read_by_their_own_package(saved: Saved, tmp_path: Path) -> None:
+    """One file if all fits; else files of a bounded size and the index; without what is no tensor, which is named."""
+    library = pytest.importorskip("safetensors.torch")
+    wanted = tensors_of(saved[1])
+    done = exported(saved, tmp_path / "one", "safetensors")
+    assert entries(tmp_path / "one") == ["model.safetensors"]
+    assert_equal(library.load_file(tmp_path / "one" / "model.safetensors"), wanted)
+    assert set(done.skipped) == {"step", "scheduler.last_epoch", "scheduler.milestones", "scheduler.name"}
+    exported(saved, tmp_path / "many", "safetensors", shard_size_limit="200B")
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_bytes())
+    files = {name: library.load_file(tmp_path / "many" / name) for name in set(index["weight_map"].values())}
+    assert sorted(files) == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert entries(tmp_path / "many") == [*sorted(files), "model.safetensors.index.json"]
+    assert_equal({name: files[file][name] for name, file in index["weight_map"].items()}, wanted)
+    assert sum(map(len, files.values())) == len(wanted)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
+    for tensors in files.values():
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 200
+
+
+def test_a_dcp_directory_is_read_by_stock_torch(saved: Saved, tmp_path: Path) -> None:
+    """By FileSystemReader, without this package; several shards if the limit says so."""
+    exported(saved, tmp_path / "plain", "dcp", shard_size_limit="1MB")
+    state = blank(saved[1])
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "plain"))
+    assert_equal(state, saved[1])
+    assert entries(tmp_path / "plain") == [".metadata", "__0_0.distcp", "__0_1.distcp"]
+
+
+def test_keys_are_chosen_and_renamed(saved: Saved, tmp_path: Path) -> None:
+    """The weights alone, as a model without the `model.` level takes them, by the command line."""
+    library = pytest.importorskip("safetensors.torch")
+    command = ["export", "step-1", "--root", str(saved[0]), "--include", "model.*", "--strip-prefix", "model."]
+    assert main([*command, "--to", "torch", str(tmp_path / "m.pth")]) == 0
+    assert_equal(torch.load(tmp_path / "m.pth"), saved[1]["model"])
+    more = ["--exclude", "*.bias", "--rename", r"^(\d+)=layers.\1"]
+    assert main([*command, *more, "--to", "safetensors", str(tmp_path / "m")]) == 0
+    wanted = {f"layers.{name}": value for name, value in saved[1]["model"].items() if "bias" not in name}
+    assert_equal(library.load_file(tmp_path / "m" / "model.safetensors"), wanted)
+
+
+def test_objects_that_need_trust_are_not_unpickled_without_it(tmp_path: Path) -> None:
+    """They are named; with trust, or left out, the export is made."""
+    saved = tmp_path / "root", checkpoint(tmp_path / "root", scheduled())
+    with pytest.raises(ConfigInvalid, match=r"'schedule'.*weights_only") as raised:
+        exported(saved, tmp_path / "m.pth", "torch")
+    assert "--trust-pickles" in raised.value.hint
+    exported(saved, tmp_path / "m.pth", "torch", trust_pickles=True)
+    assert_equal(torch.load(tmp_path / "m.pth", weights_only=False), saved[1])
+    exported(saved, tmp_path / "w.pth", "torch", keys=KeyRules(exclude=["schedule"]))
+    assert_equal(torch.load(tmp_path / "w.pth"), {"weight": saved[1]["weight"]})
+
+
+def test_tensors_inside_objects_are_written(tmp_path: Path) -> None:
+    """A tuple of tensors is one object to DCP; gradients stay wanted."""
+    state = {"pair": (torch.arange(5), torch.ones(2, requires_grad=True))}
+    saved = tmp_path / "root", checkpoint(tmp_path / "root", state)
+    exported(saved, tmp_path / "m.pth", "torch")
+    found = torch.load(tmp_path / "m.pth")["pair"]
+    assert_equal(list(found), [tensor.detach() for tensor in state["pair"]])
+    assert found[1].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["step-9", "--to", "torch", "PATH"], 3),
+        (["step-1", "--to", "torch", "PATH", "--include", "modle.*"], 2),
+        (["step-1", "--to", "torch", "PATH", "--rename", "x"], 2),
+        (["step-1", "--to", "safetensors", "PATH", "--shard-size-limit", "much"], 2),
+        (["step-1", "--to", "safetensors", "PATH", "--include", "step"], 2),
+        (["step-1", "--to", "torch", "PATH/no/such/place"], 2),
+    ],
+)
+def test_wrong_arguments_write_nothing(saved: Saved, tmp_path: Path, arguments: list[str], code: int) -> None:
+    """And have the exit code of their kind."""
+    made = [argument.replace("PATH", str(tmp_path / "out")) for argument in arguments]
+    assert main(["export", *made, "--root", str(saved[0])]) == code
+    assert entries(tmp_path) == []
+
+
+def test_there_must_be_a_place_to_read_from(tmp_path: Path) -> None:
+    """A root that does not exist is not created; no root and no bucket is an error of usage."""
+    command = ["export", "step-1", "--to", "torch", str(tmp_path / "x")]
+    assert main([*command, "--root", str(tmp_path / "none")]) == 3
+    assert main(command) == 2
+    assert entries(tmp_path) == []
+    with pytest.raises(CheckpointNotFound):
+        export_checkpoint("step-1", tmp_path / "x", format="torch", root=tmp_path)
+
+
+@pytest.mark.parametrize("format_", ["torch", "safetensors", "dcp"])
+def test_what_exists_is_replaced_only_on_demand(saved: Saved, tmp_path: Path, format_: str) -> None:
+    """And a directory never if it holds anything else."""
+    out, rules = tmp_path / "out", KeyRules(include=["model.*"])
+    exported(saved, out, format_, keys=rules)
+    with pytest.raises(ConfigInvalid, match="exists"):
+        exported(saved, out, format_, keys=rules)
+    exported(saved, out, format_, keys=KeyRules(include=["history.*"]), overwrite=True)
+    assert entries(tmp_path) == ["out"]
+    if format_ == "torch":
+        assert list(torch.load(out)) == ["history"]
+        return
+    (out / "config.json").write_text("{}")
+    with pytest.raises(ConfigInvalid, match=r"config\.json"):
+        exported(saved, out, format_, keys=rules, overwrite=True)
+    with pytest.raises(ConfigInvalid, match="is no file"):
+        exported(saved, out, "torch", keys=rules, overwrite=True)
+
+
+def test_what_a_killed_export_left_is_taken_over(saved: Saved, tmp_path: Path) -> None:
+    """And a living one is not disturbed."""
+    (tmp_path / ".out.part").mkdir()
+    (tmp_path / ".out.part" / "half").write_text("x")
+    exported(saved, tmp_path / "out", "dcp", keys=KeyRules(include=["model.*"]))
+    assert entries(tmp_path / "out") == [".metadata", "__0_0.distcp"]
+    place = tmp_path / "two"
+    with (
+        output_local.LocalOutput(place, is_directory=True, size_bytes=1),
+        pytest.raises(ConfigInvalid, match="Another process"),
+    ):
+        exported(saved, place, "dcp")
+    assert entries(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("format_", ["torch", "safetensors", "dcp"])
+def test_a_disk_without_room_is_left_as_it_was(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str
+) -> None:
+    """It is found out before anything is written, or, if somebody else fills the disk meanwhile, by the write itself."""
+    room = os.statvfs(tmp_path)
+    full = os.statvfs_result((*room[:3], 0, 0, *room[5:]))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "statvfs", lambda _path: full)
+        with pytest.raises(StoreFull, match=r"24\d{6} bytes, 0 are free"):
+            exported(saved, tmp_path / "out", format_)
+    real, left = durable.write_all, [1_000_000]
+
+    def fills_up(fd: int, data: memoryview) -> None:
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd, data)
+
+    monkeypatch.setattr(output_local, "write_all", fills_up)
+    with pytest.raises(StoreFull):
+        exported(saved, tmp_path / "out", format_)
+    assert entries(tmp_path) == []
+
+
+def test_it_is_read_back_before_it_is_said_to_be_done(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that stores other bytes than it was given is found out."""
+    real = durable.write_all
+
+    def lies(fd: int, data: memoryview) -> None:
+        copy = bytearray(data)
+        if len(copy) > 1_000_000:
+            copy[500_000] ^= 1
+        real(fd, memoryview(copy))
+
+    monkeypatch.setattr(output_local, "write_all", lies)
+    with pytest.raises(ObjectCorrupt, match="read back"):
+        exported(saved, tmp_path / "out", "torch")
+    assert entries(tmp_path) == []
+
+
+def test_a_damaged_store_exports_nothing(tmp_path: Path) -> None:
+    """No wrong byte gets out: without an intact copy there is no output, and the exit code says so."""
+    root = tmp_path / "root"
+    checkpoint(root, {"weight": torch.arange(300_000)})
+    shard = root / "step-1" / "__0_0.distcp"
+    raw = bytearray(shard.read_bytes())
+    raw[1_000_000] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(ShardLost):
+        export_checkpoint("step-1", tmp_path / "out", format="torch", root=root)
+    assert main(["export", "step-1", "--to", "torch", str(tmp_path / "out"), "--root", str(root)]) == 4
+    assert entries(tmp_path) == ["root"]
+
+
+def test_a_tensor_of_which_parts_are_missing_is_refused() -> None:
+    """It would be filled up with whatever memory held."""
+    entry = source.TensorEntry("w", "w", ("w",), torch.float32, (4, 2), (Box((0, 0), (2, 2)),))
+    with pytest.raises(ConfigInvalid, match="only a part of 'w'"):
+        source.check_covered(entry)
+
+
+def test_a_torch_file_goes_to_a_url(saved: Saved, tmp_path: Path) -> None:
+    """In one pass, under a part's name first; a directory alike, and replaced on demand only."""
+    url = f"file://{tmp_path}/bucket"
+    exported(saved, f"{url}/m.pth", "torch")  # type: ignore[arg-type]
+    assert_equal(torch.load(tmp_path / "bucket" / "m.pth"), contents())
+    for overwrite in (False, True):
+        exported(saved, f"{url}/plain", "dcp", overwrite=overwrite)  # type: ignore[arg-type]
+        with pytest.raises(ConfigInvalid, match="exists"):
+            exported(saved, f"{url}/plain", "dcp")  # type: ignore[arg-type]
+    state = blank(saved[1])
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "bucket" / "plain"))
+    assert_equal(state, saved[1])
+    with pytest.raises(ConfigInvalid, match="exists"):
+        exported(saved, f"{url}/m.pth", "torch")  # type: ignore[arg-type]
+    assert entries(tmp_path / "bucket") == ["m.pth", "plain"]

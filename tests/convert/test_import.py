@@ -1,0 +1,154 @@
+"""Import: what others wrote becomes a checkpoint of ours, which loads as any other."""
+
+import io
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from replicated_ckpt import KeyRules, ReplicatedReader, export_checkpoint, import_checkpoint
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.dcp.convert import source
+from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ObjectMissing, ReplicatedCkptWarning, StoreError
+from tests.convert.states import assert_equal, blank, contents, scheduled, tensors_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+Saved = tuple[Path, dict[str, Any]]
+
+
+def imported(path: Path, root: Path, format_: Any, checkpoint_id: str = "step-7", **options: Any) -> None:
+    import_checkpoint(path, checkpoint_id, format=format_, root=root, copies=1, **options)
+
+
+def loaded(root: Path, like: Any, checkpoint_id: str = "step-7") -> Any:
+    state = blank(like)
+    dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=ReplicatedReader(root), no_dist=True)
+    return state
+
+
+def test_a_torch_file_becomes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nested, objects included; read by windows; with a manifest that asks for the copies that are wanted."""
+    monkeypatch.setattr(source, "WINDOW_BYTES", 3_000_001)
+    state = contents()
+    state["view"] = state["large"][1:, 5:100]
+    torch.save(state, tmp_path / "model.pth")
+    with pytest.warns(ReplicatedCkptWarning, match="1 node"):
+        import_checkpoint(tmp_path / "model.pth", "step-7", format="torch", root=tmp_path / "root", copies=2)
+    assert_equal(loaded(tmp_path / "root", state), state)
+    manifest = decoded_manifest((tmp_path / "root" / "step-7" / ".manifest.json").read_bytes(), "here")
+    assert manifest.copies == 2
+
+
+def test_safetensors_become_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file, or a directory by its index, under the level of the state dict that the names are to have."""
+    library = pytest.importorskip("safetensors.torch")
+    weights = tensors_of({"a": contents()["model"], "b": contents()["odd"]})
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    library.save_file(weights, tmp_path / "model.safetensors")
+    command = ["import", str(tmp_path / "model.safetensors"), "step-7", "--from", "safetensors"]
+    assert main([*command, "--root", str(tmp_path / "root"), "--copies", "1", "--add-prefix", "model."]) == 0
+    assert "step-7: 9 tensors" in capsys.readouterr().out
+    assert_equal(loaded(tmp_path / "root", {"model": weights}), {"model": weights})
+    export_checkpoint("step-7", tmp_path / "hf", format="safetensors", root=tmp_path / "root", shard_size_limit=100)
+    imported(tmp_path / "hf", tmp_path / "root", "safetensors", "step-8", keys=KeyRules(strip_prefix="model."))
+    assert_equal(loaded(tmp_path / "root", weights, "step-8"), weights)
+
+
+def test_a_stock_directory_becomes_a_checkpoint(tmp_path: Path) -> None:
+    """Chunks as they lie there, objects included."""
+    state = contents()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
+    imported(tmp_path / "stock", tmp_path / "root", "dcp")
+    assert_equal(loaded(tmp_path / "root", state), state)
+
+
+def test_an_existing_checkpoint_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    """The exit code says that it is there; nothing of it is touched."""
+    for number in (1, 2):
+        torch.save({"a": torch.full((3,), number)}, tmp_path / f"{number}.pth")
+    imported(tmp_path / "1.pth", tmp_path / "root", "torch")
+    command = ["import", str(tmp_path / "2.pth"), "step-7", "--from", "torch", "--root", str(tmp_path / "root")]
+    with pytest.raises(CheckpointExists):
+        imported(tmp_path / "2.pth", tmp_path / "root", "torch")
+    assert main(command) == 1
+    assert loaded(tmp_path / "root", {"a": torch.zeros(3, dtype=torch.int64)})["a"].tolist() == [1, 1, 1]
+    assert main([*command, "--overwrite"]) == 0
+    assert loaded(tmp_path / "root", {"a": torch.zeros(3, dtype=torch.int64)})["a"].tolist() == [2, 2, 2]
+
+
+def header(fields: Any, data: bytes = b"") -> bytes:
+    raw = json.dumps(fields).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+def pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("format_", "raw", "said"),
+    [
+        ("torch", None, "does not exist"),
+        ("torch", b"nothing", "no file of torch.save|weights_only"),
+        ("torch", pickled([torch.ones(2)]), "holds a list"),
+        ("torch", pickled(scheduled()), "weights_only"),
+        ("torch", pickled({"a": torch.eye(3).to_sparse()}), "no plain tensor|mapped"),
+        ("safetensors", None, "does not exist"),
+        ("safetensors", b"", "no header"),
+        ("safetensors", struct.pack("<Q", 1 << 62) + b"{}", "no header"),
+        ("safetensors", header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234567"), "offsets"),
+        ("safetensors", header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"), "offsets"),
+        ("safetensors", header({"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}, b"12345678"), "'F99'"),
+        ("safetensors", header({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}), "no sizes"),
+        ("safetensors", header([1, 2]), "no safetensors"),
+        ("dcp", None, "no .metadata"),
+        ("dcp", b"x", "no .metadata"),
+    ],
+)
+def test_what_is_no_such_file_is_refused(tmp_path: Path, format_: str, raw: bytes | None, said: str) -> None:
+    """With what is wrong; no store is written to."""
+    path = tmp_path / "given"
+    if raw is not None:
+        path.write_bytes(raw)
+    with pytest.raises(ConfigInvalid, match=said):
+        imported(path, tmp_path / "root", format_)
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_torch_file_with_objects_needs_trust(tmp_path: Path) -> None:
+    """Its pickles run code only if they are told to be trusted."""
+    torch.save(scheduled(), tmp_path / "m.pth")
+    imported(tmp_path / "m.pth", tmp_path / "root", "torch", trust_pickles=True)
+    export_checkpoint("step-7", tmp_path / "out", format="torch", root=tmp_path / "root", trust_pickles=True)
+    assert_equal(torch.load(tmp_path / "out", weights_only=False), scheduled())
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_a_stock_directory_that_is_not_whole_is_refused(tmp_path: Path, damage: str) -> None:
+    """The file is named before anything is saved."""
+    dcp.save(contents(), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True)
+    shard = tmp_path / "stock" / "__0_0.distcp"
+    raw = shard.read_bytes()
+    shard.unlink()
+    if damage == "short":
+        shard.write_bytes(raw[:-100])
+    with pytest.raises(StoreError, match="__0_0") as raised:
+        imported(tmp_path / "stock", tmp_path / "root", "dcp")
+    assert isinstance(raised.value, ObjectMissing) == (damage == "missing")
+    assert not (tmp_path / "root").exists()
+
+
+def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    """Also a file outside the directory."""
+    for name in ("model-00001-of-00001.safetensors", "../x"):
+        index = {"metadata": {}, "weight_map": {"a": name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ConfigInvalid, match="is not there"):
+            imported(tmp_path, tmp_path / "root", "safetensors")

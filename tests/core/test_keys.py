@@ -1,0 +1,78 @@
+"""Names of entries: which are taken, what they are called then, and where they lie in the nested state dict."""
+
+import pytest
+
+from replicated_ckpt.core.keys import KeyRules, Path, nested, renamed_path
+from replicated_ckpt.errors import ConfigInvalid
+
+KEYS = ["model.h.0.w", "model.h.1.w", "model.norm", "optim.h.0.w", "step"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "wanted"),
+    [
+        (KeyRules(), {key: key for key in KEYS}),
+        (
+            KeyRules(include=["model.*"], exclude=["*.norm"]),
+            {"model.h.0.w": "model.h.0.w", "model.h.1.w": "model.h.1.w"},
+        ),
+        (KeyRules(include=["step", "model.norm"]), {"model.norm": "model.norm", "step": "step"}),
+        (KeyRules(include=["model.norm", "step"], strip_prefix="model."), {"model.norm": "norm", "step": "step"}),
+        (
+            KeyRules(
+                include=["model.h.*"], strip_prefix="model.", rename=[(r"^h\.(\d+)", r"layers.\1"), ("w$", "weight")]
+            ),
+            {"model.h.0.w": "layers.0.weight", "model.h.1.w": "layers.1.weight"},
+        ),
+        (KeyRules(include=["step"], add_prefix="train."), {"step": "train.step"}),
+    ],
+)
+def test_rules_choose_and_rename(rules: KeyRules, wanted: dict[str, str]) -> None:
+    """Globs first, then the prefix, then each expression in turn."""
+    assert rules.new_names(KEYS) == wanted
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        (KeyRules(include=["modle.*"]), "glob 'modle"),
+        (KeyRules(strip_prefix="module."), "prefix 'module."),
+        (KeyRules(rename=[("^decoder", "x")]), "'\\^decoder'"),
+        (KeyRules(rename=[("(", "x")]), "is no renaming"),
+        (KeyRules(rename=[("h", r"\1")]), "is no renaming"),
+        (KeyRules(exclude=["*"]), "Nothing is left"),
+        (KeyRules(rename=[(r"h\.\d", "h")]), "both be called 'model.h.w'"),
+        (KeyRules(include=["step"], strip_prefix="step"), "no name left"),
+    ],
+)
+def test_a_rule_that_cannot_be_meant_is_refused(rules: KeyRules, said: str) -> None:
+    """A misprint shows at once, not in a file that lacks half of the model."""
+    with pytest.raises(ConfigInvalid, match=said):
+        rules.new_names(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "wanted"),
+    [
+        (("model", "h.0.w"), "model.h.0.w", ("model", "h.0.w")),
+        (("model", "h.0.w"), "h.0.w", ("h.0.w",)),
+        (("model", "h.0.w"), "net.h.0.w", ("net", "h.0.w")),
+        (("model", "h.0.w"), "model.layers.0.w", ("model", "layers.0.w")),
+        (("h.0.w",), "model.h.0.w", ("model", "h.0.w")),
+        (("opt", "groups", 0, "lr"), "optim.groups.0.lr", ("optim", "groups", 0, "lr")),
+        (("opt", "groups", 0, "lr"), "opt.groups.0.rate", ("opt", "groups", 0, "rate")),
+        (("opt", "groups", 0, "lr"), "rate", ("rate",)),
+    ],
+)
+def test_levels_that_keep_their_names_stay(path: Path, name: str, wanted: Path) -> None:
+    """Only what was renamed becomes a level of its own."""
+    assert renamed_path(path, name) == wanted
+
+
+def test_nesting_is_rebuilt() -> None:
+    """Dictionaries by texts, lists by numbers; a value inside another one is refused."""
+    assert nested({("a", "b"): 1, ("c", 1): 2, ("c", 0, "d"): 3}) == {"a": {"b": 1}, "c": [{"d": 3}, 2]}
+    conflicts: list[list[Path]] = [[("a",), ("a", "b")], [("a", "b"), ("a",)], [("a", 0), ("a", "b")]]
+    for paths in conflicts:
+        with pytest.raises(ConfigInvalid, match="inside or in the place"):
+            nested(dict.fromkeys(paths, 7))

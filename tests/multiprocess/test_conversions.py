@@ -1,0 +1,46 @@
+"""Checkpoints of many ranks, some of whose nodes are gone, as one file; and a file as the state of many ranks."""
+
+import pytest
+
+from tests.multiprocess.cluster import call
+from tests.multiprocess.conftest import ClusterOf
+
+KINDS = ["plain", "meshes", "fsdp2"]
+
+
+@pytest.mark.fault
+def test_one_file_of_what_survives_and_back_onto_ranks(cluster_of: ClusterOf) -> None:
+    """Of three nodes one is lost: one process exports the whole state, shards by rows and columns included.
+
+    Imported on a blank node, the file loads into sharded models on another number of ranks.
+    """
+    cluster = cluster_of(3)
+    saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1, 2])
+    cluster.nodes[0].lose()
+    to = str(cluster.base / "model.pth")
+    export = call("convert.export", checkpoint_id="step-1", to=to)
+    exported = cluster.launch([export], nodes=[1], launcher="single")
+    assert exported.of(0) == [saved.agreed(0)]
+    cluster.launch([call("convert.bring_in", path=to, checkpoint_id="step-2")], nodes=[0], launcher="single")
+    loaded = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="step-2")], nodes=[0, 1], ranks=[1, 2])
+    assert loaded.digests(0) == [saved.agreed(0)] * 3
+
+
+def test_torchs_own_reader_of_torch_files_feeds_a_save(cluster_of: ClusterOf) -> None:
+    """`BroadcastingTorchSaveReader` and `DynamicMetaLoadPlanner` bring an exported file onto ranks, which save it.
+
+    One rank alone reads that whole, without knowing what is in it, while the process group is alive.
+    """
+    cluster = cluster_of(2)
+    saved = cluster.launch([call("state.save", kinds=["large"], checkpoint_id="step-1")], nodes=[0, 1])
+    to = str(cluster.base / "model.pth")
+    cluster.launch([call("convert.export", checkpoint_id="step-1", to=to)], nodes=[1], launcher="single")
+    calls = [
+        call("convert.broadcast", path=to, kind="large", checkpoint_id="step-2"),
+        call("state.load", kinds=["large"], checkpoint_id="step-2"),
+        call("convert.read_alone", checkpoint_id="step-2", rank=1),
+    ]
+    loaded = cluster.launch(calls, nodes=[0, 1])
+    assert loaded.agreed(0) == saved.agreed(0)
+    assert loaded.digests(1) == [saved.agreed(0)] * 2
+    assert loaded.of(2) == [None, saved.agreed(0)]
