@@ -1,9 +1,11 @@
 """One process without a process group: a local directory is enough, and no agent is started."""
 
 import io
+import multiprocessing
 import os
 import pickle
 from dataclasses import replace
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.agent.endpoint import Endpoint, write_endpoint
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.manifest import decoded_manifest
 from replicated_ckpt.errors import (
@@ -229,6 +232,43 @@ def test_the_next_save_removes_what_a_dead_one_left(tmp_path: Path) -> None:
     dcp.save(state(2), checkpoint_id="step-2", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     assert list((tmp_path / ".staging").iterdir()) == []
     assert_same(loaded(tmp_path, "latest", state()), state(2))
+
+
+def save_and_load_by_itself(root: Path, number: int, start: Barrier) -> None:
+    """Several saves under names of its own, each read back."""
+    start.wait(60)
+    for step in range(4):
+        saved = {"own": torch.full((100,), number * 100 + step)}
+        writer = ReplicatedWriter(root, copies=1)
+        dcp.save(saved, checkpoint_id=f"process{number}-{step}", storage_writer=writer)
+        assert_same(loaded(root, f"process{number}-{step}", saved), saved)
+
+
+def test_processes_that_know_nothing_of_each_other_share_a_store(tmp_path: Path) -> None:
+    """Ranks that save for themselves (`no_dist=True`) at the same time leave each other's saves alone."""
+    forking = multiprocessing.get_context("fork")
+    start = forking.Barrier(4)
+    processes = [forking.Process(target=save_and_load_by_itself, args=(tmp_path, n, start)) for n in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert list((tmp_path / ".staging").iterdir()) == []
+
+
+def test_a_process_by_itself_leaves_a_save_of_the_nodes_agent_alone(tmp_path: Path) -> None:
+    """A save that an agent opened just now, and no rank writes yet, is not taken for one of a dead process."""
+    store = LocalStore(tmp_path)
+    write_endpoint(store.agent_directory(), Endpoint("0" * 12, "127.0.0.1", 1, "token", 1, "0"))
+    store.begin(Intent("a" * 32, "step-1", "alive", overwrite=False))
+    dcp.save(state(2), checkpoint_id="step-2", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    assert [intent.save_id for intent in store.staged()] == ["a" * 32]
+    os.utime(store.intent_path("a" * 32), (0, 0))
+    os.utime(store.staging("a" * 32), (0, 0))
+    dcp.save(state(3), checkpoint_id="step-3", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    assert store.staged() == ()
 
 
 def test_partial_loads_read_only_what_they_need(tmp_path: Path) -> None:
