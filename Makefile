@@ -3,6 +3,7 @@
 #   make drill [ARGS="--scenario replace"]             several nodes on this machine, broken on purpose
 #   make torture [SEEDS=200] [REAL_SEEDS=20] [FIRST=0] random schedules of faults: simulated, then with real processes
 #   make bench-bucket [ARGS="--quick"]                 our clients of a bucket beside s3fs, on a real S3 server (root)
+#   make referee [TORCH_TESTS=~/pytorch]               torch's own checkpoint tests, with stock storage and with ours
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
@@ -22,7 +23,7 @@ FAST    := not multiprocess and not fault and not slow and not radosgw
 # Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill torture bench-bucket check fast lint types install clean
+.PHONY: test drill torture referee bench-bucket check fast lint types install clean
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -34,6 +35,10 @@ drill: $(STAMP)
 torture: $(STAMP)
 	@$(BIN)/python -m tests.fault.torture --first $(FIRST) --seeds $(SEEDS)
 	@$(BIN)/python -m tests.fault.torture --first $(FIRST) --seeds $(REAL_SEEDS) --processes
+
+referee: $(STAMP)
+	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[$(EXTRAS),referee]'
+	@$(BIN)/python -m tests.referee $(if $(TORCH_TESTS),--torch-tests '$(TORCH_TESTS)') $(ARGS)
 
 bench-bucket: $(STAMP)
 	@$(BIN)/python -m benchmarks.bucket $(ARGS)

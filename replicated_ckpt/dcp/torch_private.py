@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
-__all__ = ["DcpCall", "StorageInfo", "calling", "default_store", "metadata_version", "narrowed"]
+__all__ = ["DcpCall", "OldTensorProperties", "StorageInfo", "calling", "default_store", "metadata_version", "narrowed"]
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"

@@ -114,7 +114,7 @@ class ReplicatedWriter(StorageWriter):
         self._held: contextlib.ExitStack = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its arguments are all that goes to another process, as `dcp.async_save` may do it: there the group is the world."""
+        """Its arguments, all that goes into another process (`dcp.async_save` does it); the group is the world there."""
         return {**vars(self.config), "storage_options": self._storage_options}
 
     def __setstate__(self, arguments: dict[str, Any]) -> None:

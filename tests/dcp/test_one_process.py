@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.endpoint import Endpoint, write_endpoint
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.manifest import decoded_manifest
@@ -273,7 +273,7 @@ def test_a_process_by_itself_leaves_a_save_of_the_nodes_agent_alone(tmp_path: Pa
 
 def test_a_writer_that_went_to_another_process_is_the_same_writer(tmp_path: Path) -> None:
     """A pickled writer has its arguments and nothing of a save, also after it has saved."""
-    arguments: dict[str, Any] = {"copies": 3, "overwrite": True, "retention": Retention(keep_last=5)}
+    arguments: dict[str, Any] = {"copies": 3, "overwrite": True, "domain": "rack-7"}
     writer = ReplicatedWriter(tmp_path, **arguments)
     dcp.save(state(0), checkpoint_id="step-1", storage_writer=writer)
     sent = pickle.loads(pickle.dumps(writer))
