@@ -61,11 +61,12 @@ def test_metadata_of_older_versions_of_torch_is_read(tmp_path: Path) -> None:
     metadata = dcp.save({"a": torch.ones(3)}, checkpoint_id=str(tmp_path), no_dist=True)
     entry = metadata.state_dict_metadata["a"]
     assert isinstance(entry, TensorStorageMetadata)
-    entry.properties = OldTensorProperties(dtype=torch.float32, requires_grad=True)  # type: ignore[assignment]
+    old: Any = OldTensorProperties(dtype=torch.float32, requires_grad=True)
+    entry.properties = old
     found = decoded_metadata(encoded_metadata(metadata), "here").state_dict_metadata["a"]
     assert isinstance(found, TensorStorageMetadata)
     assert found == entry
-    assert type(found.properties) is OldTensorProperties
+    assert type(found.properties) is type(old)
 
 
 @pytest.fixture

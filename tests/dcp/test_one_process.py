@@ -271,6 +271,21 @@ def test_a_process_by_itself_leaves_a_save_of_the_nodes_agent_alone(tmp_path: Pa
     assert store.staged() == ()
 
 
+def test_callers_that_pass_no_id_name_it_beforehand(tmp_path: Path) -> None:
+    """`reset` names the next save, and the loads from then on, where nobody can pass `checkpoint_id` to DCP's call."""
+    writer, reader = ReplicatedWriter(tmp_path, copies=1), ReplicatedReader(tmp_path)
+    for seed, name in enumerate(("step-1", "step-2")):
+        writer.reset(name)
+        dcp.save(state(seed), storage_writer=writer)
+    for seed, name in enumerate(("step-1", "step-2")):
+        target = zeroed(state())
+        reader.reset(name)
+        dcp.load(target, storage_reader=reader)
+        assert_same(target, state(seed))
+    with pytest.raises(CheckpointException, match="no checkpoint_id"):
+        dcp.save(state(), storage_writer=writer)
+
+
 def test_a_writer_that_went_to_another_process_is_the_same_writer(tmp_path: Path) -> None:
     """A pickled writer has its arguments and nothing of a save, also after it has saved."""
     arguments: dict[str, Any] = {"copies": 3, "overwrite": True, "domain": "rack-7"}

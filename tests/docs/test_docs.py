@@ -28,6 +28,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "docs/design.md",
     "docs/runbook.md",
+    "docs/compatibility.md",
     "examples/README.md",
     "benchmarks/README.md",
 ]

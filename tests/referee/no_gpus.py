@@ -75,7 +75,7 @@ def run_on_cpu(module: ModuleType) -> None:
 
     @wraps(init_pg)
     def init_gloo(self: Any, *_: object, **__: object) -> None:
-        CpuMode().__enter__()  # for the rest of this rank
+        CpuMode().__enter__()  # type: ignore[no-untyped-call] # for the rest of this rank
         type(self).backend = property(lambda _: "gloo")
         init_pg(self, *((False, "gloo") if init_pg.__code__.co_argcount > 2 else (False,)))
 

@@ -28,7 +28,9 @@ class Verdict:
 def judged(outcomes_by_mode: Mapping[str, Outcomes], reason_by_test: Mapping[str, str]) -> Verdict:
     """Compares each mode with stock. A test that stock does not pass says nothing, whatever is expected of it."""
     stock = {test for test, outcome in outcomes_by_mode[STOCK].items() if outcome == PASSED}
-    defects, known, stale = [], [], []
+    defects: list[str] = []
+    known: list[str] = []
+    stale: list[str] = []
     for mode, outcomes in outcomes_by_mode.items():
         if mode == STOCK:
             continue
