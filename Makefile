@@ -7,6 +7,7 @@
 #   make bench-bucket [ARGS="--quick"]                 our clients of a bucket beside s3fs, on a real S3 server (root)
 #   make bench-planning [ARGS="--ranks 64,1024"]       the coordinator's work for many ranks and items, beside stock torch's
 #   make frameworks                                  installs Lightning, Transformers, Ray, ... and runs their examples
+#   make referee [TORCH_TESTS=~/pytorch]               torch's own checkpoint tests, with stock storage and with ours
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
@@ -27,7 +28,7 @@ FAST    := not multiprocess and not fault and not slow and not radosgw
 # more packages than the rest together: `make frameworks`.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill torture bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks
+.PHONY: test drill torture bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -47,6 +48,10 @@ bench: $(STAMP)
 bench-peers: $(STAMP)
 	@$(BIN)/pip install --quiet --no-deps -c $(VENV)/constraints.txt $$($(BIN)/python -c 'import tomllib; \
 	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["bench-peers"])')
+
+referee: $(STAMP)
+	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[$(EXTRAS),referee]'
+	@$(BIN)/python -m tests.referee $(if $(TORCH_TESTS),--torch-tests '$(TORCH_TESTS)') $(ARGS)
 
 bench-bucket: $(STAMP)
 	@$(BIN)/python -m benchmarks.bucket $(ARGS)

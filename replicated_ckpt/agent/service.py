@@ -1,11 +1,12 @@
 """What an agent does for its node, without HTTP: opens saves, receives copies, commits, says what it holds."""
 
+import contextlib
 import fcntl
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,13 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.durable import exclusive
 from replicated_ckpt.stores.intent import Intent
 from replicated_ckpt.stores.local import LocalStore
 
 log = logging.getLogger(__name__)
 
-_OPEN_GRACE_S = 5.0
+OPEN_GRACE_S = 5.0
 _FENCED_MAX = 1024
 
 
@@ -92,7 +94,7 @@ class NodeService:
         with self._lock:  # first: whoever looks at the disk meanwhile must not take it for one that nobody works on
             self._opened_at[intent.save_id] = time.monotonic()
         try:
-            self.store.begin(intent)
+            self.open_in_store(intent)
         except BaseException:
             with self._lock:
                 self._opened_at.pop(intent.save_id, None)
@@ -103,6 +105,10 @@ class NodeService:
                     self._fence(leftover.intent.save_id, leftover.why)
         return max(self.store.catalog.sequence_max(), self.heard.largest), leftovers
 
+    def open_in_store(self, intent: Intent) -> None:
+        """The step of `begin` after which the save is seen on disk."""
+        self.store.begin(intent)
+
     def leftovers(self, session: str, by: Intent | None = None) -> tuple[Leftover, ...]:
         """Staged saves that are over, and those of which only a decision can tell that they are.
 
@@ -110,31 +116,39 @@ class NodeService:
         checkpoint, or the processes that made them are gone. One that is still worked on, or was opened just now, may
         live: a trainer may load while it saves in the background. But where it is decided, all have written.
         """
-        found = []
+        with self.looking():
+            return tuple(self._leftovers(session, by))
+
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody opens a save in a process of its own meanwhile: it would be seen before its process holds it."""
+        return exclusive(self.store.agent_directory())
+
+    def _leftovers(self, session: str, by: Intent | None) -> Iterator[Leftover]:
         for intent in self.store.staged():
             if by is not None and intent.save_id == by.save_id:
                 continue
             if by is not None and intent.checkpoint_id == by.checkpoint_id:
-                found.append(Leftover(intent, f"save {by.save_id} of {by.checkpoint_id!r} overtook it"))
+                yield Leftover(intent, f"save {by.save_id} of {by.checkpoint_id!r} overtook it")
             elif by is not None and intent.session == session:
-                found.append(Leftover(intent, "its process group has gone on without it"))
+                yield Leftover(intent, "its process group has gone on without it")
             else:
-                may_live = self._is_held(intent) or self._was_opened_within(_OPEN_GRACE_S, intent)
-                found.append(Leftover(intent, "the processes that made it are gone", may_live))
-        return tuple(found)
+                may_live = self._is_held(intent) or self.was_opened_within(OPEN_GRACE_S, intent)
+                yield Leftover(intent, "the processes that made it are gone", may_live)
 
     def abandoned(self, grace_s: float) -> tuple[Leftover, ...]:
         """Staged saves whose processes are gone, none of them opened, or found by this agent, less than `grace_s` ago."""
-        return tuple(
-            Leftover(intent, "the processes that made it are gone")
-            for intent in self.store.staged()
-            if not self._was_opened_within(grace_s, intent) and not self._is_held(intent)
-        )
+        with self.looking():
+            return tuple(
+                Leftover(intent, "the processes that made it are gone")
+                for intent in self.store.staged()
+                if not self.was_opened_within(grace_s, intent) and not self._is_held(intent)
+            )
 
-    def _was_opened_within(self, grace_s: float, intent: Intent) -> bool:
+    def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
+        """Whether the save is so young that its ranks may not have come to hold it."""
         with self._lock:
             opened_at = self._opened_at.get(intent.save_id)
-        if opened_at is None and grace_s > _OPEN_GRACE_S:
+        if opened_at is None and grace_s > OPEN_GRACE_S:
             opened_at = self._started_at
         return opened_at is not None and time.monotonic() - opened_at < grace_s
 

@@ -1,10 +1,15 @@
 """The nodes of one save, as the coordinator commands them: through their agents, or directly on one process alone."""
 
 import json
+import os
+import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from replicated_ckpt.agent.endpoint import read_endpoint
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.core.checksum import crc32c
@@ -135,10 +140,10 @@ def cluster_of(decision: SaveDecision, rank: int) -> AgentCluster:
 
 
 class LoneNode:
-    """This process's own store and nobody else's: no agent is needed."""
+    """This process's own store and nobody else's: no agent is needed. Other processes may do the same beside it."""
 
     def __init__(self, store: LocalStore) -> None:
-        self._service = NodeService(store)
+        self._service = LoneService(store)
 
     def begin(self, intent: Intent) -> Opened:
         replaces = self._service.store.final(intent.checkpoint_id).exists()
@@ -151,3 +156,27 @@ class LoneNode:
 
     def abort(self, save_id: str, why: str) -> None:
         self._service.abort(save_id, why)
+
+
+class LoneService(NodeService):
+    """A node's saves as one of several processes drives them, each of which knows of its own alone."""
+
+    def open_in_store(self, intent: Intent) -> None:
+        """Nobody sees the save before this process holds it; it does so until this object is gone."""
+        with self.looking():
+            super().open_in_store(intent)
+            weakref.finalize(self, os.close, self.store.held(intent.save_id))
+
+    def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
+        """Goes by the files, too, where this node has an agent: ranks hold what it opened only once they write."""
+        if read_endpoint(self.store.root_agent_directory()) is None:
+            return super().was_opened_within(grace_s, intent)
+        staged = self.store.intent_path(intent.save_id).parent.glob(f"{intent.save_id}*")
+        return any(_was_changed_within(grace_s, path) for path in staged)
+
+
+def _was_changed_within(grace_s: float, path: Path) -> bool:
+    try:
+        return abs(time.time() - path.stat().st_mtime) < grace_s
+    except FileNotFoundError:  # at this moment
+        return True

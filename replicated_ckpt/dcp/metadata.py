@@ -15,16 +15,20 @@ from replicated_ckpt.dcp.pickle_scan import scan
 from replicated_ckpt.errors import MetadataUnsafe
 
 _DCP_METADATA = "torch.distributed.checkpoint.metadata"
+_OLD_TENSOR_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+"""Where older versions of torch had TensorProperties, the same in all but the name; their checkpoints still say so."""
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _STATEFUL = (
     *((_DCP_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
     *((_DCP_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    (_OLD_TENSOR_METADATA, "TensorProperties"),
     *((_FILESYSTEM, name) for name in ("_StorageInfo", "_StoragePrefix")),
 )
 _CALLED = (
     ("builtins", "complex"),
     ("torch.serialization", "_get_layout"),
     (_DCP_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_OLD_TENSOR_METADATA, "MEM_FORMAT_ENCODING"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
 )
 _ALLOWED: dict[tuple[str, str], Making] = {

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from replicated_ckpt.core.layout import is_shard_path
-from replicated_ckpt.dcp.torch_private import StorageInfo
+from replicated_ckpt.dcp.torch_private import OldTensorProperties, StorageInfo
 from replicated_ckpt.errors import MetadataUnsafe
 
 
@@ -49,7 +49,11 @@ def _state_dict_problems(described: dict[object, object]) -> Iterator[str]:
 
 def _is_tensor(fields: dict[str, object]) -> bool:
     properties, size, chunks = fields.get("properties"), fields.get("size"), fields.get("chunks")
-    if type(properties) is not TensorProperties or not _is_size(size) or type(chunks) is not list:
+    if (
+        type(properties) not in (TensorProperties, OldTensorProperties)
+        or not _is_size(size)
+        or type(chunks) is not list
+    ):
         return False
     if type(vars(properties).get("dtype")) is not torch.dtype:
         return False

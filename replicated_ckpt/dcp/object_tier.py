@@ -94,7 +94,7 @@ class ObjectTier:
         except ReplicatedCkptError as exc:
             found = {"error": str(exc), "is_empty": False, "save_id": "", "sequence_max": 0}
         if found["save_id"] and not overwrite:
-            raise CheckpointExists(f"Checkpoint {checkpoint_id!r} exists already in {url}.")
+            raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {url}.")
         self._probe_s = PROBE_S
         problem = f"object store {url}: {found['error']}" if found["error"] else ""
         plan = UploadPlan(url, has_own_prefix=replaces or not found["is_empty"])

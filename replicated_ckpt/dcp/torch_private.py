@@ -12,10 +12,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
-__all__ = ["DcpCall", "StorageInfo", "calling", "default_store", "flattened", "metadata_version", "narrowed"]
+__all__ = [
+    "DcpCall",
+    "OldTensorProperties",
+    "StorageInfo",
+    "calling",
+    "default_store",
+    "flattened",
+    "metadata_version",
+    "narrowed",
+]
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"

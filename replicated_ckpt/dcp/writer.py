@@ -106,6 +106,7 @@ class ReplicatedWriter(StorageWriter):
         target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self.last_save: SaveReport | None = None
         self._process_group = process_group
+        self._storage_options = storage_options
         self._store = LocalStore(self.config.root)
         self._shards = ShardWriter(self._store)
         self._object_tier = ObjectTier(self._store, target, object_every)
@@ -113,6 +114,13 @@ class ReplicatedWriter(StorageWriter):
         self._next_id: str | os.PathLike[str] | None = None
         self._given_id: str | os.PathLike[str] | None = None
         self._held: contextlib.ExitStack = contextlib.ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its arguments, all that goes into another process (`dcp.async_save` does it); the group is the world there."""
+        return {**vars(self.config), "storage_options": self._storage_options}
+
+    def __setstate__(self, arguments: dict[str, Any]) -> None:
+        ReplicatedWriter.__init__(self, **arguments)
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
 

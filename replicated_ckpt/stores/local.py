@@ -138,7 +138,7 @@ class LocalStore:
         if not (final / METADATA_NAME).exists() and not (final / MANIFEST_NAME).exists():
             raise CheckpointExists(f"{final} exists and is no checkpoint; it is not replaced.", "Use another id.")
         if not overwrite:
-            raise CheckpointExists(f"Checkpoint {checkpoint_id!r} exists already in {self.root}.")
+            raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {self.root}.")
 
     def held(self, save_id: str) -> int:
         """Marks an open save as being worked on, for as long as the returned file descriptor is open.

@@ -14,11 +14,12 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from replicated_ckpt.dcp.metadata import decoded_metadata, encoded_metadata, register_safe_class
+from replicated_ckpt.dcp.torch_private import OldTensorProperties
 from replicated_ckpt.errors import MetadataUnsafe
 
 STATES: list[dict[str, Any]] = [
@@ -52,6 +53,20 @@ def test_metadata_of_stock_torch_is_read(tmp_path: Path, state: dict[str, Any]) 
     assert ours.state_dict_metadata == stock.state_dict_metadata == metadata.state_dict_metadata
     assert ours.storage_data == stock.storage_data
     assert decoded_metadata(encoded_metadata(ours), "here").storage_data == stock.storage_data
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_metadata_of_older_versions_of_torch_is_read(tmp_path: Path) -> None:
+    """They named another class for the properties of a tensor, of the same fields; stock torch reads it to this day."""
+    metadata = dcp.save({"a": torch.ones(3)}, checkpoint_id=str(tmp_path), no_dist=True)
+    entry = metadata.state_dict_metadata["a"]
+    assert isinstance(entry, TensorStorageMetadata)
+    old: Any = OldTensorProperties(dtype=torch.float32, requires_grad=True)
+    entry.properties = old
+    found = decoded_metadata(encoded_metadata(metadata), "here").state_dict_metadata["a"]
+    assert isinstance(found, TensorStorageMetadata)
+    assert found == entry
+    assert type(found.properties) is type(old)
 
 
 @pytest.fixture

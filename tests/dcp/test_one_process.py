@@ -1,9 +1,11 @@
 """One process without a process group: a local directory is enough, and no agent is started."""
 
 import io
+import multiprocessing
 import os
 import pickle
 from dataclasses import replace
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.agent.endpoint import Endpoint, write_endpoint
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.manifest import decoded_manifest
 from replicated_ckpt.dcp.survey import Surveyor
@@ -231,6 +234,70 @@ def test_the_next_save_removes_what_a_dead_one_left(tmp_path: Path) -> None:
     dcp.save(state(2), checkpoint_id="step-2", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     assert list((tmp_path / ".staging").iterdir()) == []
     assert_same(loaded(tmp_path, "latest", state()), state(2))
+
+
+def save_and_load_by_itself(root: Path, number: int, start: Barrier) -> None:
+    """Several saves under names of its own, each read back."""
+    start.wait(60)
+    for step in range(4):
+        saved = {"own": torch.full((100,), number * 100 + step)}
+        writer = ReplicatedWriter(root, copies=1)
+        dcp.save(saved, checkpoint_id=f"process{number}-{step}", storage_writer=writer)
+        assert_same(loaded(root, f"process{number}-{step}", saved), saved)
+
+
+def test_processes_that_know_nothing_of_each_other_share_a_store(tmp_path: Path) -> None:
+    """Ranks that save for themselves (`no_dist=True`) at the same time leave each other's saves alone."""
+    forking = multiprocessing.get_context("fork")
+    start = forking.Barrier(4)
+    processes = [forking.Process(target=save_and_load_by_itself, args=(tmp_path, n, start)) for n in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert list((tmp_path / ".staging").iterdir()) == []
+
+
+def test_a_process_by_itself_leaves_a_save_of_the_nodes_agent_alone(tmp_path: Path) -> None:
+    """A save that an agent opened just now, and no rank writes yet, is not taken for one of a dead process."""
+    store = LocalStore(tmp_path)
+    write_endpoint(store.agent_directory(), Endpoint("0" * 12, "127.0.0.1", 1, "token", 1, "0"))
+    store.begin(Intent("a" * 32, "step-1", "alive", overwrite=False))
+    dcp.save(state(2), checkpoint_id="step-2", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    assert [intent.save_id for intent in store.staged()] == ["a" * 32]
+    os.utime(store.intent_path("a" * 32), (0, 0))
+    os.utime(store.staging("a" * 32), (0, 0))
+    dcp.save(state(3), checkpoint_id="step-3", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    assert store.staged() == ()
+
+
+def test_callers_that_pass_no_id_name_it_beforehand(tmp_path: Path) -> None:
+    """`reset` names the next save, and the loads from then on, where nobody can pass `checkpoint_id` to DCP's call."""
+    writer, reader = ReplicatedWriter(tmp_path, copies=1), ReplicatedReader(tmp_path)
+    for seed, name in enumerate(("step-1", "step-2")):
+        writer.reset(name)
+        dcp.save(state(seed), storage_writer=writer)
+    for seed, name in enumerate(("step-1", "step-2")):
+        target = zeroed(state())
+        reader.reset(name)
+        dcp.load(target, storage_reader=reader)
+        assert_same(target, state(seed))
+    with pytest.raises(CheckpointException, match="no checkpoint_id"):
+        dcp.save(state(), storage_writer=writer)
+
+
+def test_a_writer_that_went_to_another_process_is_the_same_writer(tmp_path: Path) -> None:
+    """A pickled writer has its arguments and nothing of a save, also after it has saved."""
+    arguments: dict[str, Any] = {"copies": 3, "overwrite": True, "domain": "rack-7"}
+    writer = ReplicatedWriter(tmp_path, **arguments)
+    dcp.save(state(0), checkpoint_id="step-1", storage_writer=writer)
+    sent = pickle.loads(pickle.dumps(writer))
+    assert sent.config == writer.config
+    assert sent.last_save is None
+    dcp.save(state(1), checkpoint_id="step-1", storage_writer=sent)
+    assert_same(loaded(tmp_path, "step-1", state()), state(1))
 
 
 def test_partial_loads_read_only_what_they_need(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ DOCUMENTS = [
     "docs/conversions.md",
     "docs/design.md",
     "docs/runbook.md",
+    "docs/compatibility.md",
     "examples/README.md",
     "benchmarks/README.md",
 ]

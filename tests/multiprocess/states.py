@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.multiprocess.cluster import Digests
@@ -107,6 +108,57 @@ def fsdp2(seed: int, rank: int, world_size: int) -> Model:
     return Model(wrap, seed)
 
 
+def hsdp(seed: int, rank: int, world_size: int) -> Model:
+    """FSDP2 on a mesh of two dimensions: shards in rows, replicas of them in columns."""
+
+    def wrap(layers: nn.Module) -> nn.Module:
+        return cast("nn.Module", fully_shard(layers, mesh=grid_of(world_size)))
+
+    return Model(wrap, seed)
+
+
+def hsdp1(seed: int, rank: int, world_size: int) -> Model:
+    """The same by FSDP1."""
+
+    def wrap(layers: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            layers,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            device_mesh=grid_of(world_size),
+        )
+
+    return Model(wrap, seed)
+
+
+def tensor_parallel(seed: int, rank: int, world_size: int) -> Model:
+    """Rows, then columns, of two linear layers on different ranks."""
+    return Model(lambda _: halved(init_device_mesh("cpu", (world_size,))), seed)
+
+
+def two_dimensional(seed: int, rank: int, world_size: int) -> Model:
+    """Tensor parallel in one dimension of the mesh, FSDP2 in the other; both divide the same tensors."""
+
+    def wrap(_: nn.Module) -> nn.Module:
+        grid = grid_of(world_size)
+        return cast("nn.Module", fully_shard(halved(grid["shard"]), mesh=grid["replicate"]))
+
+    return Model(wrap, seed)
+
+
+def halved(mesh: DeviceMesh) -> nn.Module:
+    """Two layers in tensor parallel, which wants sizes that the mesh divides."""
+    layers = nn.Sequential(nn.Linear(17, 32), nn.ReLU(), nn.Linear(32, 16))
+    return parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def grid_of(world_size: int) -> DeviceMesh:
+    """A mesh of two rows, or of one where the world is odd or has two ranks."""
+    rows = 2 if world_size % 2 == 0 and world_size > 2 else 1
+    return init_device_mesh("cpu", (rows, world_size // rows), mesh_dim_names=("replicate", "shard"))
+
+
 def fsdp1(seed: int, rank: int, world_size: int) -> Model:
     device = torch.device("cpu")
     return Model(lambda layers: FullyShardedDataParallel(layers, device_id=device, use_orig_params=True), seed)
@@ -183,6 +235,10 @@ State = Model | Values
 BUILDERS: dict[str, Callable[[int, int, int], State]] = {
     "fsdp2": fsdp2,
     "fsdp1": fsdp1,
+    "hsdp": hsdp,
+    "hsdp1": hsdp1,
+    "tensor_parallel": tensor_parallel,
+    "two_dimensional": two_dimensional,
     "ddp": ddp,
     "unwrapped": unwrapped,
     "plain": plain,

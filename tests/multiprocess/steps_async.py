@@ -1,4 +1,4 @@
-"""Steps: `dcp.async_save` with the thread executor."""
+"""Steps: `dcp.async_save`, in a thread or in a process of its own."""
 
 import time
 from concurrent.futures import Future
@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
@@ -52,6 +53,23 @@ def spoil(state: Any) -> None:
     elif isinstance(state, dict | list | tuple):
         for value in state.values() if isinstance(state, dict) else state:
             spoil(value)
+
+
+def save_in_process(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> list[Digests]:
+    """As `save`, each rank's writer in a second process, which serves all its saves."""
+    saved = []
+    for seed, checkpoint_id in enumerate(checkpoint_ids):
+        states = build_all(context, kinds, seed)
+        saved.append(digests_of(states))
+        future = dcp.async_save(
+            dict(states),
+            checkpoint_id=checkpoint_id,
+            storage_writer=context.writer(),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        assert isinstance(future, Future)
+        future.result(timeout=100)
+    return saved
 
 
 def save_breaks(context: Context, kinds: list[str], checkpoint_id: str, phase: str, ranks: list[int]) -> dict[str, Any]:

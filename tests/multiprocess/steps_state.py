@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -50,6 +51,19 @@ def load(context: Context, kinds: list[str], checkpoint_id: str, **reader: Any) 
     after = digests_of(states)
     assert before.keys() == after.keys()
     return {"digests": after, "report": report_of(storage_reader.last_load)}
+
+
+def load_partly(context: Context, kinds: list[str], checkpoint_id: str, *, is_allowed: bool) -> dict[str, Any]:
+    """Loads a checkpoint that has only some of `kinds`; returns what they hold then, or the error, and what they held."""
+    states = build_all(context, kinds, OTHER_SEED)
+    before = digests_of(states)
+    planner = DefaultLoadPlanner(allow_partial_load=is_allowed)
+    try:
+        dcp.load(dict(states), checkpoint_id=checkpoint_id, storage_reader=context.reader(), planner=planner)
+    except CheckpointException as exc:
+        return failure(exc)
+    new = {name: value for name, value in before.items() if not name.startswith(f"{kinds[0]}/")}
+    return {"after": digests_of(states), "new": new}
 
 
 def load_integers(context: Context, sizes: dict[str, int], checkpoint_id: str, kind: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""`dcp.async_save` with the thread executor keeps the promises of `dcp.save`."""
+"""`dcp.async_save` keeps the promises of `dcp.save`."""
 
 import pytest
 
@@ -15,6 +15,17 @@ def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
     results = cluster_of(2).launch([call("async.save", kinds=KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1])
     for index, saved in enumerate(results.agreed(0)):
         assert results.digests(index + 1) == [saved, saved]
+
+
+def test_saves_in_a_process_of_their_own(cluster_of: ClusterOf) -> None:
+    """With `AsyncCheckpointerType.PROCESS` the writer goes to another process, and its saves are like any other."""
+    ids = ["step-1", "step-2"]
+    loads = [call("state.load", kinds=KINDS, checkpoint_id=name) for name in ids]
+    cluster = cluster_of(2)
+    results = cluster.launch([call("async.save_in_process", kinds=KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1])
+    for index, saved in enumerate(results.agreed(0)):
+        assert results.digests(index + 1) == [saved, saved]
+    assert all({"__0_0.distcp", "__1_0.distcp", ".metadata"} <= node.files("step-2") for node in cluster.nodes)
 
 
 @pytest.mark.fault

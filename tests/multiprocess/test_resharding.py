@@ -4,6 +4,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
@@ -59,6 +61,33 @@ def test_unequal_ranks_per_node(cluster_of: ClusterOf, copies: int) -> None:
     loaded = cluster.launch(calls, nodes=[0, 1], ranks=[1, 2])
     assert loaded.digests(0) == [shared] * 3
     assert loaded.agreed(1) == {f"rank{rank}": rank + 1 for rank in range(3)}
+
+
+def test_models_parallel_in_every_way_survive_a_node(cluster_of: ClusterOf) -> None:
+    """HSDP of FSDP1 and 2, tensor parallel, and both at once: saved on 2 x 2 ranks, a node lost, loaded on the other."""
+    kinds = ["hsdp1", "tensor_parallel", "two_dimensional"]
+    if torch.__version__ >= TorchVersion("2.13"):  # FSDP2 of torch 2.7 cannot train so on gloo and CPU
+        kinds.append("hsdp")
+    load = call("state.load", kinds=kinds, checkpoint_id="step-1")
+    cluster = cluster_of(2)
+    saved = cluster.launch([call("state.save", kinds=kinds, checkpoint_id="step-1")], nodes=[0, 1], ranks=2).agreed(0)
+    cluster.nodes[0].lose()
+    assert cluster.launch([load], nodes=[1], ranks=2).digests(0) == [saved] * 2
+
+
+def test_a_part_of_a_checkpoint_goes_into_a_larger_state(cluster_of: ClusterOf) -> None:
+    """Fine-tuning: what is new in the model keeps its values with `allow_partial_load`; without it every rank raises."""
+    cluster = cluster_of(2)
+    saved = cluster.launch([call("state.save", kinds=["fsdp2"], checkpoint_id="step-1")], nodes=[0, 1]).agreed(0)
+    calls = [
+        call("state.load_partly", kinds=["fsdp2", "meshes"], checkpoint_id="step-1", is_allowed=allowed)
+        for allowed in (True, False)
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    for result in results.of(0):
+        assert {name: value for name, value in result["after"].items() if name.startswith("fsdp2/")} == saved
+        assert {name: value for name, value in result["after"].items() if name.startswith("meshes/")} == result["new"]
+    assert [result["message"] for result in results.of(1)] == ["Missing key in checkpoint state_dict: meshes.rows."] * 2
 
 
 def test_swapped_ranks_read_their_own_stores(cluster_of: ClusterOf) -> None:

@@ -1,0 +1,111 @@
+"""`python -m tests.referee`: runs torch's tests with stock storage and with ours, and prints a verdict."""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from replicated_ckpt.agent.endpoint import read_endpoint
+from tests.referee import sources, verdict
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+MODES = (verdict.STOCK, "together", "scattered")
+TOO_SLOW = "compile_True"  # torch.compile says nothing about storage and takes minutes on a CPU
+
+
+def environment(mode: str, folder: Path) -> dict[str, str]:
+    paths = [HERE / "inject", ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "TMPDIR": str(folder / "tmp"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "REFEREE_MODE": mode,
+        "REFEREE_ROOTS": str(folder / "roots"),
+        "REFEREE_USED": str(folder / "used"),
+        "REFEREE_OUTCOMES": str(folder / "outcomes"),
+    }
+
+
+def run(mode: str, tests: Path, names: list[str], folder: Path, timeout_s: float) -> tuple[dict[str, str], set[str]]:
+    """One run of torch's tests; returns how each ended, and which used our storage. Nothing runs on afterwards."""
+    for name in ("tmp", "roots"):
+        (folder / name).mkdir(parents=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.referee.record"]
+    command += [
+        "--timeout",
+        "200",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(tests),
+        "-k",
+        f"not {TOO_SLOW}",
+        *(names or ["."]),
+    ]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=tests, env=environment(mode, folder), stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            print(f"{mode}: not done after {timeout_s:.0f} s; what did not run counts as not passed")
+        finally:
+            end(process, folder / "roots")
+    used = folder / "used"
+    return verdict.outcomes_in(folder / "outcomes"), set(used.read_text().split("\n") if used.exists() else ())
+
+
+def end(process: "subprocess.Popen[bytes]", roots: Path) -> None:
+    """Ends the run, its ranks and the agents that they started."""
+    with contextlib.suppress(ProcessLookupError):  # all of them have ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for agent in roots.glob("*/.agent"):
+        endpoint = read_endpoint(agent)
+        if endpoint is not None and b"replicated_ckpt" in command_line(endpoint.pid):
+            os.kill(endpoint.pid, signal.SIGTERM)
+
+
+def command_line(pid: int) -> bytes:
+    path = Path(f"/proc/{pid}/cmdline")
+    return path.read_bytes() if path.exists() else b""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.referee", description=__doc__)
+    parser.add_argument("--torch-tests", type=Path, help="a checkout of PyTorch; default: fetched, and kept in --cache")
+    parser.add_argument("--cache", type=Path, default=ROOT / ".referee")
+    parser.add_argument("--keep", type=Path, help="folder for logs and outcomes of each run; default: none are kept")
+    parser.add_argument("--timeout-s", type=float, default=3600.0, help="of each of the runs")
+    parser.add_argument("names", nargs="*", help="files or tests; default: all")
+    arguments = parser.parse_args()
+    checkout = arguments.torch_tests
+    tests = sources.tests_in(checkout) if checkout is not None else sources.downloaded(arguments.cache)
+    outcomes, used = {}, set()
+    with tempfile.TemporaryDirectory(prefix="referee-", ignore_cleanup_errors=True) as scratch:
+        for mode in MODES:
+            folder = (arguments.keep or Path(scratch)) / mode
+            outcomes[mode], seen = run(mode, tests, arguments.names, folder.absolute(), arguments.timeout_s)
+            used |= seen
+            passed = sum(outcome == verdict.PASSED for outcome in outcomes[mode].values())
+            print(f"{mode}: {passed} of {len(outcomes[mode])} passed", flush=True)
+    found = verdict.judged(outcomes, verdict.expectations())
+    print(f"torch {torch.__version__}, tests in {tests}\n\n{verdict.table(outcomes, used)}\n")
+    for title, entries in (("expected", found.known), ("EXPECTED, BUT PASSES", found.stale), ("DEFECT", found.defects)):
+        for entry in entries:
+            print(f"{title}: {entry}")
+    return int(not found.is_good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Our writer and reader under the names and with the arguments of stock torch's."""
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+
+ROOTS_ENV = "REFEREE_ROOTS"
+USED_ENV = "REFEREE_USED"
+MODE_ENV = "REFEREE_MODE"
+SCATTERED = "scattered"
+RANKS_PER_NODE = 2
+
+PathLike = str | os.PathLike[str]
+TUNING = {"single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "cache_staged_state_dict"}
+
+
+def own_root() -> Path:
+    """One store for all ranks, or one for each pair of them: nodes with disks of their own."""
+    is_scattered = os.environ[MODE_ENV] == SCATTERED and dist.is_initialized()
+    node = dist.get_rank() // RANKS_PER_NODE if is_scattered else 0
+    return Path(os.environ[ROOTS_ENV]) / f"node{node}"
+
+
+def name_of(path: PathLike) -> str:
+    """The checkpoint id that stands for a path of a test, alike on all ranks."""
+    return str(Path(path).absolute()).strip("/")
+
+
+def note_use() -> None:
+    """Writes down which test came here."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    with Path(os.environ[USED_ENV]).open("a") as file:
+        file.write(f"{test}\n")
+
+
+class SwappedWriter(ReplicatedWriter):
+    """`path` is the checkpoint's name, an existing one is replaced unless told otherwise; what only tunes is ignored."""
+
+    def __init__(self, path: PathLike, *args: Any, overwrite: bool = True, **options: Any) -> None:
+        unknown = set(options) - TUNING
+        if unknown or len(args) > len(TUNING):
+            raise NotImplementedError(f"ReplicatedWriter has no {sorted(unknown)}")
+        super().__init__(own_root(), overwrite=overwrite)
+        self._path = path
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self._path = checkpoint_id
+        super().reset(name_of(self._path))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        note_use()
+        super().reset(name_of(self._path))
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "path": self._path}
+
+    def __setstate__(self, arguments: dict[str, Any]) -> None:
+        path = arguments.pop("path")
+        super().__setstate__(arguments)
+        self._path = path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+
+class SwappedReader(ReplicatedReader):
+    """`path` is the checkpoint's name."""
+
+    def __init__(self, path: PathLike, *args: Any, **options: Any) -> None:
+        if args or options:
+            raise NotImplementedError(f"ReplicatedReader has no {args} {options}")
+        super().__init__(own_root())
+        self._path = path
+        self._is_named = False
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self._path = checkpoint_id
+        self._is_named = True
+        super().reset(name_of(self._path))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        note_use()
+        if not self._is_named:
+            self.reset()
+        self._is_named = "rank" in kwargs
+        return super().read_metadata(*args, **kwargs)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+
+class SwappedFsspecWriter(SwappedWriter):
+    """Has the question about ids for itself: a test changes the other class's answer."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+
+class SwappedFsspecReader(SwappedReader):
+    """As the writer."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+
+def install() -> None:
+    """In every module that has a name for one of the classes by now; stock's own subclasses keep their base."""
+    private = "torch.distributed.checkpoint."
+    fsspec = importlib.import_module(f"{private}_fsspec_filesystem")
+    for module in (dcp, filesystem, importlib.import_module(f"{private}_storage_utils")):
+        setattr(module, "FileSystemWriter", SwappedWriter)  # noqa: B010 - a module's classes are final to mypy
+        setattr(module, "FileSystemReader", SwappedReader)  # noqa: B010
+    fsspec.FsspecWriter = SwappedFsspecWriter  # type: ignore[attr-defined]
+    fsspec.FsspecReader = SwappedFsspecReader  # type: ignore[attr-defined]

@@ -1,0 +1,80 @@
+"""The referee judges rightly; the run itself is `make referee`."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.referee import sources, verdict
+
+STOCK = {"t::passes": "passed", "t::fails": "failed", "t::skipped": "skipped"}
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected", "defects", "stale", "known"),
+    [
+        ("passed", False, (), (), ()),
+        ("failed", False, ("ours: t::passes",), (), ()),
+        ("skipped", False, ("ours: t::passes",), (), ()),
+        ("", False, ("ours: t::passes",), (), ()),
+        ("failed", True, (), (), ("ours: t::passes",)),
+        ("passed", True, (), ("ours: t::passes",), ()),
+    ],
+)
+def test_what_stock_passes_must_pass_or_be_expected_not_to(
+    ours: str, expected: bool, defects: tuple[str, ...], stale: tuple[str, ...], known: tuple[str, ...]
+) -> None:
+    """A defect is what stock passes and ours does not, or did not run; an expectation that is not met is stale."""
+    reasons = {"t::fails": "stock fails it, so it says nothing", **({"t::passes": "a reason"} if expected else {})}
+    outcomes = {"t::fails": "passed", "t::skipped": "failed", **({"t::passes": ours} if ours else {})}
+    found = verdict.judged({"stock": STOCK, "ours": outcomes}, reasons)
+    assert (found.defects, found.stale, found.known, found.judged) == (defects, stale, known, 1)
+    assert found.is_good == (not defects and not stale)
+
+
+def test_a_run_of_nothing_is_not_good() -> None:
+    """Where stock passes no test, nothing was judged."""
+    assert not verdict.judged({"stock": {}, "ours": {}}, {}).is_good
+
+
+def test_a_test_fails_if_any_part_of_it_does(tmp_path: Path) -> None:
+    """A teardown that fails after the call has passed, or before, makes it a failure."""
+    lines = [("one", "passed"), ("two", "failed"), ("two", "passed"), ("three", "passed"), ("three", "failed")]
+    path = tmp_path / "outcomes"
+    path.write_text("\n".join(json.dumps({"test": test, "outcome": outcome}) for test, outcome in lines))
+    assert verdict.outcomes_in(path) == {"one": "passed", "two": "failed", "three": "failed"}
+
+
+def test_each_expectation_has_a_reason() -> None:
+    """And is said once."""
+    reason_by_test = verdict.expectations()
+    text = (Path(verdict.__file__).parent / "expected.toml").read_text()
+    assert all(len(reason) > 20 for reason in reason_by_test.values())
+    assert all(text.count(f'"{test}"') == 1 for test in reason_by_test)
+
+
+def test_only_torchs_checkpoint_tests_are_unpacked(tmp_path: Path) -> None:
+    """Of the archive of the sources nothing else is kept."""
+    source = tmp_path / "source"
+    wanted = "test/distributed/checkpoint/test_file_system_checkpoint_cpu.py"
+    for name in (wanted, "test/test_torch.py", "setup.py"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    with tarfile.open(tmp_path / "sources.tar.xz", "w:xz") as tar:
+        tar.add(source, "pytorch-1.0")
+    sources.extract(tmp_path / "sources.tar.xz", tmp_path / "checkout")
+    found = sources.tests_in(tmp_path / "checkout")
+    assert (found / Path(wanted).name).read_text() == wanted
+    assert [path for path in (tmp_path / "checkout").rglob("*") if path.is_file()] == [tmp_path / "checkout" / wanted]
+    with pytest.raises(SystemExit):
+        sources.tests_in(source / "test" / "distributed")
+
+
+def test_the_table_counts_what_uses_the_storage() -> None:
+    """Per file and in all: passes with stock, those of them that came to the storage, passes with ours."""
+    outcomes = {"stock": STOCK, "ours": {"t::passes": "passed", "t::fails": "passed"}}
+    assert verdict.table(outcomes, {"t::passes", "t::fails"}).splitlines()[2:] == [
+        "| `t` | 1 | 1 | 1 |",
+        "| all | 1 | 1 | 1 |",
+    ]

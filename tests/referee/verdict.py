@@ -1,0 +1,75 @@
+"""The referee's verdict: what passes with stock storage must pass with ours, or be expected not to, for a reason."""
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+STOCK = "stock"
+PASSED = "passed"
+Outcomes = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`outcomes_by_mode` as found; each list names tests as "mode: test"."""
+
+    defects: tuple[str, ...]
+    known: tuple[str, ...]
+    stale: tuple[str, ...]
+    judged: int
+
+    @property
+    def is_good(self) -> bool:
+        return not self.defects and not self.stale and self.judged > 0
+
+
+def judged(outcomes_by_mode: Mapping[str, Outcomes], reason_by_test: Mapping[str, str]) -> Verdict:
+    """Compares each mode with stock. A test that stock does not pass says nothing, whatever is expected of it."""
+    stock = {test for test, outcome in outcomes_by_mode[STOCK].items() if outcome == PASSED}
+    defects: list[str] = []
+    known: list[str] = []
+    stale: list[str] = []
+    for mode, outcomes in outcomes_by_mode.items():
+        if mode == STOCK:
+            continue
+        for test in sorted(stock):
+            is_expected, is_passed = test in reason_by_test, outcomes.get(test) == PASSED
+            if is_expected == is_passed:
+                (stale if is_passed else defects).append(f"{mode}: {test}")
+            elif is_expected:
+                known.append(f"{mode}: {test}")
+    return Verdict(tuple(defects), tuple(known), tuple(stale), len(stock))
+
+
+def outcomes_in(path: Path) -> dict[str, str]:
+    """How each test ended, by what the plugin wrote: failed if any part of it failed."""
+    found: dict[str, str] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        entry = json.loads(line)
+        if found.get(entry["test"]) != "failed":
+            found[entry["test"]] = entry["outcome"]
+    return found
+
+
+def expectations() -> dict[str, str]:
+    """Reason by test, of those that are expected to fail with our storage."""
+    document = tomllib.loads(Path(__file__).with_name("expected.toml").read_text())
+    return {test: group["reason"] for group in document["expected"] for test in group["tests"]}
+
+
+def table(outcomes_by_mode: Mapping[str, Outcomes], used: Iterable[str]) -> str:
+    """Rows by file: tests that pass with stock, those of them that use the storage, and passes in each mode."""
+    stock = [test for test, outcome in outcomes_by_mode[STOCK].items() if outcome == PASSED]
+    modes, touching = list(outcomes_by_mode), set(used)
+    lines = [
+        "| tests | " + " | ".join([STOCK, "using the storage", *modes[1:]]) + " |",
+        "|---|" + "---|" * (len(modes) + 1),
+    ]
+    for name in [*sorted({test.partition("::")[0] for test in stock}), ""]:
+        tests = [test for test in stock if not name or test.partition("::")[0] == name]
+        counts = [len(tests), len(touching.intersection(tests))]
+        counts += [sum(outcomes_by_mode[mode].get(test) == PASSED for test in tests) for mode in modes[1:]]
+        lines.append(f"| {f'`{name}`' if name else 'all'} | " + " | ".join(map(str, counts)) + " |")
+    return "\n".join(lines)
