@@ -23,11 +23,12 @@ class Collecting:
         self._fails_at = fails_at
         self._pause_s = pause_s
 
-    def write(self, piece: memoryview) -> None:
+    def write(self, *pieces: memoryview) -> None:
         time.sleep(self._pause_s)
         if self._fails_at is not None and len(self.data) >= self._fails_at:
             raise StoreUnavailable(self.label, "write", "x")
-        self.data += piece
+        for piece in pieces:
+            self.data += piece
 
     def finish(self, table: BlockTable) -> None:
         self.table = table
@@ -71,7 +72,7 @@ def test_a_failing_own_store_ends_the_save_early() -> None:
     """Once the own disk is full, writing raises that error instead of going on."""
 
     class Full(Collecting):
-        def write(self, piece: memoryview) -> None:
+        def write(self, *pieces: memoryview) -> None:
             raise StoreFull("own", "write", "x")
 
     tee = Tee([Full("own"), Collecting("peer")], Buffers(2, 4096))
