@@ -121,6 +121,13 @@ class Tee:
         """Appends a copy of `data` (any contiguous bytes-like object) to the shard; returns its size in bytes."""
         view = memoryview(data).cast("B")
         size = len(view)
+        if self._buffer is not None and self._size + size < len(self._buffer):  # many small ones go this way
+            end = self._filled + size
+            self._buffer[self._filled : end] = view
+            self._filled = end
+            self._size += size
+            self.position += size
+            return size
         while view:
             room = self._room()
             count = min(len(view), len(room))
