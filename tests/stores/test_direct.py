@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -36,24 +37,31 @@ def test_the_file_is_the_same(size_bytes: int, tmp_path: Path) -> None:
     assert (tmp_path / "shard").read_bytes() == data + table_of([data]).encoded()
 
 
+def is_open_for_direct_io(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
 def test_whole_pages_go_past_the_page_cache(tmp_path: Path) -> None:
     """The file is open for direct I/O while whole pages are written, and for the rest of it no more."""
     sizes: list[tuple[bool, int]] = []
-
-    def noting(fd: int) -> bool:
-        return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-
     write, writev = os.write, os.writev
+
+    def noting_write(fd: int, data: memoryview) -> int:
+        sizes.append((is_open_for_direct_io(fd), len(data)))
+        return write(fd, data)
+
+    def noting_writev(fd: int, pieces: Sequence[memoryview]) -> int:
+        sizes.append((is_open_for_direct_io(fd), sum(map(len, pieces))))
+        return writev(fd, pieces)
+
     sink = FileSink(tmp_path / "probe", "on")
+    sink.discard()
     if not sink.is_direct:
         pytest.skip("this file system takes no direct I/O")
-    sink.discard()
-    with (
-        mock.patch.object(os, "write", lambda fd, data: (sizes.append((noting(fd), len(data))), write(fd, data))[1]),
-        mock.patch.object(os, "writev", lambda fd, views: (sizes.append((noting(fd), -1)), writev(fd, views))[1]),
-    ):
+    with mock.patch.object(os, "write", noting_write), mock.patch.object(os, "writev", noting_writev):
         written(tmp_path / "shard", DATA)
-    assert sizes == [(True, 2 * PAGE_BYTES)] * 2 + [(True, PAGE_BYTES), (False, -1)]
+    rest = 123 + len(table_of([DATA]).encoded())
+    assert sizes == [(True, 2 * PAGE_BYTES)] * 2 + [(True, PAGE_BYTES), (False, rest)]
 
 
 @pytest.mark.parametrize("refused", ["flag", "write"])
@@ -67,15 +75,15 @@ def test_a_file_system_that_refuses_gets_buffered_writes(refused: str, tmp_path:
         return control(fd, command, argument)
 
     def refusing_write(fd: int, data: memoryview) -> int:
-        if control(fd, fcntl.F_GETFL) & os.O_DIRECT:
+        if is_open_for_direct_io(fd):
             raise OSError(errno.EINVAL, "no direct I/O here")
         return write(fd, data)
 
-    broken = {
-        "flag": mock.patch.object(direct.fcntl, "fcntl", refusing_flag),
-        "write": mock.patch.object(os, "write", refusing_write),
-    }
-    with broken[refused]:
+    with (
+        mock.patch.object(fcntl, "fcntl", refusing_flag)
+        if refused == "flag"
+        else mock.patch.object(os, "write", refusing_write)
+    ):
         written(tmp_path / "shard", DATA)
     assert (tmp_path / "shard").read_bytes() == DATA + table_of([DATA]).encoded()
 
