@@ -62,7 +62,9 @@ class FileSink:
             os.fsync(self._fd)
 
     def read_back(self, size_bytes: int) -> memoryview:
-        """The last bytes that were written."""
+        """The last bytes that were written; nothing is written directly afterwards."""
+        if self.is_direct:
+            self.is_direct = switched(self._fd, on=False)
         target = memoryview(bytearray(size_bytes))
         read_exactly(self._fd, target, os.fstat(self._fd).st_size - size_bytes)
         return target

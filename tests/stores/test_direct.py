@@ -2,14 +2,18 @@
 
 import errno
 import fcntl
+import io
 import os
 from collections.abc import Sequence
+from email.message import Message
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt.agent.body import Body
+from replicated_ckpt.agent.receive import received
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.core.checksum import table_of
 from replicated_ckpt.errors import ConfigInvalid
@@ -19,6 +23,7 @@ from replicated_ckpt.stores.shard_file import FileSink
 from replicated_ckpt.stores.tee import Buffers, Tee
 
 DATA = os.urandom(5 * PAGE_BYTES + 123)
+FOOTER_BYTES = table_of([b"one block"]).footer_bytes
 
 
 def written(path: Path, data: bytes) -> None:
@@ -29,12 +34,24 @@ def written(path: Path, data: bytes) -> None:
     assert tee.finish()[1][0].error is None
 
 
-@pytest.mark.parametrize("size_bytes", [0, 1, PAGE_BYTES - 24, PAGE_BYTES, 2 * PAGE_BYTES, len(DATA)])
+@pytest.mark.parametrize("size_bytes", [0, 1, PAGE_BYTES - FOOTER_BYTES, PAGE_BYTES, 2 * PAGE_BYTES, len(DATA)])
 def test_the_file_is_the_same(size_bytes: int, tmp_path: Path) -> None:
     """Of any size: data and footer, and not a byte of a page more."""
     data = DATA[:size_bytes]
     written(tmp_path / "shard", data)
     assert (tmp_path / "shard").read_bytes() == data + table_of([data]).encoded()
+
+
+@pytest.mark.parametrize("size_bytes", [1, PAGE_BYTES - FOOTER_BYTES, len(DATA)])
+def test_a_received_file_is_the_same(size_bytes: int, tmp_path: Path) -> None:
+    """A copy is checked against its footer and kept, also one of whole pages only."""
+    data = DATA[:size_bytes]
+    raw = data + table_of([data]).encoded()
+    headers = Message()
+    headers["Content-Length"] = str(len(raw))
+    found = received(tmp_path / "shard", Body(io.BytesIO(raw), headers), durable=True, direct_io="on")
+    assert (tmp_path / "shard").read_bytes() == raw
+    assert found.crc32c == table_of([data]).file_crc()
 
 
 def is_open_for_direct_io(fd: int) -> bool:
