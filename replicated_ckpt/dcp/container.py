@@ -21,7 +21,8 @@ _LOCAL_HEADER_BYTES = 30
 _U32_MAX = 0xFFFFFFFF
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its elements."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -129,7 +130,7 @@ class TensorReader:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"a container of {type(tensor).__name__}, not of a tensor")  # noqa: TRY004 - of bytes
         room = len(self._layout_by_head) < _TEMPLATES_MAX
-        plain = _is_plain(tensor) and fills_storage(tensor) and tensor.numel() * tensor.element_size() == size
+        plain = is_plain(tensor) and fills_storage(tensor) and tensor.numel() * tensor.element_size() == size
         if start and size and room and plain:
             layout = _Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), size)
             self._layout_by_head[bytes(raw[:start])] = layout
@@ -140,10 +141,15 @@ def fills_storage(tensor: torch.Tensor) -> bool:
     """Whether each byte of a strided tensor's storage is exactly one of its elements' bytes, in any order of dimensions."""
     if tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return False
+    return is_dense(tensor.shape, tensor.stride())
+
+
+def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether elements with these strides fill one range of memory, each byte of it once, in any order of dimensions."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1:
-            if stride != expected:
+            if step != expected:
                 return False
             expected *= size
     return True

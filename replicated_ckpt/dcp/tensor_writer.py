@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from replicated_ckpt.dcp.container import TEMPLATE_BYTES_MAX, data_range, fills_storage
+from replicated_ckpt.dcp.container import TEMPLATE_BYTES_MAX, data_range, fills_storage, is_dense, is_plain
 from replicated_ckpt.dcp.staging import staged
 
 _TEMPLATES_MAX = 4096
@@ -141,26 +141,6 @@ def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of it if it is a view: else the whole storage would be written."""
     is_view = tensor.layout is torch.strided and not fills_storage(tensor)
     return tensor.clone() if is_view else tensor
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but its elements."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-    )
-
-
-def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether elements with these strides fill one range of memory, each byte of it once, in any order of dimensions."""
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1:
-            if step != expected:
-                return False
-            expected *= size
-    return True
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
