@@ -10,6 +10,9 @@ from replicated_ckpt.errors import ConfigInvalid
 Ack = Literal["local", "peer-memory", "peer", "object"]
 OnDegraded = Literal["warn", "raise"]
 CheckpointIdFrom = Literal["all", "coordinator"]
+DirectIO = Literal["auto", "on", "off"]
+
+DIRECT_IO_ENV = "REPLICATED_CKPT_DIRECT_IO"
 
 _COPIES_MAX = 16
 
@@ -19,6 +22,18 @@ def _checked_root(root: str | os.PathLike[str]) -> str:
     if not isinstance(text, str) or not text or "\0" in text or "://" in text:
         raise ConfigInvalid(f"root must be a directory on this node's disk, not {text!r}.")
     return os.path.abspath(text)  # noqa: PTH100 - a symbolic link stays what the user called it
+
+
+def checked_direct_io(mode: str | None) -> DirectIO:
+    """How files are written; None: as the environment says, "auto" if it says nothing.
+
+    Raises:
+        ConfigInvalid: there is no such way.
+    """
+    mode = os.environ.get(DIRECT_IO_ENV) or "auto" if mode is None else mode
+    if mode not in get_args(DirectIO):
+        raise ConfigInvalid(f"direct_io (or {DIRECT_IO_ENV}) must be one of {get_args(DirectIO)}, not {mode!r}.")
+    return mode  # type: ignore[return-value]  # checked above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +72,7 @@ class WriterConfig:
     retention: Retention | None = None
     object_retention: Retention | None = None
     checkpoint_id_from: CheckpointIdFrom = "all"
+    direct_io: DirectIO = "auto"
 
     @property
     def must_have_all_copies(self) -> bool:
@@ -78,6 +94,7 @@ class WriterConfig:
         retention: Retention | None = None,
         object_retention: Retention | None = None,
         checkpoint_id_from: str = "all",
+        direct_io: str | None = None,
     ) -> "WriterConfig":
         """The settings, validated.
 
@@ -105,7 +122,7 @@ class WriterConfig:
         if object_retention is not None and object_store is None:
             raise ConfigInvalid('object_retention needs object_store="s3://bucket/prefix", say.')
         checked = (_checked_root(root), copies, ack, domain, on_degraded, bool(overwrite), object_store, object_every)
-        return cls(*checked, retention, object_retention, checkpoint_id_from)  # type: ignore[arg-type]
+        return cls(*checked, retention, object_retention, checkpoint_id_from, checked_direct_io(direct_io))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -156,7 +173,7 @@ class AgentConfig:
     stop. `lost_after_s`: so long a peer that fell silent is taken to hold its copies; `away_after_s`: the same for one
     that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`, `upload_mib_per_s`: pace of re-protection, scrub and
     uploads to the object store, in MiB a second; `scrub_every_s`: pause between two passes of the scrub. `tls_cert`,
-    `tls_key`: PEM files; with them it speaks TLS only.
+    `tls_key`: PEM files; with them it speaks TLS only. `direct_io`: how copies are written, as of `checked_direct_io`.
     """
 
     root: str
@@ -171,6 +188,7 @@ class AgentConfig:
     upload_mib_per_s: float = 1024.0
     tls_cert: str = ""
     tls_key: str = ""
+    direct_io: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -189,4 +207,5 @@ class AgentConfig:
                 raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigInvalid("tls_cert and tls_key are both needed for TLS, or neither.")
+        object.__setattr__(self, "direct_io", checked_direct_io(self.direct_io))
         object.__setattr__(self, "root", _checked_root(self.root))

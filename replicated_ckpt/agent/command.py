@@ -4,10 +4,11 @@ import argparse
 import logging
 import os
 import sys
+from typing import get_args
 
 from replicated_ckpt.agent.launch import TLS_CERT_ENV, TLS_KEY_ENV
 from replicated_ckpt.agent.life import Agent
-from replicated_ckpt.config import AgentConfig
+from replicated_ckpt.config import DIRECT_IO_ENV, AgentConfig, DirectIO
 
 _BACKGROUND = ("lost_after_s", "away_after_s", "copy_mib_per_s", "scrub_mib_per_s", "scrub_every_s", "upload_mib_per_s")
 HELP = "Serve one node's store to its peers until stopped (ranks start one by themselves if none runs)."
@@ -34,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tls-cert", default=os.environ.get(TLS_CERT_ENV, ""), metavar="FILE", help="certificate (PEM): speak TLS only"
     )
     add("--tls-key", default=os.environ.get(TLS_KEY_ENV, ""), metavar="FILE", help="its private key (PEM)")
+    add(
+        "--direct-io",
+        choices=get_args(DirectIO),
+        default=os.environ.get(DIRECT_IO_ENV) or "auto",
+        help="write copies past the page cache; auto: on file systems on a block device (default: %(default)s)",
+    )
     parser.set_defaults(**{name: _default(name) for name in _BACKGROUND})
     parser.add_argument("--verbose", action="store_true", help="log every request")
 
@@ -55,6 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
         level=logging.DEBUG if arguments.verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    options = {name: getattr(arguments, name) for name in (*_BACKGROUND, "tls_cert", "tls_key")}
+    options = {name: getattr(arguments, name) for name in (*_BACKGROUND, "tls_cert", "tls_key", "direct_io")}
     Agent(AgentConfig(arguments.root, arguments.host, arguments.port, arguments.idle_exit_s, **options)).run()
     return 0

@@ -8,10 +8,12 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.body import Body
 from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, Bytes, crc32c, decoded_footer, footer_bytes_of
 from replicated_ckpt.errors import ObjectCorrupt
+from replicated_ckpt.stores.direct import page_aligned
 from replicated_ckpt.stores.durable import translated
 from replicated_ckpt.stores.shard_file import FileSink
 
 _PIECE_BYTES = 1 << 20
+_DIRECT_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,14 @@ class Received:
         return cls(len(raw), crc32c(raw))
 
 
-def received(path: Path, body: Body, *, durable: bool) -> Received:
+def received(path: Path, body: Body, *, durable: bool, direct_io: str) -> Received:
     """Writes the body to `path`. Afterwards the file is whole, intact and, if asked for, durable; or it is not there.
 
     Raises:
         ObjectCorrupt: the bytes do not match the footer that came with them.
         StoreFull, StoreError, SaveAborted: the disk refused. ConnectionResetError, TimeoutError: the sender stopped.
     """
-    sink = FileSink(path)
+    sink = FileSink(path, direct_io)
     try:
         size, crc = _written(sink, body)
         _check_against_footer(path, sink, size, crc)
@@ -59,7 +61,7 @@ def received_plain(path: Path, body: Body) -> Received:
 
 
 def _written(sink: FileSink, body: Body) -> tuple[int, int]:
-    piece = memoryview(bytearray(_PIECE_BYTES))
+    piece = page_aligned(_DIRECT_PIECE_BYTES) if sink.is_direct else memoryview(bytearray(_PIECE_BYTES))
     size = crc = 0
     while not body.done:
         count = body.readinto(piece)

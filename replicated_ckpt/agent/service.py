@@ -47,8 +47,9 @@ class Leftover:
 class NodeService:
     """One node's saves and checkpoints. Every method may be called from several threads at once."""
 
-    def __init__(self, store: LocalStore) -> None:
+    def __init__(self, store: LocalStore, direct_io: str = "off") -> None:
         self.store = store
+        self._direct_io = direct_io
         self.node_id = store.node_id()
         self.peers = PeerBook(store.agent_directory())
         self.damage = DamageBook(store)
@@ -198,7 +199,7 @@ class NodeService:
             return received_plain(path, body)
         if ShardName.parse(name) is None:
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")
-        return received(path, body, durable=durable)
+        return received(path, body, durable=durable, direct_io=self._direct_io)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
         """Publishes a save; returns the shards held here. Idempotent.

@@ -8,15 +8,12 @@ these bytes. Source: torch.serialization (torch 2.7 to 2.15); PKWARE APPNOTE 6.3
 import ctypes
 import io
 import struct
-import threading
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 TEMPLATE_BYTES_MAX = 1 << 20
 _TEMPLATES_MAX = 4096
-_crc_switch = threading.Lock()
 _EOCD = struct.Struct("<4s4H2LH")
 _ZIP64_EOCD = struct.Struct("<4sQ2H2L4Q")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
@@ -24,79 +21,13 @@ _LOCAL_HEADER_BYTES = 30
 _U32_MAX = 0xFFFFFFFF
 
 
-class Writable(Protocol):
-    def write(self, data: memoryview, /) -> int: ...
-
-
-class _Flushable:
-    """Gives `torch.save` the `flush` that it calls; the stream below flushes at its end only."""
-
-    def __init__(self, stream: Writable) -> None:
-        self._stream = stream
-
-    def write(self, data: memoryview) -> int:
-        return self._stream.write(data)
-
-    def flush(self) -> None:
-        """Nothing is buffered here."""
-
-
-def _saved(tensor: torch.Tensor, stream: Any) -> None:
-    """`torch.save` without the zip's CRC32. The switch is global to the process, so it is held as shortly as possible."""
-    with _crc_switch:
-        was = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
-        try:
-            torch.save(tensor, stream)
-        finally:
-            torch.serialization.set_crc32_options(was)
-
-
-class TensorWriter:
-    """Writes tensors as containers. Keeps the surroundings of up to 4096 kinds of tensors. One thread."""
-
-    def __init__(self) -> None:
-        self._surroundings: dict[tuple[Any, ...], tuple[memoryview, memoryview]] = {}
-
-    def write(self, tensor: torch.Tensor, stream: Writable) -> None:
-        """Appends a CPU tensor. One that fills its storage is not copied: its bytes are passed on as they lie in memory."""
-        size_bytes = tensor.numel() * tensor.element_size()
-        if size_bytes > TEMPLATE_BYTES_MAX or not _is_plain(tensor) or not fills_storage(tensor):
-            _saved(tensor, _Flushable(stream))
-            return
-        key = (tensor.dtype, tensor.shape, tensor.stride())
-        surrounding = self._surroundings.get(key)
-        if surrounding is None:
-            surrounding = self._learned(tensor, size_bytes)
-            if len(self._surroundings) < _TEMPLATES_MAX:
-                self._surroundings[key] = surrounding
-        head, tail = surrounding
-        stream.write(head)
-        stream.write(_memory_of(tensor, size_bytes))
-        stream.write(tail)
-
-    @staticmethod
-    def _learned(tensor: torch.Tensor, size_bytes: int) -> tuple[memoryview, memoryview]:
-        buffer = io.BytesIO()
-        _saved(tensor, buffer)
-        raw = memoryview(buffer.getvalue())
-        start = data_range(raw)[0]
-        return memoryview(bytes(raw[:start])), memoryview(bytes(raw[start + size_bytes :]))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its elements."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
     )
-
-
-def _memory_of(tensor: torch.Tensor, size_bytes: int) -> memoryview:
-    """The tensor's own memory; valid only while the tensor is."""
-    if size_bytes == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def data_range(raw: memoryview) -> tuple[int, int]:
@@ -199,7 +130,7 @@ class TensorReader:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"a container of {type(tensor).__name__}, not of a tensor")  # noqa: TRY004 - of bytes
         room = len(self._layout_by_head) < _TEMPLATES_MAX
-        plain = _is_plain(tensor) and fills_storage(tensor) and tensor.numel() * tensor.element_size() == size
+        plain = is_plain(tensor) and fills_storage(tensor) and tensor.numel() * tensor.element_size() == size
         if start and size and room and plain:
             layout = _Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), size)
             self._layout_by_head[bytes(raw[:start])] = layout
@@ -210,10 +141,15 @@ def fills_storage(tensor: torch.Tensor) -> bool:
     """Whether each byte of a strided tensor's storage is exactly one of its elements' bytes, in any order of dimensions."""
     if tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return False
+    return is_dense(tensor.shape, tensor.stride())
+
+
+def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether elements with these strides fill one range of memory, each byte of it once, in any order of dimensions."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1:
-            if stride != expected:
+            if step != expected:
                 return False
             expected *= size
     return True

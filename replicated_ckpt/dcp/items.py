@@ -2,7 +2,6 @@
 
 import io
 import pickle
-from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import (
@@ -14,20 +13,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from replicated_ckpt.dcp.container import TensorReader, TensorWriter, fills_storage
+from replicated_ckpt.dcp.container import TensorReader
+from replicated_ckpt.dcp.tensor_writer import Stream, TensorWriter
 from replicated_ckpt.dcp.torch_private import narrowed
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
 ALIGNMENT_BYTES = 64
 _PADDING = memoryview(bytes(ALIGNMENT_BYTES))
-
-
-class Stream(Protocol):
-    """Where items are written: anything that counts its bytes."""
-
-    position: int
-
-    def write(self, data: memoryview, /) -> int: ...
 
 
 class ItemWriter:
@@ -39,8 +31,8 @@ class ItemWriter:
     def write(self, stream: Stream, item: WriteItem, planner: SavePlanner) -> tuple[int, int]:
         """Resolves one item and appends it; returns its offset and length in bytes.
 
-        The tensor is not copied if it is on the CPU and alone in its storage. Its data ends up aligned to 64 bytes, as
-        the zip aligns it within the item. Whatever the planner raises passes through.
+        Its tensor stays as it is until the stream is finished. Its data ends up aligned to 64 bytes, as the zip aligns it
+        within the item. Whatever the planner raises passes through.
         """
         data = planner.resolve_data(item)
         stream.write(_PADDING[: -stream.position % ALIGNMENT_BYTES])
@@ -50,21 +42,14 @@ class ItemWriter:
                 raise ConfigInvalid(
                     f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to BytesIO."
                 )
-            stream.write(data.getbuffer())
+            stream.refer(data.getbuffer())
         else:
             if not isinstance(data, torch.Tensor):
                 raise ConfigInvalid(
                     f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to a tensor."
                 )
-            self._tensors.write(_alone_in_its_storage(data), stream)
+            self._tensors.write(data, stream)
         return offset, stream.position - offset
-
-
-def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().cpu()
-    if tensor.layout is torch.strided and not fills_storage(tensor):
-        tensor = tensor.clone()  # else the whole storage that it is a view of would be written
-    return tensor
 
 
 class ItemReader:

@@ -36,8 +36,9 @@ class WrittenShard:
 class ShardWriter:
     """Writes shards of one rank. Reuses its buffers from save to save. One save at a time."""
 
-    def __init__(self, store: LocalStore) -> None:
+    def __init__(self, store: LocalStore, direct_io: str) -> None:
         self._store = store
+        self._direct_io = direct_io
         self._buffers: Buffers | None = None
         self._items = ItemWriter()
 
@@ -64,9 +65,10 @@ class ShardWriter:
         own = decision.node_of(rank).node_id
         buddies = decision.buddies_of(own) if stream_to_peers else ()
         path = self._store.staged_file(decision.save_id, name)
-        sinks: list[Sink] = [FileSink(path)]
+        own_file = FileSink(path, self._direct_io)
+        sinks: list[Sink] = [own_file]
         sinks += [PeerSink(decision.address_of(node), decision.save_id, name, durable=durable) for node in buddies]
-        tee = Tee(sinks, self._buffers)
+        tee = Tee(sinks, self._buffers, copies=own_file.is_direct)
         try:
             results = self._items_written(tee, plan, planner, name)
             table, outcomes = tee.finish()

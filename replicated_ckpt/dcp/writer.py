@@ -65,6 +65,8 @@ class ReplicatedWriter(StorageWriter):
             Retention(keep_last=3, keep_every=10), say, alike on all ranks. None: all of them. A run's checkpoints are
             those whose ids lie in one directory.
         checkpoint_id_from: "all": the ranks must pass one id. "coordinator": rank 0's is taken, the others' are ignored.
+        direct_io: how this rank's own file is written: "on", past the page cache where the file system takes it; "off",
+            through it; "auto", on for file systems on a block device. None: REPLICATED_CKPT_DIRECT_IO, else "auto".
 
     One writer serves many saves, one at a time; it may be used from the thread of `dcp.async_save`.
 
@@ -88,6 +90,7 @@ class ReplicatedWriter(StorageWriter):
         retention: Retention | None = None,
         object_retention: Retention | None = None,
         checkpoint_id_from: str = "all",
+        direct_io: str | None = None,
     ) -> None:
         super().__init__()
         self.config = WriterConfig.checked(
@@ -102,13 +105,14 @@ class ReplicatedWriter(StorageWriter):
             retention=retention,
             object_retention=object_retention,
             checkpoint_id_from=checkpoint_id_from,
+            direct_io=direct_io,
         )
         target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self.last_save: SaveReport | None = None
         self._process_group = process_group
         self._storage_options = storage_options
         self._store = LocalStore(self.config.root)
-        self._shards = ShardWriter(self._store)
+        self._shards = ShardWriter(self._store, self.config.direct_io)
         self._object_tier = ObjectTier(self._store, target, object_every)
         self._retaining = Retaining(self._store, self.config, target)
         self._next_id: str | os.PathLike[str] | None = None

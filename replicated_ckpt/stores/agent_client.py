@@ -246,12 +246,14 @@ class Upload:
         self._connection = connection
         self._path = path
 
-    def send(self, piece: memoryview) -> None:
+    def send(self, *pieces: memoryview) -> None:
+        """Sends the next bytes, which may lie in several places, as one chunk."""
         with self._client.translated("PUT", self._path):
             try:
-                self._connection.send(b"%x\r\n" % len(piece))
-                for start in range(0, len(piece), _SLICE_BYTES):
-                    self._connection.send(piece[start : start + _SLICE_BYTES])
+                self._connection.send(b"%x\r\n" % sum(map(len, pieces)))
+                for piece in pieces:
+                    for start in range(0, len(piece), _SLICE_BYTES):
+                        self._connection.send(piece[start : start + _SLICE_BYTES])
                 self._connection.send(b"\r\n")
             except OSError as exc:
                 if not isinstance(exc, TimeoutError):

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from replicated_ckpt import failpoints
@@ -102,6 +102,17 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def write_vector(fd: int, pieces: Sequence[memoryview]) -> None:
+    """Writes several pieces one after the other, at most 1024 (the kernel's IOV_MAX), without joining them."""
+    left = [piece for piece in pieces if piece]
+    while left:
+        count = os.writev(fd, left)
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
 
 
 def hashed_file(path: Path) -> tuple[int, int]:

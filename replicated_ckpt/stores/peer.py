@@ -30,12 +30,12 @@ class PeerSink:
     def label(self) -> str:
         return self.address.label
 
-    def write(self, piece: memoryview) -> None:
+    def write(self, *pieces: memoryview) -> None:
         if self._upload is None:
             self._upload = self._client.start_upload(self._path, self._headers)
         started = time.monotonic()
-        self._upload.send(piece)
-        self._check_rate(time.monotonic() - started, len(piece))
+        self._upload.send(*pieces)
+        self._check_rate(time.monotonic() - started, sum(map(len, pieces)))
 
     def _check_rate(self, blocked_s: float, size_bytes: int) -> None:
         """A peer that takes bytes, and too slowly, would hold the whole save up: it is given up like one that is gone."""

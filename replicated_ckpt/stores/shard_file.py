@@ -7,15 +7,20 @@ from pathlib import Path
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted
-from replicated_ckpt.stores.durable import fsync_directory, read_exactly, translated, write_all
+from replicated_ckpt.stores.direct import is_worthwhile, switched, write_direct
+from replicated_ckpt.stores.durable import fsync_directory, read_exactly, translated, write_vector
 from replicated_ckpt.stores.local import PART_SUFFIX
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 
 class FileSink:
-    """Writes one shard file into a staging directory. The file has its name only once it is complete and durable."""
+    """Writes one shard file into a staging directory. The file has its name only once it is complete and durable.
 
-    def __init__(self, path: Path) -> None:
+    `direct_io`: "auto", "on" or "off", see `replicated_ckpt.stores.direct`. `is_direct` says what became of it: while it
+    holds, single pieces of whole pages in page-aligned memory go past the page cache. The first other one ends it.
+    """
+
+    def __init__(self, path: Path, direct_io: str = "off") -> None:
         self._path = path
         self._part = path.with_name(path.name + PART_SUFFIX)
         with translated(str(path.parent), "create", path.name):
@@ -24,14 +29,25 @@ class FileSink:
                 self._fd = os.open(self._part, flags, 0o644)
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
+            self.is_direct = is_worthwhile(path.parent, direct_io) and switched(self._fd, on=True)
 
     @property
     def label(self) -> str:
         return "own store"
 
-    def write(self, piece: memoryview) -> None:
+    def write(self, *pieces: memoryview) -> None:
         with translated(str(self._path.parent), "write", self._path.name):
-            write_all(self._fd, piece)
+            if self.is_direct:
+                pieces = self._rest_of(pieces)
+            write_vector(self._fd, pieces)
+
+    def _rest_of(self, pieces: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
+        """Writes what can go past the page cache; what is left, if anything, ends direct I/O for this file."""
+        done = write_direct(self._fd, pieces[0]) if len(pieces) == 1 else 0
+        if len(pieces) == 1 and done == len(pieces[0]):
+            return ()
+        self.is_direct = switched(self._fd, on=False)
+        return (pieces[0][done:], *pieces[1:])
 
     def finish(self, table: BlockTable) -> None:  # noqa: ARG002 - the file carries the table as its footer already
         self.finish_durably()
@@ -46,7 +62,9 @@ class FileSink:
             os.fsync(self._fd)
 
     def read_back(self, size_bytes: int) -> memoryview:
-        """The last bytes that were written."""
+        """The last bytes that were written; nothing is written directly afterwards."""
+        if self.is_direct:
+            self.is_direct = switched(self._fd, on=False)
         target = memoryview(bytearray(size_bytes))
         read_exactly(self._fd, target, os.fstat(self._fd).st_size - size_bytes)
         return target

@@ -1,7 +1,8 @@
 """The tee: one pass over a shard's bytes, to the own disk and to the peers at once, checksummed on the way.
 
-Bytes are gathered in a few page-aligned buffers; each full buffer is hashed once and handed to every sink's thread, and
-is reused when the last of them is done with it. So memory is bounded, small writes cost little, and the sinks overlap.
+Small writes are gathered in a few page-aligned buffers, large ones are referred to where they lie; a full piece of both
+is hashed once and handed to every sink's thread, and its buffer is reused when the last of them is done with it. So
+memory is bounded, small writes cost little, a tensor is not copied, and the sinks overlap.
 """
 
 import mmap
@@ -16,6 +17,8 @@ from replicated_ckpt.core.checksum import BlockHasher, BlockTable, Bytes
 
 BUFFER_BYTES = 4 << 20
 BUFFERS = 4
+REFERRED_BYTES_MIN = 64 << 10
+"""Below this a copy costs less than a piece of its own in every system call."""
 
 
 class Sink(Protocol):
@@ -27,8 +30,8 @@ class Sink(Protocol):
     @property
     def label(self) -> str: ...
 
-    def write(self, piece: memoryview) -> None:
-        """Takes the next bytes; may not keep `piece` after it returns."""
+    def write(self, *pieces: memoryview) -> None:
+        """Takes the next bytes, in one or several pieces; may not keep them after it returns."""
 
     def finish(self, table: BlockTable) -> None:
         """Everything was written: holds at the promised level (durable, or in memory) when this returns."""
@@ -48,8 +51,10 @@ class Buffers:
 
 @dataclass
 class _Piece:
+    """Bytes that follow each other in the shard, wherever they lie. `buffer` holds those that were copied."""
+
     buffer: memoryview
-    filled: int
+    views: tuple[memoryview, ...]
     users: int
 
 
@@ -69,7 +74,7 @@ class _SinkThread(threading.Thread):
             if not isinstance(piece, _Piece):
                 break
             if self.error is None:
-                self._guarded(partial(self.sink.write, piece.buffer[: piece.filled]))
+                self._guarded(partial(self.sink.write, *piece.views))
             self._tee.release(piece)
         if self.error is None and piece is not None:
             self._guarded(partial(self.sink.finish, piece))
@@ -94,45 +99,92 @@ class Outcome:
 class Tee:
     """Writes one shard to several sinks in one pass. Used by one thread; `finish` or `discard` must be called.
 
-    A failing sink never stops the others. If the first sink fails, `write` raises its error at the next full buffer.
+    With `copies` all bytes pass through the buffers, so that each sink gets whole pages of aligned memory: what direct
+    I/O needs. A failing sink never stops the others. If the first sink fails, its error is raised at the next full piece.
     """
 
-    def __init__(self, sinks: Sequence[Sink], buffers: Buffers) -> None:
+    def __init__(self, sinks: Sequence[Sink], buffers: Buffers, *, copies: bool = False) -> None:
         self._buffers = buffers
+        self._copies = copies
         self._lock = threading.Lock()
         self._hasher = BlockHasher()
+        self._is_hashed = False
         self._buffer: memoryview | None = None
-        self._filled = 0
+        self._views: list[memoryview] = []
+        self._listed = self._filled = self._size = 0
         self.position = 0
         self._threads = [_SinkThread(sink, self) for sink in sinks]
         for thread in self._threads:
             thread.start()
 
     def write(self, data: Bytes) -> int:
-        """Appends `data` (any contiguous bytes-like object) to the shard; returns its size in bytes."""
+        """Appends a copy of `data` (any contiguous bytes-like object) to the shard; returns its size in bytes."""
         view = memoryview(data).cast("B")
         size = len(view)
-        while len(view):
-            buffer = self._buffer
-            if buffer is None:
-                buffer = self._buffer = self._buffers.free.get()
-            part = view[: len(buffer) - self._filled]
-            buffer[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
-            view = view[len(part) :]
-            if self._filled == len(buffer):
-                self._dispatch(hashed=True)
-        self.position += size
+        if self._buffer is not None and self._size + size < len(self._buffer):  # many small ones go this way
+            end = self._filled + size
+            self._buffer[self._filled : end] = view
+            self._filled = end
+            self._size += size
+            self.position += size
+            return size
+        while view:
+            room = self._room()
+            count = min(len(view), len(room))
+            room[:count] = view[:count]
+            self._advance(count)
+            view = view[count:]
         return size
 
-    def _dispatch(self, *, hashed: bool) -> None:
-        buffer, filled = self._buffer, self._filled
-        if buffer is None:
+    def refer(self, data: memoryview) -> None:
+        """Appends bytes that stay as they are until `finish` or `discard` returns, without a copy where that pays."""
+        if self._copies or len(data) < REFERRED_BYTES_MIN:
+            self.write(data)
             return
-        self._buffer, self._filled = None, 0
-        if hashed:
-            self._hasher.update(buffer[:filled])
-        piece = _Piece(buffer, filled, len(self._threads))
+        while data:
+            part = data[: len(self._room())]
+            self._list_gathered()
+            self._views.append(part)
+            self._grown(len(part))
+            data = data[len(part) :]
+
+    def _room(self) -> memoryview:
+        """Where the next copied bytes go, at least one."""
+        if self._buffer is None:
+            self._buffer = self._buffers.free.get()
+        return self._buffer[self._filled : self._filled + len(self._buffer) - self._size]
+
+    def _advance(self, count: int) -> None:
+        self._filled += count
+        self._grown(count)
+
+    def _grown(self, count: int) -> None:
+        self._size += count
+        self.position += count
+        if self._buffer is not None and self._size == len(self._buffer):
+            self._dispatch()
+
+    def _list_gathered(self) -> None:
+        """What was copied since the last view becomes a view of its own."""
+        if self._buffer is not None and self._filled > self._listed:
+            self._views.append(self._buffer[self._listed : self._filled])
+            self._listed = self._filled
+
+    def _hash_listed(self) -> None:
+        self._list_gathered()
+        if not self._is_hashed:
+            for view in self._views:
+                self._hasher.update(view)
+
+    def _dispatch(self) -> None:
+        if self._buffer is None:
+            return
+        self._hash_listed()
+        views = (self._buffer[: self._filled],) if self._copies else tuple(self._views)
+        piece = _Piece(self._buffer, views, len(self._threads))
+        self._buffer = None
+        self._views = []
+        self._listed = self._filled = self._size = 0
         for thread in self._threads:
             thread.pieces.put(piece)
         first_error = self._threads[0].error
@@ -149,20 +201,12 @@ class Tee:
 
     def finish(self) -> tuple[BlockTable, tuple[Outcome, ...]]:
         """Appends the footer, waits for every sink, and says what became of each."""
-        self._dispatch(hashed=True)
+        self._hash_listed()
+        self._is_hashed = True
         table = self._hasher.table()
-        self._append_footer(table.encoded())
+        self.write(table.encoded())
+        self._dispatch()
         return table, self._joined(table)
-
-    def _append_footer(self, footer: bytes) -> None:
-        view = memoryview(footer)
-        while view:
-            buffer = self._buffer = self._buffers.free.get()
-            part = view[: len(buffer)]
-            buffer[: len(part)] = part
-            self._filled = len(part)
-            view = view[len(part) :]
-            self._dispatch(hashed=False)
 
     def discard(self) -> None:
         """Gives the shard up at every sink. May be called after an error at any point; never raises."""

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicated_ckpt.dcp.container import TEMPLATE_BYTES_MAX, TensorReader, TensorWriter, data_range
+from replicated_ckpt.dcp.container import TEMPLATE_BYTES_MAX, TensorReader, data_range
+from replicated_ckpt.dcp.tensor_writer import TensorWriter
 
 DTYPES = [
     torch.float32,
@@ -25,7 +26,16 @@ DTYPES.append(torch.float8_e4m3fn)
 
 
 class Stream(io.BytesIO):
-    """Counts nothing, keeps all."""
+    """Keeps all, and notes what it was referred to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = 0
+        self.referred: list[memoryview] = []
+
+    def refer(self, data: memoryview) -> None:
+        self.referred.append(data)
+        self.write(data)
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -118,19 +128,26 @@ def test_unusual_tensors_go_through_torch(tensor: torch.Tensor) -> None:
     )
 
 
-def test_large_tensors_are_not_gathered_in_memory() -> None:
-    """Above the template's limit torch hands over the tensor's memory in place."""
-    tensor = torch.arange(TEMPLATE_BYTES_MAX // 8 + 1)
-    seen: list[int] = []
-
-    class Sizes:
-        def write(self, data: memoryview) -> int:
-            seen.append(len(data))
-            return len(data)
-
-    TensorWriter().write(tensor, Sizes())
-    assert max(seen) == tensor.numel() * 8
+@pytest.mark.parametrize("elements", [1, TEMPLATE_BYTES_MAX // 8, TEMPLATE_BYTES_MAX // 8 + 1])
+def test_a_tensor_is_not_copied(elements: int) -> None:
+    """The stream is told where a tensor lies, also one that is a part of a larger storage; and it loads again."""
+    tensor = torch.arange(elements + 9)[5:-4]
+    stream = Stream()
+    TensorWriter().write(tensor, stream)
+    (memory,) = stream.referred
+    assert len(memory) == elements * 8
+    tensor += 1
+    assert memory[:8].cast("q")[0] == 6, "it is the tensor's own memory"
     assert same(TensorReader().read(written(TensorWriter(), tensor)), tensor)
+
+
+def test_a_tensor_with_gaps_is_written_without_them() -> None:
+    """A column of a matrix is written alone."""
+    for width in (4, TEMPLATE_BYTES_MAX):
+        tensor = torch.arange(2.0 * width).reshape(2, width).T[: width // 2]
+        raw = written(TensorWriter(), tensor)
+        assert len(raw) < 4 * width + 4096
+        assert torch.equal(torch.load(io.BytesIO(raw), weights_only=True), tensor)
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, [torch.ones(2)], "text"])

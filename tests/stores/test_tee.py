@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from replicated_ckpt.core.checksum import BlockTable, table_of
 from replicated_ckpt.errors import StoreFull, StoreUnavailable
+from replicated_ckpt.stores import tee
 from replicated_ckpt.stores.tee import Buffers, Tee
 
 
@@ -23,11 +25,12 @@ class Collecting:
         self._fails_at = fails_at
         self._pause_s = pause_s
 
-    def write(self, piece: memoryview) -> None:
+    def write(self, *pieces: memoryview) -> None:
         time.sleep(self._pause_s)
         if self._fails_at is not None and len(self.data) >= self._fails_at:
             raise StoreUnavailable(self.label, "write", "x")
-        self.data += piece
+        for piece in pieces:
+            self.data += piece
 
     def finish(self, table: BlockTable) -> None:
         self.table = table
@@ -42,24 +45,62 @@ def test_all_sinks_get_data_and_footer(pieces: list[bytes]) -> None:
     """Whatever the sizes of the writes, each sink ends with the data and the footer that fits it."""
     sinks = [Collecting(), Collecting()]
     buffers = Buffers(2, 4096)
-    tee = Tee(sinks, buffers)
+    written = Tee(sinks, buffers)
     for piece in pieces:
-        assert tee.write(piece) == len(piece)
+        assert written.write(piece) == len(piece)
     data = b"".join(pieces)
-    assert tee.position == len(data)
-    table, outcomes = tee.finish()
+    assert written.position == len(data)
+    table, outcomes = written.finish()
     assert table == table_of([data])
     assert all(outcome.error is None for outcome in outcomes)
     assert all(bytes(sink.data) == data + table.encoded() for sink in sinks)
     assert buffers.free.qsize() == 2, "every buffer came back"
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.binary(max_size=9000)), max_size=20), st.booleans())
+def test_copied_or_referred_to_it_is_the_same_shard(pieces: list[tuple[bool, bytes]], copies: bool) -> None:
+    """Small and large writes in any mixture keep their order, whether everything must be copied or not."""
+    sink, buffers = Collecting(), Buffers(2, 4096)
+    with mock.patch.object(tee, "REFERRED_BYTES_MIN", 1000):
+        written = Tee([sink], buffers, copies=copies)
+        for is_referred, piece in pieces:
+            (written.refer if is_referred else written.write)(memoryview(piece))
+        data = b"".join(piece for _, piece in pieces)
+        assert written.position == len(data)
+        table, _ = written.finish()
+    assert table == table_of([data])
+    assert bytes(sink.data) == data + table.encoded()
+    assert buffers.free.qsize() == 2, "every buffer came back"
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_direct_io_gets_buffers_and_other_sinks_the_memory_itself(*, copies: bool) -> None:
+    """A large piece is not copied unless asked for; then every piece but the last is one whole buffer."""
+    data = memoryview(bytearray(3 * 4096 + 5))
+    seen: list[tuple[memoryview, ...]] = []
+
+    class Noting(Collecting):
+        def write(self, *pieces: memoryview) -> None:
+            seen.append(pieces)
+
+    with mock.patch.object(tee, "REFERRED_BYTES_MIN", 1000):
+        written = Tee([Noting()], Buffers(4, 4096), copies=copies)
+        written.write(b"head")
+        written.refer(data)
+        written.finish()
+    is_own = [piece.obj is data.obj for pieces in seen for piece in pieces]
+    assert is_own == ([False] * 4 if copies else [False, True, True, True, True, False])
+    if copies:
+        assert [tuple(map(len, pieces)) for pieces in seen[:3]] == [(4096,)] * 3
+
+
 def test_a_failing_peer_does_not_stop_the_own_store() -> None:
     """The first sink finishes although the second broke in the middle, and the outcome names the error."""
     own, peer = Collecting("own"), Collecting("peer", fails_at=8192)
-    tee = Tee([own, peer], Buffers(2, 4096))
-    tee.write(b"x" * 50_000)
-    table, (first, second) = tee.finish()
+    written = Tee([own, peer], Buffers(2, 4096))
+    written.write(b"x" * 50_000)
+    table, (first, second) = written.finish()
     assert first.error is None
     assert isinstance(second.error, StoreUnavailable)
     assert peer.discarded
@@ -71,24 +112,24 @@ def test_a_failing_own_store_ends_the_save_early() -> None:
     """Once the own disk is full, writing raises that error instead of going on."""
 
     class Full(Collecting):
-        def write(self, piece: memoryview) -> None:
+        def write(self, *pieces: memoryview) -> None:
             raise StoreFull("own", "write", "x")
 
-    tee = Tee([Full("own"), Collecting("peer")], Buffers(2, 4096))
+    written = Tee([Full("own"), Collecting("peer")], Buffers(2, 4096))
     with pytest.raises(StoreFull):
-        tee.write(b"x" * 4096 * 1000)
-    tee.discard()
+        written.write(b"x" * 4096 * 1000)
+    written.discard()
 
 
 def test_memory_is_bounded_by_the_buffers() -> None:
     """A slow sink makes the writer wait; nothing is queued beyond the buffers."""
     slow = Collecting("slow", pause_s=0.005)
     buffers = Buffers(2, 4096)
-    tee = Tee([slow], buffers)
+    written = Tee([slow], buffers)
     for _ in range(40):
-        tee.write(b"x" * 4096)
-        assert tee.position - len(slow.data) <= 3 * 4096
-    tee.finish()
+        written.write(b"x" * 4096)
+        assert written.position - len(slow.data) <= 3 * 4096
+    written.finish()
     assert buffers.free.qsize() == 2
 
 
@@ -96,7 +137,7 @@ def test_no_thread_is_left_behind() -> None:
     """Finished or discarded, the sinks' threads have ended."""
     before = threading.active_count()
     for ends in ("finish", "discard"):
-        tee = Tee([Collecting(), Collecting()], Buffers(2, 4096))
-        tee.write(b"x" * 10_000)
-        getattr(tee, ends)()
+        written = Tee([Collecting(), Collecting()], Buffers(2, 4096))
+        written.write(b"x" * 10_000)
+        getattr(written, ends)()
     assert threading.active_count() == before

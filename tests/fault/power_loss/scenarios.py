@@ -25,6 +25,7 @@ from replicated_ckpt.stores import durable
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.committed import committed_save, incoming_path
+from replicated_ckpt.stores.direct import PAGE_BYTES
 from replicated_ckpt.stores.inspection import at_once
 from replicated_ckpt.stores.intent import Intent
 from replicated_ckpt.stores.local import LocalStore
@@ -59,8 +60,8 @@ class Scenario:
 
 
 def shard_data(save_id: str, shard: str) -> bytes:
-    """A shard's data, different for each save and shard; longer than a few buffers."""
-    return f"{save_id[:4]} {shard} ".encode() * 90
+    """A shard's data, different for each save and shard; longer than a buffer."""
+    return f"{save_id[:4]} {shard} ".encode() * 230
 
 
 def shard_file(save_id: str, shard: str) -> bytes:
@@ -97,8 +98,9 @@ def nothing(store: LocalStore) -> None:
 
 
 def write_own(store: LocalStore, save_id: str, shard: str) -> None:
-    """A rank's shard, as the writer writes it."""
-    tee = Tee([FileSink(store.staged_file(save_id, shard))], Buffers(2, 1024))
+    """A rank's shard, as the writer writes it: the first one past the page cache, the others through it."""
+    sink = FileSink(store.staged_file(save_id, shard), _direct_io(shard))
+    tee = Tee([sink], Buffers(2, PAGE_BYTES), copies=sink.is_direct)
     tee.write(shard_data(save_id, shard))
     for outcome in tee.finish()[1]:
         if outcome.error is not None:
@@ -110,7 +112,12 @@ def receive_copy(store: LocalStore, save_id: str, shard: str, *, in_memory: bool
     raw = shard_file(save_id, shard)
     headers = Message()
     headers["Content-Length"] = str(len(raw))
-    received(store.staged_file(save_id, shard), Body(io.BytesIO(raw), headers), durable=not in_memory)
+    body, path = Body(io.BytesIO(raw), headers), store.staged_file(save_id, shard)
+    received(path, body, durable=not in_memory, direct_io=_direct_io(shard))
+
+
+def _direct_io(shard: str) -> str:
+    return "on" if shard == SHARDS[0] else "off"
 
 
 def save(

@@ -1,0 +1,50 @@
+"""Direct I/O: which file systems take it, and how a file's descriptor is switched to it and back."""
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+PAGE_BYTES = 4096
+"""Memory, offset and size of a direct write are multiples of this: no block device in use asks for more."""
+
+
+def is_worthwhile(directory: Path, mode: str) -> bool:
+    """Whether files there are to be written past the page cache, as far as the file system lets us.
+
+    "auto": where the file system lies on a block device of its own. Others (tmpfs, overlayfs, NFS, btrfs, ZFS) refuse
+    it, or take the flag and write through the page cache all the same. "on": tried everywhere. "off": nowhere.
+    """
+    return mode == "on" or (mode == "auto" and os.major(directory.stat().st_dev) != 0)
+
+
+def switched(fd: int, *, on: bool) -> bool:
+    """Switches direct I/O of an open file on or off; returns whether it is on."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+        return False
+    return on
+
+
+def page_aligned(size_bytes: int) -> memoryview:
+    """Memory for direct I/O."""
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
+def write_direct(fd: int, data: memoryview) -> int:
+    """Writes the whole pages of page-aligned memory at the file's position; returns how many bytes, 0 if it is refused."""
+    done, whole = 0, len(data) - len(data) % PAGE_BYTES
+    try:
+        while done < whole:
+            done += os.write(fd, data[done:whole])
+            if done % PAGE_BYTES:
+                break
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+    return done

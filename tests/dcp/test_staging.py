@@ -1,0 +1,46 @@
+"""Staging: a tensor on a device reaches the host in pieces, whole and in order, two at a time."""
+
+import ctypes
+
+import pytest
+import torch
+
+from replicated_ckpt.dcp.staging import staged
+from replicated_ckpt.dcp.tensor_writer import memory_of
+
+PIECE_BYTES = 1 << 10
+
+
+def tensors(device: str) -> list[torch.Tensor]:
+    base = torch.arange(10_000, dtype=torch.int64, device=device)
+    shapes = [base, base[:0], base[:3], base[100:2_000], base[:6_000].reshape(60, 100).T, base[7]]
+    return [*shapes, base.bool(), base.to(torch.complex64), base.to(torch.bfloat16)]
+
+
+def plain_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements in the order in which they lie in memory."""
+    flat = tensor.as_strided((tensor.numel(),), (1,)).clone().cpu()
+    return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_pieces_are_the_tensor(device: str) -> None:
+    """Whatever its dtype, its strides and its offset in a larger storage, on any device."""
+    for tensor in tensors(device):
+        assert b"".join(bytes(memory_of(piece)) for piece in staged(tensor, PIECE_BYTES)) == plain_bytes(tensor)
+
+
+@pytest.mark.gpu
+def test_pieces_come_through_pinned_memory() -> None:
+    """From a GPU they are copied asynchronously, after what was asked of the tensor before."""
+    tensor = torch.zeros(1 << 24, device="cuda")
+    for step in range(1, 50):
+        tensor.fill_(step)
+    pieces = [(piece.is_pinned(), bool((piece.view(torch.float32) == 49).all())) for piece in staged(tensor, 1 << 20)]
+    assert pieces == [(True, True)] * 64
+
+
+def test_two_pieces_at_most_are_on_the_host() -> None:
+    """Memory is that of two pieces, however large the tensor is."""
+    places = {piece.data_ptr() for piece in staged(torch.zeros(1 << 16), PIECE_BYTES)}
+    assert len(places) == 2
