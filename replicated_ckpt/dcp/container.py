@@ -8,15 +8,15 @@ these bytes. Source: torch.serialization (torch 2.7 to 2.15); PKWARE APPNOTE 6.3
 import ctypes
 import io
 import struct
-import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from replicated_ckpt.dcp.crc_switch import without_crc32
+
 TEMPLATE_BYTES_MAX = 1 << 20
 _TEMPLATES_MAX = 4096
-_crc_switch = threading.Lock()
 _EOCD = struct.Struct("<4s4H2LH")
 _ZIP64_EOCD = struct.Struct("<4sQ2H2L4Q")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
@@ -42,14 +42,8 @@ class _Flushable:
 
 
 def _saved(tensor: torch.Tensor, stream: Any) -> None:
-    """`torch.save` without the zip's CRC32. The switch is global to the process, so it is held as shortly as possible."""
-    with _crc_switch:
-        was = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
-        try:
-            torch.save(tensor, stream)
-        finally:
-            torch.serialization.set_crc32_options(was)
+    with without_crc32():
+        torch.save(tensor, stream)
 
 
 class TensorWriter:
