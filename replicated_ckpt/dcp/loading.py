@@ -1,6 +1,7 @@
 """One rank's loading: it goes through the windows in order, wherever their bytes come from, and feeds the items in them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -90,7 +91,13 @@ class ShardItems:
             feed.finish()
 
     def _whole(self, one: Wanted) -> Callable[[], memoryview]:
-        return lambda: self._reader.read(self._shard, one.info.offset, one.info.length)
+        """Reads all of an item of which only a part was wanted, into memory of its own: a window is still being used."""
+
+        def read() -> memoryview:
+            with closing(self._reader.sibling()) as reader:
+                return reader.read(self._shard, one.info.offset, one.info.length)
+
+        return read
 
 
 class Loading:
