@@ -32,9 +32,9 @@ class Window:
         return (self.shard, self.offset // CELL_BYTES)
 
     @property
-    def blocks_bytes(self) -> int:
-        """Bytes that are read for it, as a block is checked as a whole."""
-        return (-(-self.end // BLOCK_BYTES) - self.offset // BLOCK_BYTES) * BLOCK_BYTES
+    def blocks(self) -> range:
+        """What is read for it, as a block is checked as a whole."""
+        return range(self.offset // BLOCK_BYTES, -(-self.end // BLOCK_BYTES))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def in_order(windows: Iterable[Window], shards: Sequence[str]) -> list[Window]:
 def shared_units(windows_by_rank: Mapping[int, Sequence[Window]], shards: Sequence[str]) -> tuple[Unit, ...]:
     """What the ranks of one node fetch for each other, in order: the cells of which some block is needed by several.
 
-    Of the ranks that need a cell, the one fetches it that has the least to fetch so far.
+    Of the ranks that need a cell, the one fetches it that has the least to fetch so far; all that lies between their
+    needs, too.
     """
     needs: dict[tuple[str, int], dict[int, list[Window]]] = {}
     for rank in sorted(windows_by_rank):
@@ -95,13 +96,14 @@ def shared_units(windows_by_rank: Mapping[int, Sequence[Window]], shards: Sequen
         parts = [window for windows in windows_by_taker.values() for window in windows]
         start = min(part.offset for part in parts)
         hull = Window(shard, start, max(part.end for part in parts) - start)
-        if len(windows_by_taker) > 1 and sum(part.blocks_bytes for part in parts) > hull.blocks_bytes:
+        blocks = [block for part in parts for block in part.blocks]
+        if len(windows_by_taker) > 1 and len(blocks) > len(set(blocks)):
             takers_by_window[hull] = tuple(windows_by_taker)
     units = []
-    planned_bytes = dict.fromkeys(windows_by_rank, 0)
+    planned_blocks = dict.fromkeys(windows_by_rank, 0)
     for window in in_order(takers_by_window, shards):
         takers = takers_by_window[window]
-        fetcher = min(takers, key=lambda rank: (planned_bytes[rank], rank))
-        planned_bytes[fetcher] += window.blocks_bytes
+        fetcher = min(takers, key=lambda rank: (planned_blocks[rank], rank))
+        planned_blocks[fetcher] += len(window.blocks)
         units.append(Unit(window, fetcher, takers))
     return tuple(units)

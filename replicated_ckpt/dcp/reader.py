@@ -28,7 +28,7 @@ from replicated_ckpt.dcp.torch_private import StorageInfo, calling
 from replicated_ckpt.dcp.world import world_of_call
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.local import NOWHERE, LocalStore
+from replicated_ckpt.stores.local import NOWHERE, LocalStore, is_nowhere
 from replicated_ckpt.stores.object_open import opened_client
 from replicated_ckpt.stores.object_retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
 from replicated_ckpt.stores.object_url import ObjectTarget
@@ -240,7 +240,7 @@ class ReplicatedReader(StorageReader):
 
     def _remote_needs(self, plan: LoadPlan) -> RemoteNeeds | None:
         """What this rank would fetch from elsewhere, if other ranks of its node may need the same."""
-        if self._world.blackboard is None or not self._store.agent_directory().is_dir():
+        if self._world.blackboard is None or is_nowhere(self._store):
             return None
         wanted = {shard: items for shard, items in self._wanted(plan).items() if self._is_remote(shard)}
         windows = windows_for(wanted, lambda _: True, sorted(self._surveyed.manifest.shards))
