@@ -73,12 +73,10 @@ class StoredTensors:
     def __init__(self) -> None:
         self._metadata: Metadata | None = None
         self._by_kind: dict[tuple[torch.dtype, tuple[int, ...]], StoredTensor | None] = {}
-        self._chunk_by_index: dict[MetadataIndex, tuple[int, ...]] = {}
 
     def describe(self, metadata: Metadata) -> None:
         """From now on items are of this checkpoint."""
         self._metadata = metadata
-        self._chunk_by_index = {}
 
     def of(self, item: ReadItem, info: StorageInfo) -> StoredTensor | None:
         """How the item lies there if it is the contiguous tensor that the metadata describes; None: nothing is foretold."""
