@@ -1,6 +1,6 @@
 """Sources: who serves which shard to one reader, as a printable order of preference."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from replicated_ckpt.core.checksum import crc32c
@@ -54,23 +54,3 @@ class ByteRange:
     @property
     def end(self) -> int:
         return self.offset + self.length
-
-
-def merged(
-    ranges: Sequence[ByteRange], gap_bytes: int, length_max: int
-) -> tuple[tuple[ByteRange, tuple[int, ...]], ...]:
-    """Ranges joined where they lie within `gap_bytes` of each other, none growing beyond `length_max` by joining.
-
-    Returns pairs of the joined range and the indices of `ranges` within it. A single range may exceed `length_max`.
-    """
-    joined: list[tuple[ByteRange, list[int]]] = []
-    for index in sorted(range(len(ranges)), key=lambda position: ranges[position].offset):
-        item = ranges[index]
-        if joined:
-            last, members = joined[-1]
-            end = max(last.end, item.end)
-            if item.offset - last.end <= gap_bytes and end - last.offset <= length_max:
-                joined[-1] = (ByteRange(last.offset, end - last.offset), [*members, index])
-                continue
-        joined.append((item, [index]))
-    return tuple((span, tuple(members)) for span, members in joined)

@@ -74,9 +74,19 @@ class ItemReader:
             tensor = narrowed(self._tensors.read(raw), item.storage_offsets, item.lengths)
         except (ValueError, RuntimeError, pickle.UnpicklingError) as exc:
             raise ObjectCorrupt(source, "load", name, f"its bytes are intact but no tensor: {exc}") from exc
-        target = planner.resolve_tensor(item).detach()
-        if target.size() != tensor.size():
-            shapes = f"it has the shape {tuple(tensor.size())}, the plan asks for {tuple(target.size())}"
-            raise ObjectCorrupt(source, "load", name, shapes)
+        target = target_of(item, planner, tuple(tensor.size()), source)
         target.copy_(tensor)
         planner.commit_tensor(item, target)
+
+
+def target_of(item: ReadItem, planner: LoadPlanner, shape: tuple[int, ...], source: str) -> torch.Tensor:
+    """The planner's tensor for an item of that shape.
+
+    Raises:
+        ObjectCorrupt: it has another shape.
+    """
+    target = planner.resolve_tensor(item).detach()
+    if tuple(target.size()) != shape:
+        shapes = f"it has the shape {shape}, the plan asks for {tuple(target.size())}"
+        raise ObjectCorrupt(source, "load", item.storage_index.fqn, shapes)
+    return target

@@ -3,7 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,27 +16,26 @@ from torch.futures import Future
 from replicated_ckpt.config import ReaderConfig
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.mark import own_prefix
-from replicated_ckpt.core.sources import ByteRange, merged
 from replicated_ckpt.dcp.items import ItemReader
+from replicated_ckpt.dcp.loading import Loading, ShardItems, Wanted, windows_for
 from replicated_ckpt.dcp.lookup import looked_up
 from replicated_ckpt.dcp.meeting import AgreedError, met
 from replicated_ckpt.dcp.metadata_copies import verified_metadata
 from replicated_ckpt.dcp.report import LoadReport
 from replicated_ckpt.dcp.shard_reader import ShardReader
+from replicated_ckpt.dcp.sharing import NodeSharing, RemoteNeeds, Sharing, planned
+from replicated_ckpt.dcp.stored_tensor import StoredTensors
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.dcp.torch_private import StorageInfo, calling
 from replicated_ckpt.dcp.world import world_of_call
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.local import NOWHERE, LocalStore
+from replicated_ckpt.stores.local import NOWHERE, LocalStore, is_nowhere
 from replicated_ckpt.stores.object_open import opened_client
 from replicated_ckpt.stores.object_retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
 from replicated_ckpt.stores.object_url import ObjectTarget
 
 log = logging.getLogger(__name__)
-
-MERGED_BYTES_MAX = 16 << 20
-MERGED_GAP_BYTES = 64 << 10
 
 
 class ReplicatedReader(StorageReader):
@@ -81,6 +81,7 @@ class ReplicatedReader(StorageReader):
         self._bucket: Bucket | None = None
         self._given_id: str | None = None
         self._items = ItemReader()
+        self._stored = StoredTensors()
         self._forget()
 
     def _forget(self) -> None:
@@ -166,6 +167,7 @@ class ReplicatedReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         del is_coordinator, args, kwargs
         self._info_by_index = metadata.storage_data
+        self._stored.describe(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Checks that every item this rank needs lies in a shard of the save that has a copy somewhere.
@@ -186,32 +188,29 @@ class ReplicatedReader(StorageReader):
         if lost:
             owners = {shard: manifest.owner_of(shard) for shard in lost}
             raise ShardLost(found.checkpoint_id, owners, self._surveyed.searched)
-        return plan
+        return replace(plan, storage_data=self._remote_needs(plan))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        """Tells the ranks of each node which of them fetches what several need from elsewhere: each block once."""
+        return planned(plans, sorted(self._surveyed.manifest.shards))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads every item of the plan, verified, into the planner's tensors.
 
         Raises:
-            ShardLost: no intact copy is left. Tensors that were not read yet keep what they held.
+            ShardLost: no intact copy is left. Tensors that were not read yet keep what they held. One that was being read
+            holds bytes of the checkpoint, each verified, up to some place in it, and what it held from there on.
         """
-        items_by_shard: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            items_by_shard.setdefault(self._shard(item), []).append(item)
-        own_node = self._store.known_node_id()
+        wanted = self._wanted(plan)
         key, bucket = f"rank {self._world.rank}", self._opened_bucket()
-        reader = ShardReader(self._store, own_node, self._surveyed, sorted(items_by_shard), key, bucket)
+        reader = ShardReader(self._store, self._own_node, self._surveyed, sorted(wanted), key, bucket)
         try:
-            for shard, items in sorted(items_by_shard.items()):
-                self._read_shard(reader, shard, items, planner)
-                reader.done_with(shard)
+            self._load(reader, wanted, planner, plan.storage_data)
         finally:
             reader.close()
             reader.tell_suspects()
             self._close_bucket()
-        traffic = reader.traffic
+        traffic = reader.findings.traffic
         self.last_load = LoadReport(
             self._surveyed.found.checkpoint_id,
             self._surveyed.found.save_id,
@@ -221,6 +220,7 @@ class ReplicatedReader(StorageReader):
             len(plan.items),
             time.monotonic() - self._started_at,
             tuple(traffic.bad_copies),
+            traffic.bytes_shared,
         )
         future: Future[None] = Future()
         future.set_result(None)
@@ -248,13 +248,56 @@ class ReplicatedReader(StorageReader):
         """Name of the shard that an item lies in; in a bucket its path may have the save's own prefix before it."""
         return str(self._info(item).relative_path).removeprefix(own_prefix(self._surveyed.found.save_id))
 
-    def _read_shard(self, reader: ShardReader, shard: str, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        ranges = [ByteRange(self._info(item).offset, self._info(item).length) for item in items]
-        for span, members in merged(ranges, MERGED_GAP_BYTES, MERGED_BYTES_MAX):
-            raw = reader.read(shard, span.offset, span.length)
-            for index in members:
-                start = ranges[index].offset - span.offset
-                self._items.read(raw[start : start + ranges[index].length], items[index], planner, shard)
+    @property
+    def _own_node(self) -> str:
+        return self._store.known_node_id()
+
+    def _wanted(self, plan: LoadPlan) -> dict[str, list[Wanted]]:
+        wanted: dict[str, list[Wanted]] = {}
+        for item in plan.items:
+            info = self._info(item)
+            one = Wanted(item, info, self._stored.of(item, info), self._stored.needed(item, info))
+            wanted.setdefault(self._shard(item), []).append(one)
+        return wanted
+
+    def _is_remote(self, shard: str) -> bool:
+        """Whether no copy of a shard lies on this node."""
+        size = self._surveyed.manifest.shards[shard].size_bytes
+        return self._own_node not in self._surveyed.found.holders_of(shard, size)
+
+    def _remote_needs(self, plan: LoadPlan) -> RemoteNeeds | None:
+        """What this rank would fetch from elsewhere, if other ranks of its node may need the same."""
+        if self._world.blackboard is None or is_nowhere(self._store):
+            return None
+        wanted = {shard: items for shard, items in self._wanted(plan).items() if self._is_remote(shard)}
+        windows = windows_for(wanted, lambda _: True, sorted(self._surveyed.manifest.shards))
+        return RemoteNeeds(self._own_node, tuple(windows)) if windows else None
+
+    def _load(
+        self, reader: ShardReader, wanted: Mapping[str, list[Wanted]], planner: LoadPlanner, shared: object
+    ) -> None:
+        shards = sorted(self._surveyed.manifest.shards)
+        remote = {shard for shard in wanted if self._is_remote(shard)}
+        windows = windows_for(wanted, remote.__contains__, shards)
+        items = {shard: ShardItems(shard, ones, reader, self._items, planner) for shard, ones in wanted.items()}
+        sharing = self._opened_sharing(shared)
+        try:
+            loading = Loading(reader, remote.__contains__, sharing)
+            loading.run(windows, shards, lambda window, raw: items[window.shard].take(window, raw))
+            for ones in items.values():
+                ones.finish()
+        finally:
+            if sharing is not None:
+                sharing.close()
+
+    def _opened_sharing(self, shared: object) -> Sharing | None:
+        if not isinstance(shared, NodeSharing) or self._world.rank not in shared.ranks:
+            return None
+        try:
+            return Sharing(shared, self._world.rank, self._store.agent_directory())
+        except OSError as exc:
+            log.warning("this rank fetches for itself alone: %s", exc)
+            return None
 
     def _opened_bucket(self) -> Bucket | None:
         """The bucket, from the first use in a load to its end: a client must not be forked with its user."""

@@ -37,7 +37,11 @@ def reported(decision: SaveDecision, receipt: ShardReceipt | None, copies_wanted
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one load did on this rank. Bytes are of items, by where they came from; `bad_copies` were found and not used."""
+    """What one load did on this rank. `bad_copies` were found and not used.
+
+    Bytes are those that this rank read, in whole blocks, by where they came from: its own store, peers, the bucket; and
+    `bytes_shared`, without the rest of their blocks, another rank of this node had fetched.
+    """
 
     checkpoint_id: str
     save_id: str
@@ -47,3 +51,4 @@ class LoadReport:
     items: int
     seconds: float
     bad_copies: tuple[str, ...]
+    bytes_shared: int = 0

@@ -1,6 +1,8 @@
 """Reading shards for one rank: each range from the best source that has it intact, the next one if it has not."""
 
+import copy
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,6 +11,7 @@ from replicated_ckpt.agent.mend import tell_suspect
 from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.sources import source_orders
+from replicated_ckpt.core.windows import SHARDS_AT_ONCE
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentClient
@@ -22,15 +25,71 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 log = logging.getLogger(__name__)
 
+OPEN_SHARDS_MAX = 2 * SHARDS_AT_ONCE
+"""Open at once in one thread; reading goes back to none that was left long ago."""
+
 
 @dataclass
 class Traffic:
-    """Bytes of items by where they came from, and the copies that were found bad on the way."""
+    """Bytes read by where they came from, in whole blocks, bad ones too, and the copies that were found bad on the way.
+
+    `bytes_shared`: taken from another rank of this node, which had fetched them.
+    """
 
     bytes_local: int = 0
     bytes_peer: int = 0
     bytes_object: int = 0
+    bytes_shared: int = 0
     bad_copies: list[str] = field(default_factory=list)
+
+
+class Findings:
+    """What the readers of one load have in common. Safe for concurrent use."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self._lock = threading.Lock()
+        self._failed: dict[str, dict[str, str]] = {}
+        self._suspects: set[tuple[str, str]] = set()
+        self._silent: set[str] = set()
+
+    def count(self, node: str, own_node: str, size_bytes: int) -> None:
+        with self._lock:
+            if node == own_node:
+                self.traffic.bytes_local += size_bytes
+            elif node == OBJECT_NODE:
+                self.traffic.bytes_object += size_bytes
+            else:
+                self.traffic.bytes_peer += size_bytes
+
+    def note(self, shard: str, node: str, error: ReplicatedCkptError) -> bool:
+        """Whether this copy's first failure."""
+        with self._lock:
+            if isinstance(error, ObjectCorrupt | ObjectMissing):
+                self._suspects.add((node, shard))
+            if isinstance(error, StoreUnavailable):
+                self._silent.add(node)
+            failed = self._failed.setdefault(shard, {})
+            if node in failed:
+                return False
+            failed[node] = f"node {node}: {error.message}"
+            self.traffic.bad_copies.append(f"{shard} on node {node}: {error.message}")
+            return True
+
+    def is_silent(self, node: str) -> bool:
+        """Whether it would cost a time-out again to ask it."""
+        return node in self._silent
+
+    def failures(self, shard: str) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(self._failed.get(shard, {}).values())
+
+    def suspects(self) -> list[tuple[str, str]]:
+        """Nodes and their shards that turned out to be bad, each told once."""
+        with self._lock:
+            found = sorted(self._suspects)
+            self._suspects.clear()
+            return found
 
 
 class ShardReader:
@@ -53,10 +112,13 @@ class ShardReader:
         self._address_by_node = {address.node_id: address for address in survey.addresses}
         self._nodes_by_shard = self._ordered(shards, reader_key)
         self._open: dict[str, AnySource] = {}
-        self._failed: dict[str, list[str]] = {}
-        self._suspects: set[tuple[str, str]] = set()
-        self._silent: set[str] = set()
-        self.traffic = Traffic()
+        self.findings = Findings()
+
+    def sibling(self) -> "ShardReader":
+        """A reader of the same shards for another thread, with connections of its own and the same findings."""
+        other = copy.copy(self)
+        other._open = {}  # noqa: SLF001 - of the same class
+        return other
 
     def _ordered(self, shards: Sequence[str], reader_key: str) -> Mapping[str, tuple[str, ...]]:
         sizes = {shard: self._manifest.shards[shard].size_bytes for shard in shards}
@@ -64,28 +126,28 @@ class ShardReader:
         orders = source_orders(sizes, holders, self._own_node, reader_key)
         return {order.shard: order.nodes for order in orders}
 
-    def read(self, shard: str, offset: int, length: int) -> memoryview:
-        """Bytes [offset, offset + length) of a shard, verified. The memory may be reused by the next read of the shard.
+    def read(self, shard: str, offset: int, length: int, memory: memoryview | None = None) -> memoryview:
+        """Bytes [offset, offset + length) of a shard, verified; as a rule in `memory`, if that is given.
+
+        Otherwise the memory may be reused by the next read of the shard.
 
         Raises:
             ShardLost: the sources that are left do not have them intact; it tells what each one answered.
         """
         source = self._open.get(shard) or self._opened(shard)
-        raw = source.read(offset, length)
+        raw = source.read(offset, length, memory)
+        for node, size_bytes in source.counted().items():
+            self.findings.count(node, self._own_node, size_bytes)
         if raw is None:
-            searched = [*self._survey.searched, *self._failed.get(shard, ())]
+            searched = [*self._survey.searched, *self.findings.failures(shard)]
             raise ShardLost(self._manifest.checkpoint_id, {shard: self._manifest.owner_of(shard)}, searched)
-        if source.last_node == self._own_node:
-            self.traffic.bytes_local += length
-        elif source.last_node == OBJECT_NODE:
-            self.traffic.bytes_object += length
-        else:
-            self.traffic.bytes_peer += length
         return raw
 
     def _opened(self, shard: str) -> AnySource:
-        nodes = sorted(self._nodes_by_shard[shard], key=self._silent.__contains__)  # it would cost a time-out again
+        nodes = sorted(self._nodes_by_shard[shard], key=self.findings.is_silent)
         sources = [Source(node, partial(self._shard_at, shard, node)) for node in nodes]
+        while len(self._open) >= OPEN_SHARDS_MAX:
+            self._open.pop(next(iter(self._open))).close()
         self._open[shard] = AnySource(sources, partial(self._note, shard))
         return self._open[shard]
 
@@ -103,28 +165,16 @@ class ShardReader:
         return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected)
 
     def _note(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
-        self._failed.setdefault(shard, []).append(f"node {node}: {error.message}")
-        self.traffic.bad_copies.append(f"{shard} on node {node}: {error.message}")
-        if isinstance(error, ObjectCorrupt | ObjectMissing):
-            self._suspects.add((node, shard))
-        if isinstance(error, StoreUnavailable):
-            self._silent.add(node)
-        log.warning("%s of %s on node %s is not used: %s", shard, self._manifest.checkpoint_id, node, error)
-
-    def done_with(self, shard: str) -> None:
-        """Closes the sources of a shard that nothing more is read from."""
-        source = self._open.pop(shard, None)
-        if source is not None:
-            source.close()
+        if self.findings.note(shard, node, error):
+            log.warning("%s of %s on node %s is not used: %s", shard, self._manifest.checkpoint_id, node, error)
 
     def tell_suspects(self) -> None:
         """Has the agents of the nodes where bad copies were met read them again, and mend them."""
         save = self._survey.found
-        for node, shard in sorted(self._suspects):
+        for node, shard in self.findings.suspects():
             if node in self._address_by_node:
-                why = "; ".join(self._failed[shard])
+                why = "; ".join(self.findings.failures(shard))
                 tell_suspect(self._address_by_node[node], save.checkpoint_id, save.save_id, shard, why)
-        self._suspects.clear()
 
     def close(self) -> None:
         for source in self._open.values():

@@ -6,17 +6,16 @@ zip's own CRC32 stays out: our CRC32C covers these bytes. Source: torch.serializ
 
 import ctypes
 import io
-import threading
 from typing import Any, Protocol
 
 import torch
 
 from replicated_ckpt.dcp.container import TEMPLATE_BYTES_MAX, data_range, fills_storage, is_dense, is_plain
+from replicated_ckpt.dcp.crc_switch import without_crc32
 from replicated_ckpt.dcp.staging import staged
 
 _TEMPLATES_MAX = 4096
 _DATA_WRITE_BYTES_MIN = 64 << 10
-_crc_switch = threading.Lock()
 
 Surrounding = tuple[memoryview, memoryview]
 
@@ -68,14 +67,8 @@ class _WithoutData:
 
 
 def _saved(tensor: torch.Tensor, stream: Any) -> None:
-    """`torch.save` without the zip's CRC32. The switch is global to the process, so it is held as shortly as possible."""
-    with _crc_switch:
-        was = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
-        try:
-            torch.save(tensor, stream)
-        finally:
-            torch.serialization.set_crc32_options(was)
+    with without_crc32():
+        torch.save(tensor, stream)
 
 
 class TensorWriter:

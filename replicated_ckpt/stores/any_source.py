@@ -1,6 +1,7 @@
 """One shard at several sources: every range from the first that has it intact, block by block if none has all of it."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
@@ -29,13 +30,17 @@ class AnySource:
         self._on_bad = on_bad
         self._opened: dict[str, VerifiedShard] = {}
         self._reported: set[str] = set()
+        self._memory: memoryview | None = None
+        self._bytes_by_node: Counter[str] = Counter()
         self.last_node = ""
 
-    def read(self, offset: int, length: int) -> memoryview | None:
+    def read(self, offset: int, length: int, memory: memoryview | None = None) -> memoryview | None:
         """Bytes [offset, offset + length) of the data, verified; None if no source has them all intact.
 
-        The memory may be reused by the next read of this shard.
+        They lie in `memory`, if it has room for the whole blocks that they touch and one source has them all; else in
+        memory that may be reused by the next read of this shard.
         """
+        self._memory = memory
         found = self._whole(offset, length)
         if found is not None or not self._sources:
             return found
@@ -44,7 +49,14 @@ class AnySource:
     def _whole(self, offset: int, length: int) -> memoryview | None:
         for source in tuple(self._sources):
             try:
-                found = self._of(source).read(offset, length)
+                opened = self._of(source)
+                if self._memory is not None:
+                    opened.lend(self._memory)
+                before = opened.bytes_read
+                try:
+                    found = opened.read(offset, length)
+                finally:
+                    self._bytes_by_node[source.node_id] += opened.bytes_read - before
             except ReplicatedCkptError as exc:
                 self._failed(source, exc)
                 continue
@@ -57,7 +69,7 @@ class AnySource:
         block_bytes = next(iter(self._opened.values())).table.block_bytes if self._opened else 0
         if block_bytes == 0 or offset // block_bytes == (offset + length - 1) // block_bytes:
             return None
-        whole = memoryview(bytearray(length))
+        whole, self._memory = memoryview(bytearray(length)), None
         position = 0
         while position < length:
             step = min(block_bytes - (offset + position) % block_bytes, length - position)
@@ -80,6 +92,11 @@ class AnySource:
         if source.node_id not in self._reported:
             self._reported.add(source.node_id)
             self._on_bad(source.node_id, error)
+
+    def counted(self) -> Mapping[str, int]:
+        """Bytes read since this was last asked, by node; those that turned out to be bad and the rest of blocks, too."""
+        counted, self._bytes_by_node = self._bytes_by_node, Counter()
+        return counted
 
     def any_opened(self) -> VerifiedShard | None:
         """A source that could be opened: its footer has been held against the manifest."""

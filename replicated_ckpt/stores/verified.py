@@ -7,7 +7,7 @@ from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, BlockTable, crc32c,
 from replicated_ckpt.errors import ObjectCorrupt
 
 SCRATCH_BYTES = 17 << 20
-"""Kept between reads; a larger read gets memory of its own."""
+"""At most so much is kept between reads; a larger read gets memory of its own."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class VerifiedShard(ABC):
         self._store = store
         self._name = name
         self._scratch = memoryview(b"")
+        self.bytes_read = 0
         try:
             self.table = self._checked_table(expected)
         except ObjectCorrupt:
@@ -53,12 +54,17 @@ class VerifiedShard(ABC):
 
     def _reused(self, size_bytes: int) -> memoryview:
         """Memory for one read; fresh memory for each would cost more than the read, in page faults."""
+        self.bytes_read += size_bytes
         if len(self._scratch) < size_bytes:
-            self._scratch = memoryview(bytearray(max(size_bytes, SCRATCH_BYTES)))
+            self._scratch = memoryview(bytearray(size_bytes))
         span = self._scratch[:size_bytes]
         if len(self._scratch) > SCRATCH_BYTES:
             self._scratch = memoryview(b"")
         return span
+
+    def lend(self, memory: memoryview) -> None:
+        """Has the next reads take place in `memory`, where they fit into it with the whole blocks that they touch."""
+        self._scratch = memory
 
     def _checked_table(self, expected: Expected) -> BlockTable:
         size = expected.size_bytes
@@ -74,7 +80,8 @@ class VerifiedShard(ABC):
     def read(self, offset: int, length: int) -> memoryview:
         """Bytes [offset, offset + length) of the data, verified. A bad block is read a second time before it counts.
 
-        The memory is reused: the bytes are there until the next read of this shard.
+        The memory is reused: the bytes are there until the next read of this shard. Nothing else is ever given out: bytes
+        that were read and not verified stay in that memory.
 
         Raises:
             ObjectCorrupt: a block differs from its checksum twice in a row, or the range lies outside the data.

@@ -3,7 +3,7 @@
 import pytest
 
 from replicated_ckpt.core.inventory import Holding, saves_found
-from replicated_ckpt.core.sources import ByteRange, merged, source_orders
+from replicated_ckpt.core.sources import source_orders
 
 
 def holding(node: str, checkpoint_id: str, sequence: int, *, save: str = "0", **sizes: int) -> Holding:
@@ -54,14 +54,3 @@ def test_the_own_store_comes_first_and_peers_share_the_rest() -> None:
 def test_a_shard_without_holders_has_no_source() -> None:
     """Lost is an empty order, not an error here."""
     assert source_orders({"__0_0.distcp": 1}, {}, "me", "k")[0].nodes == ()
-
-
-def test_neighbouring_ranges_are_joined_up_to_a_limit() -> None:
-    """Ranges within the gap become one read, none beyond the limit, and every range keeps its place."""
-    ranges = [ByteRange(100, 10), ByteRange(0, 10), ByteRange(12, 10), ByteRange(22, 1000)]
-    joined = merged(ranges, gap_bytes=5, length_max=64)
-    assert joined == (
-        (ByteRange(0, 22), (1, 2)),
-        (ByteRange(22, 1000), (3,)),
-        (ByteRange(100, 10), (0,)),
-    )

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.endpoint import Endpoint, write_endpoint
-from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.checksum import BLOCK_BYTES, crc32c
 from replicated_ckpt.core.manifest import decoded_manifest
 from replicated_ckpt.dcp.survey import Surveyor
 from replicated_ckpt.errors import (
@@ -309,7 +309,7 @@ def test_partial_loads_read_only_what_they_need(tmp_path: Path) -> None:
     assert torch.equal(target["model"]["weight"], state()["model"]["weight"])
     assert reader.last_load is not None
     assert reader.last_load.items == 1
-    assert 240_000 <= reader.last_load.bytes_local < 245_000
+    assert 240_000 <= reader.last_load.bytes_local <= 2 * BLOCK_BYTES
     assert reader.last_load.bytes_peer == 0
 
 

@@ -1,0 +1,99 @@
+"""Tensors are filled piece by piece, from verified bytes only, and only what is needed of them is read."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.core.checksum import BLOCK_BYTES
+
+ROWS, COLUMNS = 3000, 501  # 6 MB: several windows, rows that end in the middle of blocks
+
+
+def saved(root: Path, tensor: torch.Tensor) -> None:
+    dcp.save({"t": tensor}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(root, copies=1))
+
+
+def numbered() -> torch.Tensor:
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+
+
+class PartPlanner(DefaultLoadPlanner):
+    """Loads a rectangle of the stored tensor into a target that has its size."""
+
+    def __init__(self, offsets: tuple[int, int], sizes: tuple[int, int]) -> None:
+        super().__init__()
+        self._offsets, self._sizes = torch.Size(offsets), torch.Size(sizes)
+        self.found = torch.zeros(sizes)
+
+    def create_local_plan(self) -> LoadPlan:
+        (item,) = super().create_local_plan().items
+        return LoadPlan([replace(item, storage_offsets=self._offsets, lengths=self._sizes)])
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes"),
+    [((0, 0), (7, COLUMNS)), ((1111, 0), (900, COLUMNS)), ((2990, 3), (10, 40)), ((0, 5), (ROWS, 1))],
+)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_part_is_read_alone(
+    tmp_path: Path, offsets: tuple[int, int], sizes: tuple[int, int], is_transposed: bool
+) -> None:
+    """Rows of a contiguous tensor are read with the blocks that they lie in, and no others; any part gets its values."""
+    saved(tmp_path, numbered().t().contiguous().t() if is_transposed else numbered())
+    planner, reader = PartPlanner(offsets, sizes), ReplicatedReader(tmp_path)
+    dcp.load({"t": torch.zeros(ROWS, COLUMNS)}, checkpoint_id="step-1", storage_reader=reader, planner=planner)
+    (first, left), (rows, columns) = offsets, sizes
+    assert torch.equal(planner.found, numbered()[first : first + rows, left : left + columns])
+    assert reader.last_load is not None
+    needed = rows * COLUMNS * 4
+    assert is_transposed or reader.last_load.bytes_local <= needed + 4 * BLOCK_BYTES
+
+
+def test_what_a_target_is_like_does_not_matter(tmp_path: Path) -> None:
+    """Other types and strides of targets get the same values as torch's own copy gives them."""
+    saved(tmp_path, numbered())
+    targets = {
+        "plain": torch.zeros(ROWS, COLUMNS),
+        "double": torch.zeros(ROWS, COLUMNS, dtype=torch.float64),
+        "transposed": torch.zeros(COLUMNS, ROWS).t(),
+        "strided": torch.zeros(ROWS, 2 * COLUMNS)[:, ::2],
+    }
+    for name, target in targets.items():
+        dcp.load({"t": target}, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
+        assert torch.equal(target, numbered().to(target.dtype)), name
+
+
+def test_what_was_stored_does_not_matter(tmp_path: Path) -> None:
+    """A tensor that was saved transposed has another container, which is gathered first."""
+    saved(tmp_path, numbered().t())
+    target = torch.zeros(COLUMNS, ROWS)
+    dcp.load({"t": target}, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
+    assert torch.equal(target, numbered().t())
+
+
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
+def test_no_wrong_byte_reaches_a_tensor(tmp_path: Path, at: float) -> None:
+    """With a flipped bit and no other copy the load raises; the tensor holds what was saved, then what it held before."""
+    saved(tmp_path, numbered() + 1)
+    path = tmp_path / "step-1" / "__0_0.distcp"
+    raw = bytearray(path.read_bytes())
+    raw[int(len(raw) * at)] ^= 1
+    path.write_bytes(raw)
+    target = torch.full((ROWS, COLUMNS), -7.0)
+    with pytest.raises(CheckpointException, match="ShardLost"):
+        dcp.load({"t": target}, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
+    is_old = target.reshape(-1) == -7.0
+    kept = int(is_old.sum())
+    assert kept >= int((1 - at) * ROWS * COLUMNS)
+    read = ROWS * COLUMNS - kept
+    assert torch.equal(target.reshape(-1)[:read], (numbered() + 1).reshape(-1)[:read])
