@@ -1,13 +1,12 @@
 """The agent's verbs: which request does what. Every path part from outside is validated before it names a file."""
 
 import json
-import os
-import re
 import urllib.parse
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from replicated_ckpt.agent.file_answer import FileAnswer, file_answer
 from replicated_ckpt.agent.metrics import exposed
 from replicated_ckpt.agent.object_routes import ObjectRoutes
 from replicated_ckpt.agent.repair_routes import RepairRoutes
@@ -15,24 +14,13 @@ from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import Answer, Request, json_answer
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
+from replicated_ckpt.agent.stock_routes import StockRoutes
 from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.durable import flush_file
 from replicated_ckpt.stores.intent import Intent
 
 _QUERY_FIELDS_MAX = 8
-_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
-
-
-@dataclass(frozen=True)
-class FileAnswer(Answer):
-    """An answer that is a range of a file; whoever sends it closes `fd`."""
-
-    fd: int = -1
-    offset: int = 0
-    length: int = 0
-    size_bytes: int = 0
-    is_partial: bool = False
 
 
 class Routes:
@@ -50,6 +38,7 @@ class Routes:
         self._reprotector = reprotector
         self._repair = RepairRoutes(service, reprotector)
         self._objects = objects
+        self._stock = StockRoutes(service)
         self._status = status
         self._stop = stop
 
@@ -67,6 +56,8 @@ class Routes:
                 return Answer(exposed(self._status()))
             case (_, "v1", "object", *rest):
                 return self._objects.answer(rest, request)
+            case (_, "v1", "stock", *rest):
+                return self._stock.answer(request, rest, query)
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"))
             case ("GET", "v1", "peers"):
@@ -152,18 +143,11 @@ class Routes:
             settle(self._service, self._service.leftovers(str(fields.get("session", ""))), peers)
         return Answer(b"{}\n", after=self._reprotector.wake)
 
-    def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> Answer:
+    def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> FileAnswer:
         if not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):
             raise ObjectMissing("this agent", request.method, request.target[:200], "no such file")
         fd = self._service.store.open_file(checkpoint_id, save_id, name)
-        try:
-            size = os.fstat(fd).st_size
-            offset, end = _range(request.headers.get("Range"), size)
-        except BaseException:
-            os.close(fd)
-            raise
-        is_partial = request.headers.get("Range") is not None
-        return FileAnswer(b"", fd=fd, offset=offset, length=end - offset, size_bytes=size, is_partial=is_partial)
+        return file_answer(request, fd)
 
 
 def _parted(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
@@ -174,16 +158,3 @@ def _parted(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
     except ValueError as exc:
         raise PeerProtocolError(f"{target[:200]!r} is no target of a request: {exc}.") from exc
     return tuple(urllib.parse.unquote(part) for part in url.path.split("/")[1:]), query
-
-
-def _range(header: str | None, size_bytes: int) -> tuple[int, int]:
-    if header is None:
-        return 0, size_bytes
-    match = _RANGE.fullmatch(header.strip())
-    if match is None:
-        raise PeerProtocolError(f"Range {header[:60]!r} is not understood.")
-    first = int(match[1])
-    end = min(int(match[2]) + 1 if match[2] else size_bytes, size_bytes)
-    if first >= end:
-        raise ObjectMissing("this agent", "GET", f"bytes {first} to {end}", f"the file has {size_bytes} bytes")
-    return first, end

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,13 @@ from replicated_ckpt.dcp.shard_reader import ShardReader
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.dcp.torch_private import StorageInfo, calling
 from replicated_ckpt.dcp.world import world_of_call
-from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import (
+    CheckpointNotFound,
+    ManifestInvalid,
+    ReplicatedCkptError,
+    ReplicatedCkptWarning,
+    ShardLost,
+)
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.local import NOWHERE, LocalStore
 from replicated_ckpt.stores.object_open import opened_client
@@ -131,10 +138,13 @@ class ReplicatedReader(StorageReader):
             raise self._failure
         try:
             key = f"rank {self._world.rank}"
-            return verified_metadata(self._store, self._surveyed, self._opened_bucket(), key)
+            metadata = verified_metadata(self._store, self._surveyed, self._opened_bucket(), key)
         except ReplicatedCkptError as exc:
             self._failure = exc
             raise
+        if self._surveyed.stock_warning and self._world.is_coordinator:
+            warnings.warn(self._surveyed.stock_warning, ReplicatedCkptWarning, stacklevel=2)
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         del is_coordinator, args, kwargs
@@ -175,7 +185,8 @@ class ReplicatedReader(StorageReader):
             items_by_shard.setdefault(self._shard(item), []).append(item)
         own_node = self._store.known_node_id()
         key, bucket = f"rank {self._world.rank}", self._opened_bucket()
-        reader = ShardReader(self._store, own_node, self._surveyed, sorted(items_by_shard), key, bucket)
+        ranges = {shard: self._ranges(items) for shard, items in items_by_shard.items()}
+        reader = ShardReader(self._store, own_node, self._surveyed, ranges, key, bucket)
         try:
             for shard, items in sorted(items_by_shard.items()):
                 self._read_shard(reader, shard, items, planner)
@@ -221,8 +232,11 @@ class ReplicatedReader(StorageReader):
         """Name of the shard that an item lies in; in a bucket its path may have the save's own prefix before it."""
         return str(self._info(item).relative_path).removeprefix(own_prefix(self._surveyed.found.save_id))
 
+    def _ranges(self, items: Sequence[ReadItem]) -> list[ByteRange]:
+        return [ByteRange(self._info(item).offset, self._info(item).length) for item in items]
+
     def _read_shard(self, reader: ShardReader, shard: str, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        ranges = [ByteRange(self._info(item).offset, self._info(item).length) for item in items]
+        ranges = self._ranges(items)
         for span, members in merged(ranges, MERGED_GAP_BYTES, MERGED_BYTES_MAX):
             raw = reader.read(shard, span.offset, span.length)
             for index in members:
