@@ -10,7 +10,9 @@ from replicated_ckpt.errors import CheckpointNotCommitted, ReplicatedCkptError, 
 
 log = logging.getLogger(__name__)
 
-_HINT = "Bring back nodes that are not reached: .metadata lies on that of rank 0 alone. If it is there, the save never ended."
+_HINT = (
+    "Bring back nodes that are not reached: .metadata lies on rank 0's alone. If all are there, the save never ended."
+)
 
 
 def stock_save(

@@ -1,0 +1,72 @@
+"""A checkpoint that stock torch scattered: shards on the nodes of their ranks, `.metadata` on one of them, no manifest."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.cluster import Call, Cluster, call
+from tests.multiprocess.conftest import ClusterOf
+from tests.multiprocess.launch import Digests
+
+SAVED = ["plain", "fsdp2"]
+ALONE = ["plain", "fsdp2:unwrapped"]
+
+
+def scattered(cluster: Cluster, checkpoint_id: str, seed: int = 0) -> Digests:
+    """Saved by four ranks into one directory, then moved: ranks 0, 1 and 2 to a node each, 3 to the second one's."""
+    folder = cluster.base / "shared" / checkpoint_id
+    steps = [call("stock.save", kinds=SAVED, folder=str(folder), seed=seed)]
+    saved: Digests = cluster.launch(steps, nodes=[0], ranks=4).agreed(0)
+    for path in folder.iterdir():
+        rank = 0 if path.name == ".metadata" else int(path.name.split("_")[2])
+        target = cluster.nodes[rank % 3 if rank < 3 else 1].disk / checkpoint_id
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, target / path.name)
+    shutil.rmtree(cluster.base / "shared")
+    return saved
+
+
+def load(checkpoint_id: str, kinds: list[str] = SAVED) -> Call:
+    return call("state.load", kinds=kinds, checkpoint_id=checkpoint_id)
+
+
+def damage(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def test_what_stock_torch_scattered_loads_as_it_lies(cluster_of: ClusterOf) -> None:
+    """On 3 and 4 ranks, on 2 while the third node's agent is up, on one process: every bit, on every rank; one warning."""
+    cluster = cluster_of(3)
+    saved = scattered(cluster, "run/step-10")
+    before = [{path.name for path in (node.disk / "run/step-10").iterdir()} for node in cluster.nodes]
+    assert [".metadata" in names for names in before] == [True, False, False]
+    for nodes, ranks in (([2, 0, 1], [1, 1, 1]), ([1, 2, 0], [2, 1, 1]), ([1, 2], [1, 1])):
+        results = cluster.launch([load("run/step-10"), load("latest")], nodes=nodes, ranks=ranks)
+        assert [results.digests(0), results.digests(1)] == [[saved] * sum(ranks)] * 2
+        told = [by_step[0] for by_step in results.warnings]
+        assert [len(warnings) for warnings in told] == [1] + [0] * (sum(ranks) - 1)
+        assert "written by stock torch" in told[0][0]
+    assert cluster.launch([load("latest", ALONE)], nodes=[2], launcher="single").digests(0) == [saved]
+    assert [{path.name for path in (node.disk / "run/step-10").iterdir()} for node in cluster.nodes] == before
+
+
+@pytest.mark.fault
+def test_what_is_missing_or_bad_of_it_is_said_on_every_rank(cluster_of: ClusterOf) -> None:
+    """A lost node, a flipped bit and two runs under one id each have their error, on every rank, and no byte is mixed."""
+    cluster = cluster_of(3)
+    scattered(cluster, "step-10")
+    fails = call("state.load_fails", kinds=["plain"], checkpoint_id="step-10")
+    lost_shards = sorted(path.name for path in (cluster.nodes[2].disk / "step-10").iterdir())
+    (cluster.nodes[2].disk / "step-10").rename(cluster.nodes[2].disk / "aside")
+    for failure in cluster.launch([fails], nodes=[0, 1, 2]).of(0):
+        assert (failure["types"], failure["shards"]) == (["ShardLost"], lost_shards)
+        assert len(failure["searched"]) == 3
+    (cluster.nodes[2].disk / "aside").rename(cluster.nodes[2].disk / "step-10")
+    shutil.copytree(cluster.nodes[0].disk / "step-10", cluster.nodes[2].disk / "step-10", dirs_exist_ok=True)
+    damage(cluster.nodes[2].disk / "step-10" / ".metadata")
+    for failure in cluster.launch([fails], nodes=[2, 0, 1]).of(0):
+        assert failure["types"] == ["CheckpointAmbiguous"]
+        assert ".metadata" in failure["message"]
