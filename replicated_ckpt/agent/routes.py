@@ -15,7 +15,7 @@ from replicated_ckpt.agent.request import Answer, Request, json_answer
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.agent.stock_routes import StockRoutes
-from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.durable import flush_file
 from replicated_ckpt.stores.intent import Intent
@@ -87,6 +87,8 @@ class Routes:
                 with request.heartbeat:
                     held = self._service.commit(save_id)
                 return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._committed)
+            case ("POST", "adopt"):
+                return self._adopt(request, save_id)
             case ("POST", "abort"):
                 self._service.abort(save_id, str(request.document().get("why", "no reason given"))[:500])
                 return json_answer()
@@ -99,7 +101,8 @@ class Routes:
     def _begin(self, request: Request, save_id: str) -> Answer:
         fields = request.document()
         try:
-            intent = Intent(save_id, fields["checkpoint_id"], str(fields["session"]), bool(fields["overwrite"]))
+            flags = bool(fields["overwrite"]), bool(fields.get("adopts", False))
+            intent = Intent(save_id, fields["checkpoint_id"], str(fields["session"]), *flags)
             peers = self._service.learn_peers(fields["peers"])
         except (KeyError, TypeError, ValueError) as exc:
             raise PeerProtocolError(f"A save cannot be opened with {type(exc).__name__}: {exc}.") from exc
@@ -111,6 +114,16 @@ class Routes:
             with request.heartbeat:
                 settle(self._service, leftovers, peers)
         return json_answer(sequence_max=sequence_max, replaces=replaces)
+
+    def _adopt(self, request: Request, save_id: str) -> Answer:
+        """Shards that stock torch wrote here are staged with footers; answers what their manifest is to say."""
+        names = [str(name) for name in request.document().get("shards", ())]
+        if any(ShardName.parse(name) is None for name in names):
+            raise ConfigInvalid("adopt: no shards are named.")
+        with request.heartbeat:
+            tables = self._service.adopt(save_id, names)
+        shards = {name: {"size_bytes": table.file_bytes, "crc32c": table.file_crc()} for name, table in tables.items()}
+        return json_answer(shards=shards)
 
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:
         durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"

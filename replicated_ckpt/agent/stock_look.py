@@ -1,6 +1,7 @@
 """A look at all nodes for checkpoints that stock torch has scattered over them. Changes nothing."""
 
 import logging
+import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -89,4 +90,12 @@ class StockLook:
 
 
 def stock_listing_path(checkpoint_id: str | None) -> str:
-    return "/v1/stock" if checkpoint_id is None else f"/v1/stock?checkpoint_id={checkpoint_id}"
+    return "/v1/stock" if checkpoint_id is None else f"/v1/stock?{_query(checkpoint_id)}"
+
+
+def stock_verify_path(checkpoint_id: str) -> str:
+    return f"/v1/stock/verify?{_query(checkpoint_id)}"
+
+
+def _query(checkpoint_id: str) -> str:
+    return urllib.parse.urlencode({"checkpoint_id": checkpoint_id})

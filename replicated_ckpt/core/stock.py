@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from operator import index
+from types import MappingProxyType
 from typing import Any
 
 from replicated_ckpt.core.inventory import Holding
@@ -199,9 +200,15 @@ class StockSave:
         return manifest_of(self, self.save_id, shards, 1)
 
 
-def manifest_of(save: StockSave, save_id: str, shards: Mapping[str, ShardEntry], copies: int) -> Manifest:
-    """The manifest of a stock save whose shards are these."""
-    names = {held.node_id: "host not recorded" for held in save.checkpoint.holdings}
+def manifest_of(
+    save: StockSave,
+    save_id: str,
+    shards: Mapping[str, ShardEntry],
+    copies: int,
+    hosts: Mapping[str, str] = MappingProxyType({}),
+) -> Manifest:
+    """The manifest of a stock save whose shards are these. `hosts` are names of nodes' hosts, as far as they are known."""
+    names = {held.node_id: "host not recorded" for held in save.checkpoint.holdings} | dict(hosts)
     if any(entry.owner_node == NOBODY for entry in shards.values()):
         names[NOBODY] = "no node that was reached"
     nodes = tuple(

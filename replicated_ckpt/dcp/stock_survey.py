@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from replicated_ckpt.agent.stock_look import StockLook
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.stock import StockCheckpoint, StockSave
-from replicated_ckpt.errors import CheckpointNotCommitted, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, ReplicatedCkptError, ShardLost
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def stock_save(
             return save
         owners = {shard: save.manifest.owner_of(shard) for shard in save.missing}
         lost = lost or ShardLost(save.checkpoint_id, owners, [*searched, *save.refused])
-    if wanted is not None and found:
+    if lost is None and found and isinstance(because, CheckpointNotFound):
         raise CheckpointNotCommitted(_without_metadata(found[0], searched), _HINT)
     raise lost or because
 
