@@ -1,13 +1,16 @@
 """Checkpoints that stock torch scattered, by the agents and the command line: listed, read, checked, adopted."""
 
+import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, stock_path
@@ -16,7 +19,7 @@ from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import findings, held, introduced, quarantined
 from tests.agent.scattered import ID, loads, loads_by_stock_torch, scattered
 from tests.agent.test_reprotect import agents, protected, stores
-from tests.agent.test_verify_repair import as_json, command, flip, tree
+from tests.agent.test_verify_repair import flip, tree
 
 pytestmark = [
     pytest.mark.fault,
@@ -25,29 +28,55 @@ pytestmark = [
 ]
 
 
-def test_three_nodes_become_one_checkpoint_of_ours(tmp_path: Path) -> None:
+class Told(NamedTuple):
+    """What a command has said."""
+
+    code: int
+    out: str
+
+
+Tell = Callable[..., Told]
+
+
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
+    """Runs a verb on a root in this process; agents serve the roots already."""
+
+    def tell(verb: str, store: LocalStore, *options: str) -> Told:
+        capsys.readouterr()
+        code = main([verb, "--root", str(store.root), *options])
+        out, err = capsys.readouterr()
+        assert "replicated-ckpt" not in err, err
+        return Told(code, out)
+
+    return tell
+
+
+def test_three_nodes_become_one_checkpoint_of_ours(tmp_path: Path, tell: Tell) -> None:
     """ls shows it, verify reads it, repair's plan is what it does: checksums, copies and metadata, and one node is lost."""
     nodes = stores(tmp_path, 3)
     contents = scattered(nodes, tmp_path)
     (nodes[1].root / ID / "meta.pt").write_bytes(b"Lightning's")
     (nodes[2].root / ID / "__9_0.distcp").write_bytes(b"of another world")
     with agents(nodes) as running:
-        assert "stock, unprotected" in command("ls", nodes[2].root).stdout
+        assert "stock, unprotected" in tell("ls", nodes[2]).out
         (nodes[2].root / ID / "__9_0.distcp").rename(nodes[2].root / "aside")
         before = [tree(store.root) for store in nodes]
-        code, found = as_json("verify", nodes[1].root)
+        code, out = tell("verify", nodes[1], "--json")
+        found = json.loads(out)
         (stock,) = found["stock"]
         assert (code, stock["checkpoint_id"], stock["is_sound"], stock["items_without_crc32"]) == (0, ID, True, 0)
         assert stock["bytes_read"] > 4 * 8 * 40_000
-        code, plan = as_json("repair", nodes[1].root, "--dry-run")
+        code, out = tell("repair", nodes[1], "--json", "--dry-run")
+        plan = json.loads(out)
         assert (code, [entry["checkpoint_id"] for entry in plan["adopt_stock"]]) == (ExitCode.OK, [ID])
         assert [tree(store.root) for store in nodes] == before
         (nodes[2].root / "aside").rename(nodes[2].root / ID / "__9_0.distcp")
-        done = command("repair", nodes[1].root)
-        assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
+        done = tell("repair", nodes[1])
+        assert done.code == ExitCode.OK, done.out
         wait_for(protected(*running), 30, "copies")
-        assert "2 of 2 copies" in command("ls", nodes[2].root).stdout
-        assert command("verify", nodes[0].root).returncode == ExitCode.OK
+        assert "2 of 2 copies" in tell("ls", nodes[2]).out
+        assert tell("verify", nodes[0]).code == ExitCode.OK
         assert [findings(store) for store in nodes] == [[], [], []]
         _is_adopted(nodes, contents)
         running[0].process.kill()
@@ -73,7 +102,7 @@ def _is_adopted(nodes: list[LocalStore], contents: Mapping[str, bytes]) -> None:
     assert loads_by_stock_torch(gathered)
 
 
-def test_what_cannot_be_adopted_stays_as_it_is(tmp_path: Path) -> None:
+def test_what_cannot_be_adopted_stays_as_it_is(tmp_path: Path, tell: Tell) -> None:
     """A damaged item, a directory among the files, contradicting metadata: repair says which, and changes nothing."""
     nodes = stores(tmp_path, 2)
     scattered(nodes, tmp_path)
@@ -87,26 +116,27 @@ def test_what_cannot_be_adopted_stays_as_it_is(tmp_path: Path) -> None:
     (nodes[0].root / "without-metadata" / ".metadata").unlink()
     with agents(nodes):
         before = [tree(store.root) for store in nodes]
-        code, found = as_json("verify", nodes[0].root)
+        code, out = tell("verify", nodes[0], "--json")
+        found = json.loads(out)
         problems = {stock["checkpoint_id"]: stock for stock in found["stock"]}
         assert code == ExitCode.FAILED
         assert [finding["path"] for finding in problems[ID]["findings"]] == [str(damaged)]
         assert "different .metadata" in problems["contradicting"]["problem"]
         assert "no node" in problems["without-metadata"]["problem"]
-        done = command("repair", nodes[0].root)
-        assert done.returncode == ExitCode.FAILED
-        assert f"no intact {damaged.name}" in done.stdout
-        assert "with-directory/logs is no plain file" in done.stdout
+        done = tell("repair", nodes[0])
+        assert done.code == ExitCode.FAILED
+        assert f"no intact {damaged.name}" in done.out
+        assert "with-directory/logs is no plain file" in done.out
         assert [tree(store.root) for store in nodes] == before
 
 
-def test_a_node_that_missed_the_end_of_an_adoption_still_gives_its_shards(tmp_path: Path) -> None:
+def test_a_node_that_missed_the_end_of_an_adoption_still_gives_its_shards(tmp_path: Path, tell: Tell) -> None:
     """Decided elsewhere, given up here: the original files are what the manifest means, and get their footers in place."""
     nodes = stores(tmp_path, 2)
     contents = scattered(nodes, tmp_path)
     originals = {path.name: path.read_bytes() for path in (nodes[1].root / ID).iterdir()}
     with agents(nodes):
-        assert command("repair", nodes[0].root, "--copies", "1").returncode == ExitCode.OK
+        assert tell("repair", nodes[0], "--copies", "1").code == ExitCode.OK
     shutil.rmtree(nodes[1].root / ID)
     (nodes[1].root / ID).mkdir()
     for name, raw in originals.items():
@@ -181,13 +211,13 @@ def test_strangers_get_nothing(serving: tuple[RunningAgent, LocalStore]) -> None
                 client.fetch("GET", path)
 
 
-def test_a_checkpoint_of_ours_is_not_served_as_stock(tmp_path: Path) -> None:
+def test_a_checkpoint_of_ours_is_not_served_as_stock(tmp_path: Path, tell: Tell) -> None:
     """Once a manifest lies there, its files go out by their save's id alone, and nothing lists it as stock."""
     (store,) = stores(tmp_path, 1)
     contents = scattered([store], tmp_path)
     with running_agent(store.root) as agent:
         introduced(store, [])
-        assert command("repair", store.root).returncode == ExitCode.OK
+        assert tell("repair", store).code == ExitCode.OK
         with agent.client() as client:
             assert client.call("GET", "/v1/stock")["stock"] == []
             with pytest.raises(ObjectMissing, match="manifest by now"):

@@ -64,8 +64,8 @@ def test_what_stock_torch_scattered_loads_as_it_lies_and_is_adopted(cluster_of: 
 
 
 @pytest.mark.fault
-def test_what_is_missing_or_bad_of_it_is_said_on_every_rank(cluster_of: ClusterOf) -> None:
-    """A lost node, a flipped bit and two runs under one id each have their error, on every rank, and no byte is mixed."""
+def test_what_is_missing_or_contradicts_itself_is_said_on_every_rank(cluster_of: ClusterOf) -> None:
+    """A lost node and two runs under one id each have their error, on every rank, and no byte is mixed."""
     cluster = cluster_of(3, quick_exit=True)
     scattered(cluster, "step-10")
     fails = call("state.load_fails", kinds=["plain"], checkpoint_id="step-10")
