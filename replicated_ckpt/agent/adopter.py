@@ -42,7 +42,7 @@ class Adopter:
         save_id = uuid.uuid4().hex
         try:
             self._each(plan.node_ids, lambda client, _: self._open(client, plan, found, save_id))
-            staged = self._each(plan.shards_by_node, lambda client, node: self._stage(client, plan, node, save_id))
+            staged = self._each(plan.node_ids, lambda client, node: self._stage(client, plan, node, save_id))
             manifest = self._manifest(plan, found, save_id, staged)
             self._each(plan.node_ids, lambda client, node: _check_staged(client, node, save_id))
         except ReplicatedCkptError as exc:
@@ -72,7 +72,7 @@ class Adopter:
         client.put("PUT", f"/v1/saves/{save_id}/{METADATA_NAME}", found.metadata)
 
     def _stage(self, client: AgentClient, plan: AdoptStock, node: str, save_id: str) -> _Staged:
-        names = plan.shards_by_node[node]
+        names = plan.shards_by_node.get(node, ())  # none: it still has to be kept from giving the save up
         answer = client.call("POST", f"/v1/saves/{save_id}/adopt", {"shards": list(names)})
         try:
             shards: Mapping[str, Any] = answer["shards"]

@@ -15,7 +15,7 @@ from replicated_ckpt.core.metadata_places import item_ranges
 from replicated_ckpt.core.sources import ByteRange
 from replicated_ckpt.core.zip_crc import ItemDamaged, checked_item
 from replicated_ckpt.errors import ObjectCorrupt
-from replicated_ckpt.stores.carry_over import Signature, originals_path, signature
+from replicated_ckpt.stores.carry_over import Signature, link_others, originals_path, signature
 from replicated_ckpt.stores.committed import committed_directory
 from replicated_ckpt.stores.durable import read_exactly, translated, write_file
 from replicated_ckpt.stores.inspection import Paced, at_once
@@ -29,12 +29,17 @@ def stage_shards(
 ) -> Mapping[str, BlockTable]:
     """Copies these shards of a checkpoint without a manifest into the staged save, each with a footer, durably.
 
-    `.metadata` must be staged. Each item of the copy is read back and held against its CRC32, where it has one.
+    `.metadata` must be staged. Each item of the copy is read back and held against its CRC32, where it has one. Other
+    files that lie there get a second name: what cannot be linked is found now, not when the adoption is decided.
 
     Raises:
         ObjectMissing, ObjectCorrupt, StoreFull, StoreError: the original is as it was.
     """
     staging = root / STAGING_DIR / save_id
+    if not names:
+        return {}
+    with translated(str(root), "link", checkpoint_id):
+        link_others(root / checkpoint_id, staging)
     with translated(str(root), "read", METADATA_NAME):
         ranges = item_ranges((staging / METADATA_NAME).read_bytes())
     tables: dict[str, BlockTable] = {}

@@ -32,13 +32,14 @@ def carry_over(root: Path, manifest: Manifest, staging: Path) -> None:
     final = root / manifest.checkpoint_id
     if not final.is_dir():
         return
+    link_others(final, staging)
     originals = _originals(root, manifest.save_id)
     for entry in list(os.scandir(final)):
         if entry.name == METADATA_NAME:
             if hashed_file(Path(entry.path)) != (manifest.metadata_bytes, manifest.metadata_crc32c):
                 raise _changed(entry.path)
         elif ShardName.parse(entry.name) is None:
-            _linked(Path(entry.path), staging / entry.name)
+            continue
         elif not (staging / entry.name).exists():
             _keep_aside(root, manifest.checkpoint_id, entry.name)
         elif originals.get(entry.name) != signature(entry.stat(follow_symlinks=False)):
@@ -53,10 +54,20 @@ def _keep_aside(root: Path, checkpoint_id: str, name: str) -> None:
         )
 
 
-def _linked(path: Path, target: Path) -> None:
-    """Gives a file a second name. What cannot be linked keeps the checkpoint from being replaced."""
-    if not target.exists():
-        os.link(path, target, follow_symlinks=False)
+def link_others(directory: Path, staging: Path) -> None:
+    """Gives files that are none of DCP's a second name in the staged save, as they are now.
+
+    Raises:
+        OSError: the file system cannot.
+    """
+    for entry in list(os.scandir(directory)):
+        if is_checkpoint_file(entry.name):
+            continue
+        target = staging / entry.name
+        if target.exists() and not target.samefile(entry.path):
+            target.unlink()
+        if not target.exists():
+            os.link(entry.path, target, follow_symlinks=False)
 
 
 def signature(status: os.stat_result) -> Signature:
