@@ -16,6 +16,7 @@ from replicated_ckpt.core.sources import ByteRange
 from replicated_ckpt.errors import MetadataUnsafe
 
 _INT_BYTES_MAX = 9
+_STOP, _BININT1, _BINGET, _LONG_BINGET, _MEMOIZE = ord("."), ord("K"), ord("h"), ord("j"), 0x94
 _PROBLEMS = (IndexError, KeyError, ValueError, TypeError, AttributeError, struct.error, OverflowError)
 
 
@@ -50,16 +51,29 @@ class _Follower:
         self._memo: list[Any] = []
 
     def result(self) -> Any:
-        raw, actions = self._raw, _ACTIONS
+        """What the pickle would give. The most frequent opcodes are followed here, as a call for each takes long."""
+        raw, stack, memo, actions = self._raw, self._stack, self._memo, _ACTIONS
+        position = 0
         while True:
-            opcode = raw[self._position]
-            self._position += 1
-            if opcode == ord("."):
-                return self._stack[-1]
-            action = actions.get(opcode)
-            if action is None:
-                raise MetadataUnsafe(f".metadata uses the pickle opcode {opcode:#04x}, which is not followed.")
-            action(self)
+            opcode = raw[position]
+            position += 1
+            if opcode == _MEMOIZE:
+                memo.append(stack[-1])
+            elif opcode == _BINGET:
+                stack.append(memo[raw[position]])
+                position += 1
+            elif opcode == _LONG_BINGET:
+                stack.append(memo[int.from_bytes(raw[position : position + 4], "little")])
+                position += 4
+            elif opcode == _BININT1:
+                stack.append(raw[position])
+                position += 1
+            elif opcode == _STOP:
+                return stack[-1]
+            else:
+                self._position = position
+                actions[opcode](self)
+                position = self._position
 
     def _taken(self, count: int) -> bytes:
         start = self._position
@@ -114,11 +128,10 @@ class _Follower:
 
     def tuple_closed(self) -> None:
         self._above_mark()
-        self._stack.append(_Shell())
+        self._stack.append(None)  # no place is told by a tuple
 
     def tuple_of(self, count: int) -> None:
-        del self._stack[len(self._stack) - count :]
-        self._stack.append(_Shell())
+        self._stack[len(self._stack) - count :] = [None]
 
     def items_added(self) -> None:
         items = self._above_mark()
@@ -149,16 +162,10 @@ class _Follower:
         self._position += 1
         self._stack.append(_Named(f"{module}.{name}"))
 
-    def memoize(self) -> None:
-        self._memo.append(self._stack[-1])
-
     def put(self, width: int) -> None:
         if self._number(width) != len(self._memo):
             raise MetadataUnsafe(".metadata stores into its memo out of order.")
-        self.memoize()
-
-    def get(self, width: int) -> None:
-        self._stack.append(self._memo[self._number(width)])
+        self._memo.append(self._stack[-1])
 
 
 def _with(method: Callable[[_Follower, int], None], number: int) -> Callable[[_Follower], None]:
@@ -174,7 +181,6 @@ _ACTIONS: Mapping[int, Callable[[_Follower], None]] = {
     ord("C"): _with(_Follower.data, 1),
     ord("B"): _with(_Follower.data, 4),
     0x8E: _with(_Follower.data, 8),
-    ord("K"): _with(_Follower.unsigned, 1),
     ord("M"): _with(_Follower.unsigned, 2),
     ord("J"): _Follower.signed,
     0x8A: _Follower.long,
@@ -185,7 +191,7 @@ _ACTIONS: Mapping[int, Callable[[_Follower], None]] = {
     ord("("): _Follower.mark,
     ord("]"): _Follower.container,
     ord("}"): _Follower.container,
-    ord(")"): _Follower.container,
+    ord(")"): _Follower.plain,
     0x8F: _Follower.container,
     ord("t"): _Follower.tuple_closed,
     0x91: _Follower.tuple_closed,  # FROZENSET
@@ -202,11 +208,8 @@ _ACTIONS: Mapping[int, Callable[[_Follower], None]] = {
     ord("b"): _Follower.built,
     0x93: _Follower.stack_global,
     ord("c"): _Follower.line_global,
-    0x94: _Follower.memoize,
     ord("q"): _with(_Follower.put, 1),
     ord("r"): _with(_Follower.put, 4),
-    ord("h"): _with(_Follower.get, 1),
-    ord("j"): _with(_Follower.get, 4),
 }
 
 
