@@ -136,6 +136,19 @@ def test_what_was_changed_meanwhile_is_not_replaced(store: LocalStore, adopt: Ad
         store.commit(store.staged()[0].save_id)
 
 
+def test_what_was_added_meanwhile_goes_along(store: LocalStore, adopt: Adopt) -> None:
+    """Files that are none of DCP's are taken over as they are when the directory is replaced, not as they were before."""
+    adopt(store, "commit.checked=kill")
+    (store.root / ID / "added").write_bytes(b"later")
+    newer = store.root / ID / "newer"
+    newer.write_bytes(b"replaced")
+    newer.rename(store.root / ID / "meta.pt")
+    assert len(NodeService(store).recover()) == 1
+    now = files(store.root / ID)
+    assert (now["added"], now["meta.pt"]) == (b"later", b"replaced")
+    assert is_adopted(store)
+
+
 def test_nothing_of_ours_is_adopted(store: LocalStore, adopt: Adopt) -> None:
     """A directory with a manifest is none of stock torch's, and stays."""
     assert adopt(store) == 0
