@@ -83,6 +83,26 @@ class CheckpointNotCommitted(CheckpointNotFound):
     default_hint = "Load the previous checkpoint; the unfinished one is removed by the next save."
 
 
+class CheckpointAmbiguous(ReplicatedCkptError):
+    """Nodes hold different files of one name for a checkpoint without a manifest: two runs used its id. None was read."""
+
+    default_hint = (
+        "Find out which node's file belongs to the run that you want (time stamps help), and move the other run's "
+        "directory away on the nodes named above."
+    )
+
+    def __init__(self, checkpoint_id: str, name: str, file_by_node: Mapping[str, str]) -> None:
+        listed = "; ".join(f"node {node}: {file}" for node, file in sorted(file_by_node.items()))
+        super().__init__(
+            f"Checkpoint {checkpoint_id!r} has no manifest, and nodes hold different {name}: {listed}. "
+            "Nobody can tell which files belong together."
+        )
+        self.args = (checkpoint_id, name, dict(file_by_node))
+        self.checkpoint_id = checkpoint_id
+        self.name = name
+        self.file_by_node = dict(file_by_node)
+
+
 class AckNotReached(ReplicatedCkptError):
     """Fewer copies were made than asked for, and `on_degraded="raise"`; the save failed, the previous one stands."""
 

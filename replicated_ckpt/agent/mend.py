@@ -1,12 +1,13 @@
 """Mending: carries out this node's part of a repair plan. Nothing is overwritten, nothing unverified put in place."""
 
 import logging
+import os
 from functools import partial
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.pace import Pace
 from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.core.checksum import BlockTable, crc32c
+from replicated_ckpt.core.checksum import BlockTable, crc32c, footed_bytes
 from replicated_ckpt.core.finding import Finding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, ShardEntry, decoded_manifest
@@ -19,6 +20,7 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     StoreUnavailable,
 )
+from replicated_ckpt.stores.adoption import footed
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.committed import Committed, committed_directory, committed_save, incoming_path
@@ -139,8 +141,30 @@ class Mender:
         for shard in directory.shards():
             if shard not in manifest.shards:
                 directory.set_aside(shard, f"save {manifest.save_id} has no such shard; {why}")
-            elif (finding := inspector.shard_problem(directory, manifest, shard)) is not None:
+                continue
+            finding = inspector.shard_problem(directory, manifest, shard)
+            if finding is not None and not self._given_its_footer(directory, shard, manifest.shards[shard]):
                 directory.set_aside(shard, str(finding))
+
+    def _given_its_footer(self, directory: Committed, shard: str, entry: ShardEntry) -> bool:
+        """Whether a file was the data of the shard as stock torch wrote it, and has its footer now: it may be the only one.
+
+        So it is where an adoption was decided on other nodes, and this one has lost what it had staged.
+        """
+        path = incoming_path(self._store.root)
+        fd = directory.open(shard)
+        try:
+            if footed_bytes(os.fstat(fd).st_size) != entry.size_bytes:
+                return False
+            table = footed(fd, FileSink(path), f"{directory.checkpoint_id}/{shard}", self._pace.take)
+        finally:
+            os.close(fd)
+        if table.file_crc() != entry.crc32c:
+            path.unlink()
+            return False
+        directory.place(path, shard)
+        log.info("adopted %s/%s", directory.checkpoint_id, shard)
+        return True
 
     def _copy(self, action: CopyShard) -> None:
         path = incoming_path(self._store.root)

@@ -1,13 +1,12 @@
 """The agent's verbs: which request does what. Every path part from outside is validated before it names a file."""
 
 import json
-import os
-import re
 import urllib.parse
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from replicated_ckpt.agent.file_answer import FileAnswer, file_answer
 from replicated_ckpt.agent.metrics import exposed
 from replicated_ckpt.agent.object_routes import ObjectRoutes
 from replicated_ckpt.agent.relay import opened_metadata, pulled
@@ -16,24 +15,13 @@ from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import Answer, Request, json_answer
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
-from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
+from replicated_ckpt.agent.stock_routes import StockRoutes
+from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.durable import flush_file
 from replicated_ckpt.stores.intent import Intent
 
 _QUERY_FIELDS_MAX = 8
-_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
-
-
-@dataclass(frozen=True)
-class FileAnswer(Answer):
-    """An answer that is a range of a file; whoever sends it closes `fd`."""
-
-    fd: int = -1
-    offset: int = 0
-    length: int = 0
-    size_bytes: int = 0
-    is_partial: bool = False
 
 
 def is_upkeep(target: str) -> bool:
@@ -57,6 +45,7 @@ class Routes:
         self._reprotector = reprotector
         self._repair = RepairRoutes(service, reprotector)
         self._objects = objects
+        self._stock = StockRoutes(service)
         self._status = status
         self._stop = stop
 
@@ -74,6 +63,8 @@ class Routes:
                 return Answer(exposed(self._status()))
             case (_, "v1", "object", *rest):
                 return self._objects.answer(rest, request)
+            case (_, "v1", "stock", *rest):
+                return self._stock.answer(request, rest, query)
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"))
             case ("GET", "v1", "peers"):
@@ -102,11 +93,13 @@ class Routes:
             case ("POST", "pull"):
                 return json_answer(**asdict(pulled(self._service, save_id, request)))
             case ("GET", ".metadata"):
-                return _ranged(opened_metadata(self._service, save_id), request)
+                return file_answer(request, opened_metadata(self._service, save_id))
             case ("POST", "commit"):
                 with request.heartbeat:
                     held = self._service.commit(save_id)
                 return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._committed)
+            case ("POST", "adopt"):
+                return self._adopt(request, save_id)
             case ("POST", "abort"):
                 self._service.abort(save_id, str(request.document().get("why", "no reason given"))[:500])
                 return json_answer()
@@ -119,7 +112,8 @@ class Routes:
     def _begin(self, request: Request, save_id: str) -> Answer:
         fields = request.document()
         try:
-            intent = Intent(save_id, fields["checkpoint_id"], str(fields["session"]), bool(fields["overwrite"]))
+            flags = bool(fields["overwrite"]), bool(fields.get("adopts", False))
+            intent = Intent(save_id, fields["checkpoint_id"], str(fields["session"]), *flags)
             peers = self._service.learn_peers(fields["peers"])
         except (KeyError, TypeError, ValueError) as exc:
             raise PeerProtocolError(f"A save cannot be opened with {type(exc).__name__}: {exc}.") from exc
@@ -131,6 +125,16 @@ class Routes:
             with request.heartbeat:
                 settle(self._service, leftovers, peers)
         return json_answer(sequence_max=sequence_max, replaces=replaces)
+
+    def _adopt(self, request: Request, save_id: str) -> Answer:
+        """Shards that stock torch wrote here are staged with footers; answers what their manifest is to say."""
+        names = [str(name) for name in request.document().get("shards", ())]
+        if any(ShardName.parse(name) is None for name in names):
+            raise ConfigInvalid("adopt: no shards are named.")
+        with request.heartbeat:
+            tables = self._service.adopt(save_id, names)
+        shards = {name: {"size_bytes": table.file_bytes, "crc32c": table.file_crc()} for name, table in tables.items()}
+        return json_answer(shards=shards)
 
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:
         durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"
@@ -163,10 +167,10 @@ class Routes:
             settle(self._service, self._service.leftovers(str(fields.get("session", ""))), peers)
         return Answer(b"{}\n", after=self._reprotector.wake)
 
-    def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> Answer:
+    def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> FileAnswer:
         if not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):
             raise ObjectMissing("this agent", request.method, request.target[:200], "no such file")
-        return _ranged(self._service.store.open_file(checkpoint_id, save_id, name), request)
+        return file_answer(request, self._service.store.open_file(checkpoint_id, save_id, name))
 
 
 def _parted(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
@@ -177,28 +181,3 @@ def _parted(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
     except ValueError as exc:
         raise PeerProtocolError(f"{target[:200]!r} is no target of a request: {exc}.") from exc
     return tuple(urllib.parse.unquote(part) for part in url.path.split("/")[1:]), query
-
-
-def _ranged(fd: int, request: Request) -> FileAnswer:
-    """The range of a file that is asked for; takes the file descriptor over."""
-    try:
-        size = os.fstat(fd).st_size
-        offset, end = _range(request.headers.get("Range"), size)
-    except BaseException:
-        os.close(fd)
-        raise
-    is_partial = request.headers.get("Range") is not None
-    return FileAnswer(b"", fd=fd, offset=offset, length=end - offset, size_bytes=size, is_partial=is_partial)
-
-
-def _range(header: str | None, size_bytes: int) -> tuple[int, int]:
-    if header is None:
-        return 0, size_bytes
-    match = _RANGE.fullmatch(header.strip())
-    if match is None:
-        raise PeerProtocolError(f"Range {header[:60]!r} is not understood.")
-    first = int(match[1])
-    end = min(int(match[2]) + 1 if match[2] else size_bytes, size_bytes)
-    if first >= end:
-        raise ObjectMissing("this agent", "GET", f"bytes {first} to {end}", f"the file has {size_bytes} bytes")
-    return first, end

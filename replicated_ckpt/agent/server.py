@@ -14,9 +14,10 @@ from typing import Any, cast
 
 from replicated_ckpt.agent.body import Body, Head
 from replicated_ckpt.agent.connections import Connections
+from replicated_ckpt.agent.file_answer import FileAnswer
 from replicated_ckpt.agent.heartbeat import Heartbeat
 from replicated_ckpt.agent.request import Answer, Request
-from replicated_ckpt.agent.routes import FileAnswer, Routes
+from replicated_ckpt.agent.routes import Routes
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,

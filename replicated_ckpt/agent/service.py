@@ -14,13 +14,16 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.body import Body
 from replicated_ckpt.agent.damage import DamageBook
 from replicated_ckpt.agent.heard import HeardSequence
+from replicated_ckpt.agent.holds import Holds
 from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.agent.policies import PolicyBook
 from replicated_ckpt.agent.receive import Received, received, received_plain
+from replicated_ckpt.core.checksum import BlockTable
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, SaveAborted
+from replicated_ckpt.stores.adoption import stage_shards
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import exclusive
 from replicated_ckpt.stores.intent import Intent
@@ -60,6 +63,7 @@ class NodeService:
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
         self._fenced: dict[str, str] = {}
+        self.holds = Holds()
 
     def recover(self) -> tuple[str, ...]:
         """Completes the saves whose decision was made durable here before a crash; returns their ids.
@@ -154,7 +158,8 @@ class NodeService:
         return opened_at is not None and time.monotonic() - opened_at < grace_s
 
     def _is_held(self, intent: Intent) -> bool:
-        """Whether a rank of this node still works on the save. Each takes a lock on it before it writes."""
+        """Whether a rank of this node still works on the save, or an adoption. Each takes a lock before it writes."""
+        self.holds.release_old()
         try:
             fd = os.open(self.store.intent_path(intent.save_id), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -212,14 +217,31 @@ class NodeService:
         if why is not None:
             raise SaveAborted(f"Save {save_id} was given up on node {self.node_id}: {why}.")
         held = self.store.commit(save_id)
+        self.holds.release(save_id)
         with self._lock:
             self._opened_at.pop(save_id, None)
         return held
+
+    def adopt(self, save_id: str, names: Sequence[str]) -> Mapping[str, BlockTable]:
+        """Stages shards of the checkpoint without a manifest that an open save is to adopt; then it is held for an hour.
+
+        Raises:
+            SaveAborted: it is not open. ObjectMissing, ObjectCorrupt, StoreFull, StoreError: what was there is as it was.
+        """
+        self.check_open(save_id)
+        intent = Intent.read(save_id, self.store.intent_path(save_id))
+        if not intent.adopts:
+            raise ConfigInvalid(f"Save {save_id} is no adoption.")
+        self.holds.hold(save_id, self.store.held(save_id))
+        tables = stage_shards(self.store.root, intent.checkpoint_id, save_id, names)
+        failpoints.reach("adopt.staged")
+        return tables
 
     def abort(self, save_id: str, why: str) -> None:
         """Gives a save up: what is staged is removed, and later bytes of it are refused. A committed one stays."""
         with self._lock:
             self._fence(save_id, why)
+        self.holds.release(save_id)
         self.store.abort(save_id)
 
     def complete(self, save_id: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.cli import stock
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.manifest import Manifest
@@ -34,11 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.object_store:
         holdings += _in_bucket(arguments.object_store)
     rows = [_row(save, _manifest(store, save)) for save in saves_found(holdings)]
+    rows += stock.listed(store, {holding.checkpoint_id for holding in holdings})
     if arguments.json:
         print(json.dumps({"node_id": node_id, "checkpoints": rows, "unreachable": unreachable}, indent=2))
         return ExitCode.OK
     for row in rows:
-        print(f"{row['checkpoint_id']:24} {row['copies']:16} on nodes {', '.join(row['nodes'])}")
+        print(f"{row['checkpoint_id']:24} {row['copies']:18} on nodes {', '.join(row['nodes'])}")
     for line in unreachable:
         print(f"not reached: {line}")
     return ExitCode.OK

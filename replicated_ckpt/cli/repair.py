@@ -4,13 +4,15 @@ import argparse
 import ipaddress
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replicated_ckpt.agent.audit import Audit, Auditor
 from replicated_ckpt.agent.launch import ensured_agent
 from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.agent.stock_audit import StockAuditor
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.stock import Adoptions
 from replicated_ckpt.cli.verify import as_json, existing_store
 from replicated_ckpt.core.repair import RepairPlan
 from replicated_ckpt.errors import PeerProtocolError
@@ -34,6 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NODE",
         help="this node is gone for good: its copies are made anew (may be given several times)",
     )
+    parser.add_argument(
+        "--copies",
+        type=int,
+        choices=range(1, 17),
+        default=2,
+        metavar="N",
+        help="copies of each shard of a checkpoint of stock torch, which gets checksums and a manifest (default: 2)",
+    )
     parser.add_argument("--json", action="store_true", help="the same for machines")
 
 
@@ -44,24 +54,50 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointNotFound, StoreError, AgentUnavailable
     """
     store = existing_store(arguments.root)
+    if not arguments.dry_run and any(store.catalog.without_manifest()):
+        store.node_id()  # who holds shards must have a name
     audit = Auditor(store, arguments.lost).audited(arguments.checkpoint)
+    stock = StockAuditor(store, arguments.lost)
+    audits = stock.audited(arguments.checkpoint, audit.checkpoint_ids)
+    adoptions = Adoptions(audits, stock.node_ids, arguments.copies)
     if not arguments.json:
-        _print_plan(audit)
-    errors = {} if arguments.dry_run else _carried_out(store, audit.plan)
+        _print_plan(audit, adoptions)
+    errors = {} if arguments.dry_run else _all_carried_out(store, audit.plan, adoptions, arguments.lost)
     if arguments.json:
-        outcome = {"dry_run": arguments.dry_run, "failed": errors}
-        print(json.dumps({**as_json(audit), **outcome}, indent=2))
+        outcome = {"stock": [found.to_json() for found in audits], "dry_run": arguments.dry_run, "failed": errors}
+        print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome}, indent=2))
     elif not arguments.dry_run:
-        _print_outcome(audit.plan, errors)
-    return _exit_code(audit, errors)
+        _print_outcome([*audit.plan.actions, *adoptions.plans], errors)
+    return _exit_code(audit, adoptions, errors)
 
 
-def _exit_code(audit: Audit, errors: Mapping[str, str]) -> ExitCode:
+def _exit_code(audit: Audit, adoptions: Adoptions, errors: Mapping[str, str]) -> ExitCode:
     if audit.plan.lost:
         return ExitCode.SHARD_LOST
-    if errors or audit.plan.short:
+    if errors or audit.plan.short or adoptions.refused:
         return ExitCode.FAILED
     return ExitCode.UNREACHABLE if audit.unreachable else ExitCode.OK
+
+
+def _all_carried_out(store: LocalStore, plan: RepairPlan, adoptions: Adoptions, lost: Sequence[str]) -> dict[str, str]:
+    """Does the plan; then adopts, reads what that has made, and makes the copies that are missing of it."""
+    errors = _carried_out(store, plan)
+    if not adoptions.plans:
+        return errors
+    peers = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in lost]
+    errors |= adoptions.carry_out({peer.node_id: peer for peer in peers} | _own_address(store, peers), peers)
+    for adopted in adoptions.plans:
+        audit = Auditor(store, lost).audited(adopted.checkpoint_id)
+        errors |= _carried_out(store, audit.plan)
+        errors |= {str(short): "too few nodes" for short in audit.plan.short}
+    return errors
+
+
+def _own_address(store: LocalStore, peers: list[AgentAddress]) -> dict[str, AgentAddress]:
+    """This node's agent, which is started if it does not run, and has told the others where it is."""
+    own = ensured_agent(store, _bind_host(peers)).local_address()
+    _wait_until_known(own)
+    return {own.node_id: own}
 
 
 def _carried_out(store: LocalStore, plan: RepairPlan) -> dict[str, str]:
@@ -70,9 +106,7 @@ def _carried_out(store: LocalStore, plan: RepairPlan) -> dict[str, str]:
     if not nodes:
         return {}
     addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).known()}
-    own = ensured_agent(store, _bind_host(list(addresses.values())))
-    addresses[own.node_id] = own.local_address()
-    _wait_until_known(own.local_address())
+    addresses |= _own_address(store, list(addresses.values()))
 
     def told(node: str) -> dict[str, str]:
         with AgentClient(addresses[node]) as client:
@@ -111,18 +145,19 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _print_plan(audit: Audit) -> None:
+def _print_plan(audit: Audit, adoptions: Adoptions) -> None:
     for action in audit.plan.actions:
         print(f"to do: {action}")
     for short in audit.plan.short:
         print(f"{'lost' if short.have == 0 else 'too few nodes'}: {short}")
     for line in audit.unreachable:
         print(f"not reached: {line}")
-    if not audit.plan.actions:
+    adoptions.print_plan()
+    if not audit.plan.actions and not adoptions.plans:
         print("nothing to do")
 
 
-def _print_outcome(plan: RepairPlan, errors: Mapping[str, str]) -> None:
+def _print_outcome(actions: Sequence[object], errors: Mapping[str, str]) -> None:
     for action, error in errors.items():
         print(f"failed: {action}: {error}")
-    print(f"{len(plan.actions) - len(errors)} of {len(plan.actions)} actions done")
+    print(f"{max(0, len(actions) - len(errors))} of {len(actions)} actions done")

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from replicated_ckpt.agent.audit import Audit, Auditor
+from replicated_ckpt.agent.stock_audit import StockAuditor
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.stock import print_audits, worst_code
 from replicated_ckpt.core.finding import Finding
 from replicated_ckpt.errors import CheckpointNotFound
 from replicated_ckpt.stores.bucket import Bucket
@@ -17,6 +19,9 @@ from replicated_ckpt.stores.object_retry import RetryingClient
 from replicated_ckpt.stores.object_url import ObjectTarget
 
 HELP = "Read everything that this node and its peers hold, check every byte, and change nothing."
+
+
+_WORST_FIRST = (ExitCode.SHARD_LOST, ExitCode.FAILED, ExitCode.UNREACHABLE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,17 +37,22 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointNotFound, StoreError
     """
-    audit = Auditor(existing_store(arguments.root)).audited(arguments.checkpoint)
+    store = existing_store(arguments.root)
+    audit = Auditor(store).audited(arguments.checkpoint)
+    audits = StockAuditor(store).audited(arguments.checkpoint, audit.checkpoint_ids)
     there = _InBucket() if arguments.object_store is None else _read(arguments.object_store, arguments.checkpoint)
-    if arguments.checkpoint and not audit.checkpoint_ids and not there.checkpoint_ids:
+    if arguments.checkpoint and not audit.checkpoint_ids and not there.checkpoint_ids and not audits:
         raise CheckpointNotFound(f"No node that was reached holds {arguments.checkpoint!r}.")
     if arguments.json:
         in_bucket = {**asdict(there), "findings": [finding.to_json() for finding in there.findings]}
-        print(json.dumps({**as_json(audit), "object_store": in_bucket}, indent=2))
+        in_stock = [found.to_json() for found in audits]
+        print(json.dumps({**as_json(audit), "stock": in_stock, "object_store": in_bucket}, indent=2))
     else:
         _print(audit)
+        print_audits(audits)
         _print_bucket(there)
-    return ExitCode.FAILED if there.findings and exit_code(audit) is ExitCode.OK else exit_code(audit)
+    codes = (exit_code(audit), worst_code(audits), ExitCode.FAILED if there.findings else ExitCode.OK)
+    return next((code for code in _WORST_FIRST if code in codes), ExitCode.OK)
 
 
 @dataclass(frozen=True)

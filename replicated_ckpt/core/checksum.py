@@ -94,6 +94,11 @@ class BlockTable:
         return offset // self.block_bytes, -(-(offset + length) // self.block_bytes)
 
 
+def footed_bytes(data_bytes: int) -> int:
+    """Size of a file of so much data once it has its footer."""
+    return data_bytes + 4 * -(-data_bytes // BLOCK_BYTES) + FOOTER_TAIL_BYTES
+
+
 def footer_bytes_of(file_tail: Bytes, file_bytes: int) -> int | None:
     """Size of the footer of a file of `file_bytes` whose last FOOTER_TAIL_BYTES are `file_tail`; None if it has none."""
     if len(file_tail) != FOOTER_TAIL_BYTES:

@@ -12,7 +12,7 @@ from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.dcp.metadata import decoded_metadata
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, ShardLost
-from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path, stock_path
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.local import LocalStore
 
@@ -44,7 +44,7 @@ def verified_metadata(store: LocalStore, survey: Survey, bucket: Bucket | None, 
         expected = f"expected CRC32C {copy.expected_crc:08x}, found {crc32c(copy.raw):08x}"
         problems.append(str(ObjectCorrupt(copy.source, "read", METADATA_NAME, expected)))
         log.warning("%s", problems[-1])
-        if copy.address is not None:
+        if copy.address is not None and not survey.stock_warning:
             tell_suspect(copy.address, survey.found.checkpoint_id, survey.found.save_id, METADATA_NAME, problems[-1])
     lost = {METADATA_NAME: "every node of the save"}
     raise ShardLost(survey.found.checkpoint_id, lost, [*survey.searched, *problems])
@@ -68,7 +68,7 @@ def _copies(
     for address in sorted(survey.addresses, key=lambda peer: crc32c(f"{reader_key}/{peer.node_id}".encode())):
         try:
             with AgentClient(address) as client:
-                raw = client.fetch_file(file_path(save.checkpoint_id, save.save_id, METADATA_NAME), size)
+                raw = client.fetch_file(_path(survey, METADATA_NAME, size), size)
             yield _Copy(address.label, raw, crc, address)
         except ReplicatedCkptError as exc:
             problems.append(str(exc))
@@ -80,3 +80,9 @@ def _copies(
             yield _Copy(bucket.client.target.url, raw, there.metadata_crc32c, is_bucket=True)
         except ReplicatedCkptError as exc:
             problems.append(str(exc))
+
+
+def _path(survey: Survey, name: str, size_bytes: int) -> str:
+    if survey.stock_warning:
+        return stock_path(survey.found.checkpoint_id, name, size_bytes)
+    return file_path(survey.found.checkpoint_id, survey.found.save_id, name)

@@ -3,34 +3,37 @@
 import logging
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from replicated_ckpt.config import ReaderConfig
 from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.core.mark import own_prefix
 from replicated_ckpt.dcp.items import ItemReader
-from replicated_ckpt.dcp.loading import Loading, ShardItems, Wanted, windows_for
 from replicated_ckpt.dcp.lookup import looked_up
 from replicated_ckpt.dcp.meeting import AgreedError, met
 from replicated_ckpt.dcp.metadata_copies import verified_metadata
+from replicated_ckpt.dcp.rank_load import RankLoad
 from replicated_ckpt.dcp.report import LoadReport
-from replicated_ckpt.dcp.shard_reader import ShardReader
-from replicated_ckpt.dcp.sharing import NodeSharing, RemoteNeeds, Sharing, planned
+from replicated_ckpt.dcp.sharing import planned
 from replicated_ckpt.dcp.stored_tensor import StoredTensors
 from replicated_ckpt.dcp.survey import Survey
-from replicated_ckpt.dcp.torch_private import StorageInfo, calling
+from replicated_ckpt.dcp.torch_private import calling
 from replicated_ckpt.dcp.world import world_of_call
-from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import (
+    CheckpointNotFound,
+    ReplicatedCkptError,
+    ReplicatedCkptWarning,
+)
 from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.local import NOWHERE, LocalStore, is_nowhere
+from replicated_ckpt.stores.local import NOWHERE, LocalStore
 from replicated_ckpt.stores.object_open import opened_client
 from replicated_ckpt.stores.object_retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
 from replicated_ckpt.stores.object_url import ObjectTarget
@@ -88,7 +91,6 @@ class ReplicatedReader(StorageReader):
         self._survey: Survey | None = None
         self._is_met = False
         self._failure: ReplicatedCkptError | None = None
-        self._info_by_index: Mapping[MetadataIndex, StorageInfo] = {}
         self._started_at = time.monotonic()
 
     def exists(self, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -159,15 +161,20 @@ class ReplicatedReader(StorageReader):
             raise self._failure
         try:
             key = f"rank {self._world.rank}"
-            return verified_metadata(self._store, self._surveyed, self._opened_bucket(), key)
+            metadata = verified_metadata(self._store, self._surveyed, self._opened_bucket(), key)
         except ReplicatedCkptError as exc:
             self._failure = exc
             raise
+        if self._surveyed.stock_warning and self._world.is_coordinator:
+            warnings.warn(self._surveyed.stock_warning, ReplicatedCkptWarning, stacklevel=2)
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         del is_coordinator, args, kwargs
-        self._info_by_index = metadata.storage_data
         self._stored.describe(metadata)
+        self._load = RankLoad(
+            self._store, self._world, self._surveyed, metadata.storage_data, self._stored, self._items
+        )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Checks that every item this rank needs lies in a shard of the save that has a copy somewhere.
@@ -175,20 +182,8 @@ class ReplicatedReader(StorageReader):
         Raises:
             ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
         """
-        manifest, found = self._surveyed.manifest, self._surveyed.found
-        needed = {self._shard(item) for item in plan.items}
-        unknown = needed - set(manifest.shards)
-        if unknown:
-            raise ManifestInvalid(f"The .metadata names {sorted(unknown)}, which the manifest does not know.")
-        for item in plan.items:
-            info = self._info(item)
-            if info.offset + info.length > manifest.shards[self._shard(item)].size_bytes:
-                raise ManifestInvalid(f"The .metadata has {item.storage_index.fqn!r} beyond {self._shard(item)}'s end.")
-        lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in needed})
-        if lost:
-            owners = {shard: manifest.owner_of(shard) for shard in lost}
-            raise ShardLost(found.checkpoint_id, owners, self._surveyed.searched)
-        return replace(plan, storage_data=self._remote_needs(plan))
+        self._load.check(plan)
+        return replace(plan, storage_data=self._load.remote_needs(plan))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Tells the ranks of each node which of them fetches what several need from elsewhere: each block once."""
@@ -201,16 +196,10 @@ class ReplicatedReader(StorageReader):
             ShardLost: no intact copy is left. Tensors that were not read yet keep what they held. One that was being read
             holds bytes of the checkpoint, each verified, up to some place in it, and what it held from there on.
         """
-        wanted = self._wanted(plan)
-        key, bucket = f"rank {self._world.rank}", self._opened_bucket()
-        reader = ShardReader(self._store, self._own_node, self._surveyed, sorted(wanted), key, bucket)
         try:
-            self._load(reader, wanted, planner, plan.storage_data)
+            traffic = self._load.read(plan, planner, self._opened_bucket())
         finally:
-            reader.close()
-            reader.tell_suspects()
             self._close_bucket()
-        traffic = reader.findings.traffic
         self.last_load = LoadReport(
             self._surveyed.found.checkpoint_id,
             self._surveyed.found.save_id,
@@ -233,71 +222,6 @@ class ReplicatedReader(StorageReader):
         if self._survey is None:
             raise CheckpointNotFound("No checkpoint has been looked for: read_metadata comes first.")
         return self._survey
-
-    def _info(self, item: ReadItem) -> StorageInfo:
-        info = self._info_by_index.get(item.storage_index)
-        if info is None:
-            raise ManifestInvalid(f"The .metadata does not say where {item.storage_index.fqn!r} lies.")
-        if getattr(info, "transform_descriptors", None):
-            raise ManifestInvalid(
-                f"{item.storage_index.fqn!r} was saved through stream transforms, which are not read."
-            )
-        return info
-
-    def _shard(self, item: ReadItem) -> str:
-        """Name of the shard that an item lies in; in a bucket its path may have the save's own prefix before it."""
-        return str(self._info(item).relative_path).removeprefix(own_prefix(self._surveyed.found.save_id))
-
-    @property
-    def _own_node(self) -> str:
-        return self._store.known_node_id()
-
-    def _wanted(self, plan: LoadPlan) -> dict[str, list[Wanted]]:
-        wanted: dict[str, list[Wanted]] = {}
-        for item in plan.items:
-            info = self._info(item)
-            one = Wanted(item, info, self._stored.of(item, info), self._stored.needed(item, info))
-            wanted.setdefault(self._shard(item), []).append(one)
-        return wanted
-
-    def _is_remote(self, shard: str) -> bool:
-        """Whether no copy of a shard lies on this node."""
-        size = self._surveyed.manifest.shards[shard].size_bytes
-        return self._own_node not in self._surveyed.found.holders_of(shard, size)
-
-    def _remote_needs(self, plan: LoadPlan) -> RemoteNeeds | None:
-        """What this rank would fetch from elsewhere, if other ranks of its node may need the same."""
-        if self._world.blackboard is None or is_nowhere(self._store):
-            return None
-        wanted = {shard: items for shard, items in self._wanted(plan).items() if self._is_remote(shard)}
-        windows = windows_for(wanted, lambda _: True, sorted(self._surveyed.manifest.shards))
-        return RemoteNeeds(self._own_node, tuple(windows)) if windows else None
-
-    def _load(
-        self, reader: ShardReader, wanted: Mapping[str, list[Wanted]], planner: LoadPlanner, shared: object
-    ) -> None:
-        shards = sorted(self._surveyed.manifest.shards)
-        remote = {shard for shard in wanted if self._is_remote(shard)}
-        windows = windows_for(wanted, remote.__contains__, shards)
-        items = {shard: ShardItems(shard, ones, reader, self._items, planner) for shard, ones in wanted.items()}
-        sharing = self._opened_sharing(shared)
-        try:
-            loading = Loading(reader, remote.__contains__, sharing)
-            loading.run(windows, shards, lambda window, raw: items[window.shard].take(window, raw))
-            for ones in items.values():
-                ones.finish()
-        finally:
-            if sharing is not None:
-                sharing.close()
-
-    def _opened_sharing(self, shared: object) -> Sharing | None:
-        if not isinstance(shared, NodeSharing) or self._world.rank not in shared.ranks:
-            return None
-        try:
-            return Sharing(shared, self._world.rank, self._store.agent_directory())
-        except OSError as exc:
-            log.warning("this rank fetches for itself alone: %s", exc)
-            return None
 
     def _opened_bucket(self) -> Bucket | None:
         """The bucket, from the first use in a load to its end: a client must not be forked with its user."""

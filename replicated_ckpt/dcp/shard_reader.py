@@ -10,7 +10,7 @@ from functools import partial
 from replicated_ckpt.agent.mend import tell_suspect
 from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.sources import source_orders
+from replicated_ckpt.core.sources import ByteRange, source_orders
 from replicated_ckpt.core.windows import SHARDS_AT_ONCE
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost, StoreUnavailable
@@ -21,6 +21,8 @@ from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.object_shard import ObjectShard, UncheckedShard
 from replicated_ckpt.stores.peer import PeerShard
 from replicated_ckpt.stores.shard_file import ShardFile
+from replicated_ckpt.stores.stock import StockShelf
+from replicated_ckpt.stores.stock_shard import StockFileShard, StockPeerShard
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 log = logging.getLogger(__name__)
@@ -62,10 +64,10 @@ class Findings:
             else:
                 self.traffic.bytes_peer += size_bytes
 
-    def note(self, shard: str, node: str, error: ReplicatedCkptError) -> bool:
-        """Whether this copy's first failure."""
+    def note(self, shard: str, node: str, error: ReplicatedCkptError, *, is_suspect: bool) -> bool:
+        """Whether this is the copy's first failure. `is_suspect`: its agent is to read it again."""
         with self._lock:
-            if isinstance(error, ObjectCorrupt | ObjectMissing):
+            if is_suspect:
                 self._suspects.add((node, shard))
             if isinstance(error, StoreUnavailable):
                 self._silent.add(node)
@@ -100,17 +102,19 @@ class ShardReader:
         store: LocalStore,
         own_node: str,
         survey: Survey,
-        shards: Sequence[str],
+        items: Mapping[str, Sequence[ByteRange]],
         reader_key: str,
         bucket: Bucket | None = None,
     ) -> None:
+        """`items`: the shards that are read, and the places of the items in each."""
         self._store = store
         self._own_node = own_node
         self._survey = survey
         self._bucket = bucket
         self._manifest: Manifest = survey.manifest
         self._address_by_node = {address.node_id: address for address in survey.addresses}
-        self._nodes_by_shard = self._ordered(shards, reader_key)
+        self._nodes_by_shard = self._ordered(sorted(items), reader_key)
+        self._items = items
         self._open: dict[str, AnySource] = {}
         self.findings = Findings()
 
@@ -154,6 +158,8 @@ class ShardReader:
     def _shard_at(self, shard: str, node: str) -> VerifiedShard:
         survey, save, entry = self._survey, self._survey.found, self._manifest.shards[shard]
         expected = Expected(entry.size_bytes, entry.crc32c)
+        if survey.stock_warning:
+            return self._stock_shard_at(shard, node, expected)
         if node == self._own_node:
             fd = self._store.open_file(save.checkpoint_id, save.save_id, shard)
             return ShardFile(fd, f"node {node} at {self._store.root}", f"{save.checkpoint_id}/{shard}", expected)
@@ -164,8 +170,17 @@ class ShardReader:
         client = AgentClient(self._address_by_node[node])
         return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected)
 
+    def _stock_shard_at(self, shard: str, node: str, expected: Expected) -> VerifiedShard:
+        checkpoint_id, items = self._survey.found.checkpoint_id, self._items[shard]
+        if node == self._own_node:
+            return StockFileShard(StockShelf(self._store.root), checkpoint_id, shard, expected, items)
+        return StockPeerShard(AgentClient(self._address_by_node[node]), checkpoint_id, shard, expected, items)
+
     def _note(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
-        if self.findings.note(shard, node, error):
+        is_ours = not self._survey.stock_warning  # nobody mends what stock torch wrote
+        if self.findings.note(
+            shard, node, error, is_suspect=is_ours and isinstance(error, ObjectCorrupt | ObjectMissing)
+        ):
             log.warning("%s of %s on node %s is not used: %s", shard, self._manifest.checkpoint_id, node, error)
 
     def tell_suspects(self) -> None:

@@ -3,15 +3,17 @@
 import contextlib
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.agent.stock_look import StockLook
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decoded_manifest
 from replicated_ckpt.dcp.bucket_look import LOOK_WITHIN_S, BucketLook
+from replicated_ckpt.dcp.stock_survey import stock_save, stock_warning
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
     CheckpointNotFound,
@@ -51,7 +53,8 @@ class Survey:
     """The save to load and where it lies. Every rank of a load acts on the same one.
 
     `addresses` are the peers that answered; `searched` tells in words every place that was looked at. `in_bucket` is None
-    if the save does not lie there.
+    if the save does not lie there. `stock_warning` is not empty if stock torch wrote it on the nodes' disks: then the
+    manifest was made up by the look, and has no checksums of shards.
     """
 
     manifest_raw: str
@@ -59,6 +62,7 @@ class Survey:
     addresses: tuple[AgentAddress, ...]
     searched: tuple[str, ...]
     in_bucket: InBucket | None = None
+    stock_warning: str = ""
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -85,6 +89,7 @@ class Survey:
             tuple(AgentAddress.from_json(address) for address in fields["addresses"]),
             tuple(fields["searched"]),
             None if fields["in_bucket"] is None else InBucket(**fields["in_bucket"]),
+            fields["stock_warning"],
         )
 
 
@@ -111,17 +116,35 @@ class Surveyor:
         self._searched: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
         self._problems: list[str] = []
+        self._ids: set[str] = set()
 
     def surveyed(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
 
         A save with a copy of every shard goes before a newer one without; if none is whole, an explicit id still gives
-        its newest save, as a load may need only what is left.
+        its newest save, as a load may need only what is left. What stock torch has scattered over the nodes is older
+        than anything else.
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted: no such save. ShardLost: "latest", and no save is whole; or no
-            manifest or mark that says what it consists of is intact.
+            manifest or mark that says what it consists of is intact. CheckpointAmbiguous: what stock torch wrote is of
+            several runs.
         """
+        try:
+            return self._surveyed(checkpoint_id)
+        except (CheckpointNotFound, ShardLost) as exc:
+            return self._stock(checkpoint_id, exc)
+
+    def _stock(self, checkpoint_id: str, because: ReplicatedCkptError) -> Survey:
+        look = StockLook(self._store, self._own_node, self._by_node.values())
+        save = stock_save(look, checkpoint_id, self._ids, self._places(), because)
+        for node, error in look.unreached.items():
+            self._searched[node] = f"{self._by_node.pop(node).label}: not reached ({error.message})"
+        self._problems += save.refused
+        survey = self._survey(save.holdings, save.manifest.encoded().decode())
+        return replace(survey, stock_warning=stock_warning(save))
+
+    def _surveyed(self, checkpoint_id: str) -> Survey:
         wanted = None if checkpoint_id == LATEST else checkpoint_id
         look = None if self._bucket is None else BucketLook(self._bucket, wanted)
         holdings = self._holdings(wanted)
@@ -138,6 +161,7 @@ class Surveyor:
 
     def _chosen(self, checkpoint_id: str, holdings: Sequence[Holding]) -> Survey:
         saves = saves_found(holdings)
+        self._ids |= {save.checkpoint_id for save in saves}
         newest = min(max((save.sequence for save in saves), default=0), HEARD_SEQUENCE_MAX)
         _seen_by_root[self._store.root] = max(seen_sequence(self._store), newest)
         lost: list[tuple[SaveFound, str]] = []
@@ -148,14 +172,14 @@ class Surveyor:
                 continue
             sizes = {name: entry.size_bytes for name, entry in _parsed(raw).shards.items()}
             if not save.lacking(sizes) and any(holding.has_metadata for holding in save.holdings):
-                return self._survey(save, raw)
+                return self._survey(save.holdings, raw, save.save_id)
             lost.append((save, raw))
         if not lost:
             raise self._unreadable() if self._damaged else self._not_found(checkpoint_id)
         save, raw = lost[0]
         if checkpoint_id == LATEST:
             raise lost_shards(_parsed(raw), save, self._places())
-        return self._survey(save, raw)
+        return self._survey(save.holdings, raw, save.save_id)
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         holdings = list(self._store.catalog.holdings(self._own_node, checkpoint_id))
@@ -223,11 +247,11 @@ class Surveyor:
     def _distance(self, holding: Holding) -> int:
         return [self._own_node, holding.node_id, OBJECT_NODE].index(holding.node_id)
 
-    def _survey(self, save: SaveFound, manifest_raw: str) -> Survey:
+    def _survey(self, holdings: tuple[Holding, ...], manifest_raw: str, save_id: str = "") -> Survey:
         own = () if self._own_address is None else (self._own_address,)
-        there = self._in_bucket.get(save.save_id)
+        there = self._in_bucket.get(save_id)
         in_bucket = None if there is None else InBucket.of(there)
-        return Survey(manifest_raw, save.holdings, (*own, *self._by_node.values()), self._places(), in_bucket)
+        return Survey(manifest_raw, holdings, (*own, *self._by_node.values()), self._places(), in_bucket)
 
     def _places(self) -> tuple[str, ...]:
         return (*self._searched.values(), *self._problems)

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, SHARD_SUFFIX, ShardName
+from replicated_ckpt.core.layout import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    SHARD_SUFFIX,
+    ShardName,
+    is_checkpoint_file,
+    is_checkpoint_id,
+)
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing
 from replicated_ckpt.stores.containment import leads_out
@@ -107,6 +114,12 @@ class Catalog:
             except (ObjectMissing, ManifestInvalid):
                 yield checkpoint_id
 
+    def without_manifest(self) -> Iterator[str]:
+        """Directories that hold DCP's metadata or shards and no manifest, whoever wrote them."""
+        for checkpoint_id in self._checkpoint_ids(self.root, 0, _holds_a_checkpoint):
+            if is_checkpoint_id(checkpoint_id) and not (self.root / checkpoint_id / MANIFEST_NAME).exists():
+                yield checkpoint_id
+
     def _checkpoint_ids(
         self,
         directory: Path,
@@ -127,6 +140,14 @@ class Catalog:
                 yield str(path.relative_to(self.root))
             else:
                 yield from self._checkpoint_ids(path, depth + 1, is_one)
+
+
+def _holds_a_checkpoint(path: Path) -> bool:
+    """Whether any file of a checkpoint lies there."""
+    try:
+        return any(is_checkpoint_file(entry.name) for entry in os.scandir(path))
+    except OSError:
+        return False
 
 
 def _looks_like_a_checkpoint(path: Path) -> bool:

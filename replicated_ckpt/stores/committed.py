@@ -91,6 +91,10 @@ class Committed:
         """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there."""
         return self._quarantined(name, why, self._moved)
 
+    def keep_aside(self, name: str, why: str) -> Path | None:
+        """As `set_aside`, and the file stays where it is, too."""
+        return self._quarantined(name, why, self._linked)
+
     def _quarantined(self, name: str, why: str, into: Callable[[str, Path], None]) -> Path | None:
         save = self._save_id_or_unknown()
         folder = self._root / QUARANTINE_DIR / save

@@ -13,6 +13,8 @@ class Intent:
     checkpoint_id: str
     session: str
     overwrite: bool
+    adopts: bool = False
+    """It replaces, with its own bytes, a checkpoint that stock torch wrote."""
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -22,6 +24,7 @@ class Intent:
         """The intent at `path`; one that names no checkpoint if it cannot be believed."""
         try:
             fields = json.loads(path.read_bytes())
-            return cls(save_id, str(fields["checkpoint_id"]), str(fields["session"]), bool(fields["overwrite"]))
-        except (OSError, ValueError, KeyError, TypeError):
+            adopts = bool(fields.get("adopts", False))
+            return cls(save_id, str(fields["checkpoint_id"]), str(fields["session"]), bool(fields["overwrite"]), adopts)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls(save_id, "", "", overwrite=False)

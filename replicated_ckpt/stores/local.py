@@ -20,15 +20,14 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
 from replicated_ckpt.errors import (
-    CheckpointExists,
     ConfigInvalid,
     ManifestInvalid,
     ObjectCorrupt,
     ObjectMissing,
     SaveAborted,
 )
+from replicated_ckpt.stores.carry_over import carry_over
 from replicated_ckpt.stores.catalog import Catalog
-from replicated_ckpt.stores.containment import leads_out
 from replicated_ckpt.stores.durable import (
     exclusive,
     fsync_directory,
@@ -43,6 +42,7 @@ from replicated_ckpt.stores.durable import (
 from replicated_ckpt.stores.identity import made_identity, read_identity
 from replicated_ckpt.stores.intent import Intent
 from replicated_ckpt.stores.retire import origins
+from replicated_ckpt.stores.vacancy import check_free
 
 PART_SUFFIX = ".part"
 NOWHERE = "/proc/self/replicated-ckpt-nowhere"
@@ -115,7 +115,8 @@ class LocalStore:
             CheckpointExists: the checkpoint is committed here and the save may not overwrite it.
             StoreError
         """
-        self._check_free(intent.checkpoint_id, overwrite=intent.overwrite)
+        self.final(intent.checkpoint_id)  # refuses what is no id
+        check_free(self.root, intent.checkpoint_id, intent)
         staging = self.staging(intent.save_id)
         with translated(str(self.root), "begin", intent.checkpoint_id):
             make_directories(staging.parent, self.root)
@@ -124,21 +125,6 @@ class LocalStore:
             staging.mkdir(exist_ok=True)
             fsync_directory(staging.parent)
         failpoints.reach("store.opened")
-
-    def _check_free(self, checkpoint_id: str, *, overwrite: bool) -> None:
-        """Refuses to replace a checkpoint unless asked to, and anything else ever."""
-        final = self.final(checkpoint_id)
-        if leads_out(self.root, checkpoint_id):
-            raise ConfigInvalid(f"{checkpoint_id!r} leads out of {self.root} by a symbolic link.")
-        for parent in list(final.relative_to(self.root).parents)[:-1]:
-            if (self.root / parent / METADATA_NAME).exists():
-                raise CheckpointExists(f"{checkpoint_id!r} would lie inside the checkpoint {str(parent)!r}.")
-        if not final.exists():
-            return
-        if not (final / METADATA_NAME).exists() and not (final / MANIFEST_NAME).exists():
-            raise CheckpointExists(f"{final} exists and is no checkpoint; it is not replaced.", "Use another id.")
-        if not overwrite:
-            raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {self.root}.")
 
     def held(self, save_id: str) -> int:
         """Marks an open save as being worked on, for as long as the returned file descriptor is open.
@@ -178,10 +164,13 @@ class LocalStore:
                 return held
             manifest = self._decision(save_id)
             final = self.final(manifest.checkpoint_id)
-            self._check_free(manifest.checkpoint_id, overwrite=self._intent(save_id).overwrite)
+            intent = self._intent(save_id)
+            check_free(self.root, manifest.checkpoint_id, intent)
             failpoints.reach("commit.checked")
-            for leftover in staging.iterdir():
-                if not is_checkpoint_file(leftover.name):
+            if intent.adopts:
+                carry_over(self.root, manifest, staging)
+            else:
+                for leftover in (path for path in staging.iterdir() if not is_checkpoint_file(path.name)):
                     leftover.unlink()
             make_directories(final.parent, self.root)
             trash = self._trash(save_id)

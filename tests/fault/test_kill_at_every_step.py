@@ -239,6 +239,7 @@ def test_every_failpoint_has_its_kill() -> None:
     """No step of the design goes without: each failpoint is killed at above, and stands in docs/design.md."""
     design = (Path(__file__).resolve().parents[2] / "docs" / "design.md").read_text()
     elsewhere = {"retire.trashed"}  # tests/agent/test_retention.py
+    elsewhere |= {name for name in failpoints.POINTS if name.startswith("adopt.")}  # tests/fault/test_adoption.py
     killed_at = {case.point for case in NEW_ID + SAME_ID} | elsewhere
     assert killed_at == {name for name in failpoints.POINTS if not is_of_upload(name)}
     assert [name for name in failpoints.POINTS if f"| `{name}` |" not in design] == []

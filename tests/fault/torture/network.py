@@ -11,9 +11,10 @@ from email.message import Message
 from typing import Any, Protocol, Self
 
 from replicated_ckpt.agent.body import Body
+from replicated_ckpt.agent.file_answer import FileAnswer
 from replicated_ckpt.agent.heartbeat import Heartbeat
 from replicated_ckpt.agent.request import Answer, Request
-from replicated_ckpt.agent.routes import FileAnswer, Routes
+from replicated_ckpt.agent.routes import Routes
 from replicated_ckpt.agent.server import status_of
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress

@@ -18,7 +18,7 @@ from tests.fault.torture.oracle import Oracle, Violation
 
 STEPS = 14
 RANK_POINTS = sorted(
-    name for name in POINTS if not name.startswith(("agent.", "commit.", "restore.", "abort.", "retire."))
+    name for name in POINTS if not name.startswith(("adopt.", "agent.", "commit.", "restore.", "abort.", "retire."))
 )
 AGENT_POINTS = sorted(name for name in POINTS if name.startswith(("agent.", "commit.", "store.", "abort.", "restore.")))
 

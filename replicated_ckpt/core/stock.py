@@ -1,0 +1,245 @@
+"""Checkpoints that stock torch has scattered over nodes: what each node holds of one, and what that makes together.
+
+There is no manifest, so nothing says which files belong together but `.metadata` and the sizes. Files that contradict
+each other are never combined.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from operator import index
+from types import MappingProxyType
+from typing import Any
+
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import METADATA_NAME, ShardName, is_checkpoint_id
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.errors import CheckpointAmbiguous
+
+SEQUENCE = 0
+"""Stock torch counts nothing: what it wrote is older than anything of ours, before and after it is adopted."""
+NOBODY = "unknown"
+_SLACK_S = 60.0
+"""Clocks of nodes differ, and shards are written before `.metadata` is."""
+
+
+@dataclass(frozen=True)
+class StockFile:
+    """One file as a node sees it. `print_crc32c`: of all of `.metadata`, of the beginning and the end of a shard."""
+
+    size_bytes: int
+    print_crc32c: int
+    modified_unix_s: float
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "StockFile":
+        size, print_crc = index(fields["size_bytes"]), index(fields["print_crc32c"])
+        if size < 0 or not 0 <= print_crc < 1 << 32:
+            raise ValueError(f"no file of a checkpoint: {fields!r}"[:300])
+        return cls(size, print_crc, float(fields["modified_unix_s"]))
+
+    def __str__(self) -> str:
+        return f"{self.size_bytes} bytes, fingerprint {self.print_crc32c:08x}"
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return self.size_bytes, self.print_crc32c
+
+
+@dataclass(frozen=True)
+class StockHolding:
+    """What one node holds of one checkpoint that has no manifest there."""
+
+    node_id: str
+    checkpoint_id: str
+    metadata: StockFile | None
+    shards: Mapping[str, StockFile] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "StockHolding":
+        """Holding described by `fields`, validated.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none; the caller names the peer that said so.
+        """
+        metadata = fields["metadata"]
+        shards = {str(name): StockFile.from_json(file) for name, file in dict(fields["shards"]).items()}
+        checkpoint_id = str(fields["checkpoint_id"])
+        if not is_checkpoint_id(checkpoint_id) or any(ShardName.parse(name) is None for name in shards):
+            raise ValueError(f"no holding of a checkpoint: {checkpoint_id!r}"[:300])
+        return cls(
+            str(fields["node_id"]), checkpoint_id, None if metadata is None else StockFile.from_json(metadata), shards
+        )
+
+
+@dataclass(frozen=True)
+class StockCheckpoint:
+    """One id as all nodes that were reached hold it."""
+
+    checkpoint_id: str
+    holdings: tuple[StockHolding, ...]
+
+    @property
+    def nodes_with_metadata(self) -> tuple[str, ...]:
+        return tuple(holding.node_id for holding in self.holdings if holding.metadata is not None)
+
+    @property
+    def modified_unix_s(self) -> float:
+        """When `.metadata` was written, by its file's time: the only order that there is among them. 0: there is none."""
+        return max((held.metadata.modified_unix_s for held in self.holdings if held.metadata is not None), default=0.0)
+
+    def metadata(self) -> StockFile:
+        """The one `.metadata` that some node has.
+
+        Raises:
+            CheckpointAmbiguous: nodes have different ones: two runs used one id. KeyError: none has one.
+        """
+        found = {held.node_id: held.metadata for held in self.holdings if held.metadata is not None}
+        return _only(self.checkpoint_id, METADATA_NAME, found)
+
+    def save(self, needed_bytes: Mapping[str, int]) -> "StockSave":
+        """What it is made of, where `.metadata` needs that many bytes of each shard.
+
+        Raises:
+            CheckpointAmbiguous: nodes have different files for one shard, and each could be the right one.
+        """
+        metadata, refused = self.metadata(), list[str]()
+        holders: dict[str, dict[str, StockFile]] = {}
+        for shard, needed in needed_bytes.items():
+            held = {h.node_id: h.shards[shard] for h in self.holdings if shard in h.shards}
+            holders[shard] = {node: file for node, file in held.items() if file.size_bytes >= needed}
+            refused += [
+                f"node {node} has {shard} of {file.size_bytes} bytes, of which .metadata needs {needed}: another save's"
+                for node, file in held.items()
+                if file.size_bytes < needed
+            ]
+            if holders[shard]:
+                _only(self.checkpoint_id, shard, holders[shard])
+        return StockSave(self, metadata, dict(needed_bytes), holders, tuple(refused))
+
+
+def _only(checkpoint_id: str, name: str, file_by_node: Mapping[str, StockFile]) -> StockFile:
+    if len({file.identity for file in file_by_node.values()}) > 1:
+        raise CheckpointAmbiguous(checkpoint_id, name, {node: str(file) for node, file in file_by_node.items()})
+    return file_by_node[min(file_by_node)]
+
+
+@dataclass(frozen=True)
+class StockSave:
+    """A checkpoint whose files can belong together. `refused` tells in words which ones cannot."""
+
+    checkpoint: StockCheckpoint
+    metadata: StockFile
+    needed_bytes: Mapping[str, int]
+    holders: Mapping[str, Mapping[str, StockFile]]
+    refused: tuple[str, ...] = ()
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.checkpoint.checkpoint_id
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(shard for shard, nodes in self.holders.items() if not nodes)
+
+    @property
+    def copies(self) -> int:
+        """How many copies there are of the shard that has the fewest."""
+        return min((len(nodes) for nodes in self.holders.values()), default=0)
+
+    @property
+    def save_id(self) -> str:
+        """Made up from what is there, so that it is the same for everybody who looks."""
+        size, crc = self.metadata.identity
+        return hashlib.sha256(f"stock/{self.checkpoint_id}/{size}/{crc}".encode()).hexdigest()[:32]
+
+    def size_of(self, shard: str) -> int:
+        return max((file.size_bytes for file in self.holders[shard].values()), default=self.needed_bytes[shard])
+
+    @cached_property
+    def written_later(self) -> tuple[str, ...]:
+        """Shards written after `.metadata`: perhaps by a save that was broken off. Or they were copied there by hand."""
+        latest = self.checkpoint.modified_unix_s + _SLACK_S
+        return tuple(
+            shard
+            for shard, files in self.holders.items()
+            if files and min(file.modified_unix_s for file in files.values()) > latest
+        )
+
+    @property
+    def holdings(self) -> tuple[Holding, ...]:
+        """It as the inventory has it; a file that is not of this save is left out."""
+        return tuple(
+            Holding(
+                held.node_id,
+                self.checkpoint_id,
+                self.save_id,
+                SEQUENCE,
+                held.metadata is not None,
+                {
+                    shard: held.shards[shard].size_bytes
+                    for shard, nodes in self.holders.items()
+                    if held.node_id in nodes
+                },
+                created_unix_s=self.checkpoint.modified_unix_s,
+            )
+            for held in self.checkpoint.holdings
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        """What a manifest would say, without checksums of shards, as nobody took any."""
+        shards = {
+            shard: ShardEntry(self.size_of(shard), 0, rank_of(shard), min(nodes, default=NOBODY), tuple(sorted(nodes)))
+            for shard, nodes in self.holders.items()
+        }
+        return manifest_of(self, self.save_id, shards, 1)
+
+
+def manifest_of(
+    save: StockSave,
+    save_id: str,
+    shards: Mapping[str, ShardEntry],
+    copies: int,
+    hosts: Mapping[str, str] = MappingProxyType({}),
+) -> Manifest:
+    """The manifest of a stock save whose shards are these. `hosts` are names of nodes' hosts, as far as they are known."""
+    names = {held.node_id: "host not recorded" for held in save.checkpoint.holdings} | dict(hosts)
+    if any(entry.owner_node == NOBODY for entry in shards.values()):
+        names[NOBODY] = "no node that was reached"
+    nodes = tuple(
+        NodeEntry(node, host, None, tuple(sorted({e.owner_rank for e in shards.values() if e.owner_node == node})))
+        for node, host in sorted(names.items())
+    )
+    return Manifest(
+        save_id=save_id,
+        checkpoint_id=save.checkpoint_id,
+        sequence=SEQUENCE,
+        created_unix_s=save.checkpoint.modified_unix_s,
+        world_size=1 + max((entry.owner_rank for entry in shards.values()), default=0),
+        copies=copies,
+        metadata_bytes=save.metadata.size_bytes,
+        metadata_crc32c=save.metadata.print_crc32c,
+        nodes=nodes,
+        shards=dict(shards),
+    )
+
+
+def rank_of(shard: str) -> int:
+    name = ShardName.parse(shard)
+    return name.rank if name else 0
+
+
+def stock_checkpoints(holdings: Iterable[StockHolding], without: Iterable[str] = ()) -> tuple[StockCheckpoint, ...]:
+    """The checkpoints among `holdings`, newest first. Ids `without` have a manifest somewhere: they are none of these."""
+    grouped: dict[str, list[StockHolding]] = {}
+    excluded = set(without)
+    for holding in holdings:
+        if holding.checkpoint_id not in excluded:
+            grouped.setdefault(holding.checkpoint_id, []).append(holding)
+    found: Sequence[StockCheckpoint] = [StockCheckpoint(name, tuple(held)) for name, held in grouped.items()]
+    return tuple(sorted(found, key=lambda each: (each.modified_unix_s, each.checkpoint_id), reverse=True))

@@ -1,0 +1,146 @@
+"""One rank's part of one load: where the items of its plan lie, whether they can be had, and their reading."""
+
+import logging
+from collections.abc import Mapping
+from functools import cached_property
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+from replicated_ckpt.core.mark import own_prefix
+from replicated_ckpt.core.sources import ByteRange
+from replicated_ckpt.dcp.items import ItemReader
+from replicated_ckpt.dcp.loading import Loading, ShardItems, Wanted, windows_for
+from replicated_ckpt.dcp.shard_reader import ShardReader, Traffic
+from replicated_ckpt.dcp.sharing import NodeSharing, RemoteNeeds, Sharing
+from replicated_ckpt.dcp.stored_tensor import StoredTensors
+from replicated_ckpt.dcp.survey import Survey
+from replicated_ckpt.dcp.torch_private import StorageInfo
+from replicated_ckpt.dcp.world import World
+from replicated_ckpt.errors import ManifestInvalid, ShardLost
+from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.stores.local import LocalStore, is_nowhere
+
+log = logging.getLogger(__name__)
+
+
+class RankLoad:
+    """What one rank reads of the checkpoint that a survey found. One thread."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        world: World,
+        survey: Survey,
+        info_by_index: Mapping[MetadataIndex, StorageInfo],
+        stored: StoredTensors,
+        items: ItemReader,
+    ) -> None:
+        self._store = store
+        self._world = world
+        self._survey = survey
+        self._info_by_index = info_by_index
+        self._stored = stored
+        self._items = items
+        self._prefix = own_prefix(survey.found.save_id)
+
+    def check(self, plan: LoadPlan) -> None:
+        """Every item of the plan lies in a shard of the save that has a copy somewhere.
+
+        Raises:
+            ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
+        """
+        manifest, found = self._survey.manifest, self._survey.found
+        needed = {self._shard(item) for item in plan.items}
+        unknown = needed - set(manifest.shards)
+        if unknown:
+            raise ManifestInvalid(f"The .metadata names {sorted(unknown)}, which the manifest does not know.")
+        for item in plan.items:
+            info = self._info(item)
+            if info.offset + info.length > manifest.shards[self._shard(item)].size_bytes:
+                raise ManifestInvalid(f"The .metadata has {item.storage_index.fqn!r} beyond {self._shard(item)}'s end.")
+        lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in needed})
+        if lost:
+            owners = {shard: manifest.owner_of(shard) for shard in lost}
+            raise ShardLost(found.checkpoint_id, owners, self._survey.searched)
+
+    def remote_needs(self, plan: LoadPlan) -> RemoteNeeds | None:
+        """What this rank would fetch from elsewhere, if other ranks of its node may need the same."""
+        if self._world.blackboard is None or is_nowhere(self._store):
+            return None
+        wanted = {shard: items for shard, items in self._wanted(plan).items() if self._is_remote(shard)}
+        windows = windows_for(wanted, lambda _: True, sorted(self._survey.manifest.shards))
+        return RemoteNeeds(self._own_node, tuple(windows)) if windows else None
+
+    def read(self, plan: LoadPlan, planner: LoadPlanner, bucket: Bucket | None) -> Traffic:
+        """Reads every item of the plan, verified, into the planner's tensors; says where the bytes came from.
+
+        Raises:
+            ShardLost: no intact copy is left. And what the planner raises.
+        """
+        wanted = self._wanted(plan)
+        items = {shard: [ByteRange(one.info.offset, one.info.length) for one in ones] for shard, ones in wanted.items()}
+        reader = ShardReader(self._store, self._own_node, self._survey, items, f"rank {self._world.rank}", bucket)
+        try:
+            self._read(reader, wanted, planner, plan.storage_data)
+        finally:
+            reader.close()
+            reader.tell_suspects()
+        return reader.findings.traffic
+
+    def _read(
+        self, reader: ShardReader, wanted: Mapping[str, list[Wanted]], planner: LoadPlanner, shared: object
+    ) -> None:
+        shards = sorted(self._survey.manifest.shards)
+        remote = {shard for shard in wanted if self._is_remote(shard)}
+        windows = windows_for(wanted, remote.__contains__, shards)
+        items = {shard: ShardItems(shard, ones, reader, self._items, planner) for shard, ones in wanted.items()}
+        sharing = self._opened_sharing(shared)
+        try:
+            loading = Loading(reader, remote.__contains__, sharing)
+            loading.run(windows, shards, lambda window, raw: items[window.shard].take(window, raw))
+            for ones in items.values():
+                ones.finish()
+        finally:
+            if sharing is not None:
+                sharing.close()
+
+    def _opened_sharing(self, shared: object) -> Sharing | None:
+        if not isinstance(shared, NodeSharing) or self._world.rank not in shared.ranks:
+            return None
+        try:
+            return Sharing(shared, self._world.rank, self._store.agent_directory())
+        except OSError as exc:
+            log.warning("this rank fetches for itself alone: %s", exc)
+            return None
+
+    def _wanted(self, plan: LoadPlan) -> dict[str, list[Wanted]]:
+        wanted: dict[str, list[Wanted]] = {}
+        for item in plan.items:
+            info = self._info(item)
+            one = Wanted(item, info, self._stored.of(item, info), self._stored.needed(item, info))
+            wanted.setdefault(self._shard(item), []).append(one)
+        return wanted
+
+    def _info(self, item: ReadItem) -> StorageInfo:
+        info = self._info_by_index.get(item.storage_index)
+        if info is None:
+            raise ManifestInvalid(f"The .metadata does not say where {item.storage_index.fqn!r} lies.")
+        if getattr(info, "transform_descriptors", None):
+            raise ManifestInvalid(
+                f"{item.storage_index.fqn!r} was saved through stream transforms, which are not read."
+            )
+        return info
+
+    def _shard(self, item: ReadItem) -> str:
+        """Name of the shard that an item lies in; in a bucket its path may have the save's own prefix before it."""
+        return str(self._info(item).relative_path).removeprefix(self._prefix)
+
+    @cached_property
+    def _own_node(self) -> str:
+        return self._store.known_node_id()
+
+    def _is_remote(self, shard: str) -> bool:
+        """Whether no copy of a shard lies on this node."""
+        size = self._survey.manifest.shards[shard].size_bytes
+        return self._own_node not in self._survey.found.holders_of(shard, size)

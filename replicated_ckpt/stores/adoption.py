@@ -1,0 +1,103 @@
+"""Making a checkpoint of stock torch one of ours on this node: its shards are copied into a staged save, with footers.
+
+The commit of that save then exchanges the directories (see carry_over); until then the original stays as it is.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.checksum import BlockHasher, BlockTable
+from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR
+from replicated_ckpt.core.metadata_places import item_ranges
+from replicated_ckpt.core.sources import ByteRange
+from replicated_ckpt.core.zip_crc import ItemDamaged, checked_item
+from replicated_ckpt.errors import ObjectCorrupt
+from replicated_ckpt.stores.carry_over import Signature, link_others, originals_path, signature
+from replicated_ckpt.stores.committed import committed_directory
+from replicated_ckpt.stores.durable import read_exactly, translated, write_file
+from replicated_ckpt.stores.inspection import Paced, at_once
+from replicated_ckpt.stores.shard_file import FileSink
+
+PIECE_BYTES = 4 << 20
+
+
+def stage_shards(
+    root: Path, checkpoint_id: str, save_id: str, names: Sequence[str], paced: Paced = at_once
+) -> Mapping[str, BlockTable]:
+    """Copies these shards of a checkpoint without a manifest into the staged save, each with a footer, durably.
+
+    `.metadata` must be staged. Each item of the copy is read back and held against its CRC32, where it has one. Other
+    files that lie there get a second name: what cannot be linked is found now, not when the adoption is decided.
+
+    Raises:
+        ObjectMissing, ObjectCorrupt, StoreFull, StoreError: the original is as it was.
+    """
+    staging = root / STAGING_DIR / save_id
+    if not names:
+        return {}
+    with translated(str(root), "link", checkpoint_id):
+        link_others(root / checkpoint_id, staging)
+    with translated(str(root), "read", METADATA_NAME):
+        ranges = item_ranges((staging / METADATA_NAME).read_bytes())
+    tables: dict[str, BlockTable] = {}
+    signatures: dict[str, Signature] = {}
+    with committed_directory(root, checkpoint_id) as directory:
+        for name in names:
+            fd = directory.open(name)
+            try:
+                signatures[name] = signature(os.fstat(fd))
+                tables[name] = footed(fd, FileSink(staging / name), f"{root}/{checkpoint_id}/{name}", paced)
+            finally:
+                os.close(fd)
+            _check_items(staging / name, ranges.get(name, ()), tables[name].data_bytes)
+            failpoints.reach("adopt.shard-staged")
+    with translated(str(root), "write", save_id):
+        write_file(originals_path(root, save_id), json.dumps(signatures).encode())
+    return tables
+
+
+def footed(fd: int, sink: FileSink, path: str, paced: Paced) -> BlockTable:
+    """Copies a file into a sink and puts a footer behind it; the sink's file is whole and durable afterwards.
+
+    Raises:
+        StoreFull, StoreError: the sink's file is not there.
+    """
+    hasher, piece, position = BlockHasher(), memoryview(bytearray(PIECE_BYTES)), 0
+    try:
+        while True:
+            paced(PIECE_BYTES)
+            with translated(path, "read", ""):
+                count = read_exactly(fd, piece, position)
+            hasher.update(piece[:count])
+            sink.write(piece[:count])
+            position += count
+            if count < len(piece):
+                break
+        table = hasher.table()
+        sink.write(memoryview(table.encoded()))
+        sink.finish_durably()
+    except BaseException:
+        sink.discard()
+        raise
+    return table
+
+
+def _check_items(path: Path, items: Sequence[ByteRange], data_bytes: int) -> None:
+    with path.open("rb", buffering=0) as file:
+        for item in items:
+
+            def fetch(offset: int, length: int, start: int = item.offset) -> memoryview:
+                target = memoryview(bytearray(length))
+                read_exactly(file.fileno(), target, start + offset)
+                return target
+
+            where = f"item at bytes {item.offset} to {item.end}"
+            if item.end > data_bytes:
+                raise ObjectCorrupt(str(path.parent), "adopt", path.name, f"{where}: it has {data_bytes} bytes")
+            try:
+                checked_item(fetch, item.length)
+            except ItemDamaged as exc:
+                raise ObjectCorrupt(str(path.parent), "adopt", path.name, f"{where}: {exc}") from exc

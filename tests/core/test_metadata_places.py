@@ -1,0 +1,118 @@
+"""Places of items read off a pickle's opcodes: what torch's own unpickling says, and nothing that a hostile one wants."""
+
+import contextlib
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from replicated_ckpt.core.metadata_places import item_ranges, needed_bytes
+from replicated_ckpt.core.sources import ByteRange
+from replicated_ckpt.dcp.torch_private import StorageInfo
+from replicated_ckpt.errors import MetadataUnsafe
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
+
+
+def metadata(places: dict[str, tuple[Any, Any, Any]]) -> Metadata:
+    return Metadata({}, None, {MetadataIndex(name): StorageInfo(*place) for name, place in places.items()})
+
+
+PLACES = {"a": ("__0_0.distcp", 0, 10), "b": ("__3_1.distcp", 7, 9), "c": ("__0_0.distcp", 70_000, 1 << 40)}
+RAW = pickle.dumps(metadata(PLACES))
+
+
+def expected(found: Metadata) -> dict[str, list[ByteRange]]:
+    ranges: dict[str, list[ByteRange]] = {}
+    for info in (found.storage_data or {}).values():
+        ranges.setdefault(info.relative_path, []).append(ByteRange(info.offset, info.length))
+    return {shard: sorted(items, key=lambda item: item.offset) for shard, items in ranges.items()}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_is_followed(protocol: int) -> None:
+    """Shards, offsets and lengths, of any size, in each protocol that picklers write."""
+    found = item_ranges(pickle.dumps(metadata(PLACES), protocol))
+    assert {shard: list(items) for shard, items in found.items()} == expected(metadata(PLACES))
+    assert needed_bytes(found) == {"__0_0.distcp": 70_000 + (1 << 40), "__3_1.distcp": 16}
+
+
+def test_what_stock_torch_wrote_is_followed(tmp_path: Path) -> None:
+    """A real `.metadata`, of nested tensors and objects, gives the places that torch's unpickling gives."""
+    state = {"model": {str(n): torch.ones(n, 3) for n in range(40)}, "step": 3, "list": [torch.zeros(2), {"lr": 0.1}]}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=3))
+    raw = (tmp_path / ".metadata").read_bytes()
+    found = item_ranges(raw)
+    assert {shard: list(items) for shard, items in found.items()} == expected(pickle.loads(raw))
+    assert needed_bytes(found) == {path.name: path.stat().st_size for path in tmp_path.glob("*.distcp")}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("../x", 0, 1),
+        ("__0_0.distcp/../x", 0, 1),
+        ("/etc/passwd", 0, 1),
+        ("__0_0.distcp", -1, 1),
+        ("__0_0.distcp", 0, None),
+    ],
+)
+def test_a_place_outside_a_shard_is_refused(place: tuple[Any, Any, Any]) -> None:
+    """Other files, and ranges that are none, are no places of items."""
+    with pytest.raises(MetadataUnsafe):
+        item_ranges(pickle.dumps(metadata({"a": place})))
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_is_called(tmp_path: Path) -> None:
+    """A pickle that would make a file when it is loaded makes none."""
+    hostile = metadata(PLACES)
+    hostile.planner_data = Bomb(tmp_path / "made")
+    assert set(item_ranges(pickle.dumps(hostile))) == {"__0_0.distcp", "__3_1.distcp"}
+    with pytest.raises(MetadataUnsafe):
+        item_ranges(pickle.dumps(Bomb(tmp_path / "made")))
+    assert not (tmp_path / "made").exists()
+    pickle.loads(pickle.dumps(hostile))
+    assert (tmp_path / "made").exists(), "the bomb is one"
+
+
+@pytest.mark.timeout(30)
+def test_shared_parts_are_looked_through_once() -> None:
+    """A place that is named five thousand times, with a hundred thousand fields, does not take their product of steps."""
+    info = StorageInfo("__0_0.distcp", 0, 1)
+    info.__dict__.update({f"field{n}": n for n in range(100_000)})
+    places: dict[Any, Any] = dict.fromkeys((MetadataIndex(str(n)) for n in range(5_000)), info)
+    assert item_ranges(pickle.dumps(Metadata({}, None, places))) == {"__0_0.distcp": (ByteRange(0, 1),)}
+
+
+@given(st.integers(0, len(RAW) - 1), st.integers(1, 255), st.integers(0, len(RAW) - 1))
+def test_a_damaged_pickle_is_an_error(position: int, change: int, length: int) -> None:
+    """Any wrong byte gives places in shards or MetadataUnsafe; a pickle that was cut off, MetadataUnsafe."""
+    raw = bytearray(RAW)
+    raw[position] ^= change
+    with contextlib.suppress(MetadataUnsafe):
+        item_ranges(bytes(raw))
+    with pytest.raises(MetadataUnsafe):
+        item_ranges(RAW[:length])
+
+
+def test_numbers_too_long_to_be_places_are_refused() -> None:
+    """A number of a million digits is not made."""
+    buffer = io.BytesIO()
+    pickle.Pickler(buffer, 4).dump(metadata({"a": ("__0_0.distcp", 1 << 100_000, 1)}))
+    with pytest.raises(MetadataUnsafe):
+        item_ranges(buffer.getvalue())
