@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
+from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.context import Context
+from tests.multiprocess.steps_state import failure
 from tests.multiprocess.zygote import REPOSITORY
 
 
@@ -43,6 +46,15 @@ def run(context: Context, script: str, arguments: Sequence[str], leave_at: str |
         sys.argv = argv
         sys.stderr.write(printed.getvalue())
     return printed.getvalue().splitlines()
+
+
+def fails(context: Context, script: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Runs an example that must fail, and returns how."""
+    try:
+        run(context, script, arguments)
+    except (CheckpointException, ReplicatedCkptError) as exc:
+        return failure(exc)
+    raise AssertionError("the example should have failed")
 
 
 def _leave_the_world() -> None:
