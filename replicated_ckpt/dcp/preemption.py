@@ -60,7 +60,8 @@ class Preemption:
         return self.is_agreed
 
     def close(self) -> None:
-        """Signals mean what they meant before."""
+        """Signals mean what they meant before, but for handlers that Python did not set and cannot set again."""
         while self._previous:
             number, previous = self._previous.popitem()
-            signal.signal(number, previous)
+            if previous is not None:
+                signal.signal(number, previous)

@@ -1,5 +1,6 @@
 """Each example does what its README says: it runs on real ranks, a node is lost in between, and the results agree."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,16 @@ def test_ddp_saves_once_and_loads_everywhere(cluster_of: ClusterOf) -> None:
     assert losses(again[0]) == pytest.approx(losses(first[0])[-2:], rel=1e-6)
     three = cluster.launch([example("ddp", "--steps", "5")], nodes=[1, 0], ranks=[2, 1]).of(0)
     assert [lines[0] for lines in three] == [f"rank {r} loaded step-4 onto cpu: {weights}" for r in range(3)]
+
+
+def test_the_shortest_job_goes_on_after_a_loss(cluster_of: ClusterOf) -> None:
+    """FSDP2 on FashionMNIST: from the newest checkpoint that survived, with the loss that the run before had."""
+    cluster = cluster_of(2, quick_exit=True)
+    run = example("fashion_mnist", "--steps", "4", "--save-every", "2")
+    first = cluster.launch([run], nodes=[0, 1]).of(0)[0]
+    assert first[0].startswith("starting at step 0")
+    cluster.nodes[0].lose()
+    shutil.rmtree(cluster.nodes[1].disk / "step-4")
+    second = cluster.launch([run], nodes=[0, 1]).of(0)[0]
+    assert second[0].startswith("starting at step 2")
+    assert second[1:] == first[2:]
