@@ -5,10 +5,11 @@ import io
 import os
 import runpy
 import signal
-import socket
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.context import Context
 from tests.multiprocess.steps_state import failure
+from tests.multiprocess.worker import GLOO_SETTLE_S
 from tests.multiprocess.zygote import REPOSITORY
 
 
@@ -35,16 +37,18 @@ class _Ear(io.StringIO):
 
 def run(context: Context, script: str, arguments: Sequence[str], leave_at: str | None = None) -> list[str]:
     """Runs examples/`script` with this node's store and the arguments; returns what it printed."""
-    _leave_the_world()
+    store = _store_as_of_torchrun(context)
     argv = sys.argv
     sys.argv = [script, "--root", str(context.root), *arguments]
     printed = _Ear(leave_at)
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), mock.patch.object(dist, "destroy_process_group", _destroy_settled):
             runpy.run_path(str(REPOSITORY / "examples" / script), run_name="__main__")
     finally:
         sys.argv = argv
         sys.stderr.write(printed.getvalue())
+    if store is not None:
+        _wait_for_the_others(context, store)
     return printed.getvalue().splitlines()
 
 
@@ -57,15 +61,33 @@ def fails(context: Context, script: str, arguments: Sequence[str]) -> dict[str, 
     raise AssertionError("the example should have failed")
 
 
-def _leave_the_world() -> None:
-    """Ends the harness's process group: the script makes its own, as under torchrun, at an address of its own."""
+# torch 2.7 joins gloo's threads with the GIL held; one that has the last reference to a tensor waits for it for ever.
+_destroy = dist.destroy_process_group
+
+
+def _destroy_settled() -> None:
+    time.sleep(GLOO_SETTLE_S)
+    _destroy()
+
+
+def _store_as_of_torchrun(context: Context) -> "dist.TCPStore | None":
+    """Ends the harness's process group: the script makes its own, over a store that serves already, as torchrun's does."""
     if not dist.is_initialized():
-        return
+        return None
     port: list[Any] = [None]
-    if dist.get_rank() == 0:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = [listener.getsockname()[1]]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if context.rank == 0 else None
+    if store is not None:
+        port = [store.port]
     dist.broadcast_object_list(port)
     dist.barrier()
-    dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port[0])
+    _destroy_settled()
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0]), **torchrun})
+    return store or dist.TCPStore("127.0.0.1", int(port[0]), is_master=False)
+
+
+def _wait_for_the_others(context: Context, store: "dist.TCPStore") -> None:
+    """Rank 0, which serves the store, stays until no script uses it any more."""
+    store.add("ended", 1)
+    while context.rank == 0 and store.add("ended", 0) < context.world_size:
+        time.sleep(0.01)
