@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.drill.dataset import fashion_mnist
 from replicated_ckpt.drill.workload import Images, build, train_step
-from replicated_ckpt.errors import CheckpointNotFound
 
 SEED = 7
 WIDTH = 32
@@ -29,11 +28,11 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> d
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, reader: ReplicatedReader) -> int:
     """Load the newest checkpoint that survived, whatever the world looked like that saved it. Returns its step."""
-    state = state_of(model, optimizer, 0)
-    try:
-        dcp.load(state, checkpoint_id="latest", storage_reader=reader)
-    except CheckpointNotFound:
+    newest = reader.latest()  # the same on every rank
+    if newest is None:
         return 0
+    state = state_of(model, optimizer, 0)
+    dcp.load(state, checkpoint_id=newest, storage_reader=reader)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     step: int = state["step"]
     return step

@@ -25,6 +25,7 @@ class Preemption:
     def __init__(self, names: Sequence[str]) -> None:
         self.is_agreed = False
         self._is_signalled = False
+        self._flag = torch.zeros((), dtype=torch.int64)
         self._previous: dict[int, Any] = {}
         self._group: Any = None
         if not names:
@@ -53,14 +54,15 @@ class Preemption:
         Once it is true it stays so, and nothing is communicated any more.
         """
         if self._previous and not self.is_agreed:
-            signalled = torch.tensor(int(self._is_signalled))
+            self._flag.fill_(int(self._is_signalled))
             if self._group is not None:
-                dist.all_reduce(signalled, dist.ReduceOp.MAX, self._group)
-            self.is_agreed = bool(signalled)
+                dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._group)
+            self.is_agreed = bool(self._flag)
         return self.is_agreed
 
     def close(self) -> None:
-        """Signals mean what they meant before."""
+        """Signals mean what they meant before, but for handlers that Python did not set and cannot set again."""
         while self._previous:
             number, previous = self._previous.popitem()
-            signal.signal(number, previous)
+            if previous is not None:
+                signal.signal(number, previous)

@@ -271,14 +271,8 @@ class ReplicatedWriter(StorageWriter):
         self._degraded(self._retaining.hand_over(decision, rank))
         shard: WrittenShard | None = None
         if plan.items:
-            shard = self._shards.write(
-                plan,
-                planner,
-                decision,
-                rank,
-                stream_to_peers=self.config.ack != "local",
-                durable=self.config.ack != "peer-memory",
-            )
+            how = {"stream_to_peers": self.config.ack != "local", "durable": self.config.ack != "peer-memory"}
+            shard = self._shards.write(plan, planner, decision, rank, **how)
         seconds = time.monotonic() - self._started_at
         self.last_save = reported(decision, shard.receipt if shard else None, self.config.copies, seconds)
         if shard is None:

@@ -99,6 +99,19 @@ def test_a_signal_asks_for_one_save_more(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def test_every_so_many_checkpoints_go_to_the_bucket(tmp_path: Path) -> None:
+    """With object_every=2 it is every second; `wait` names it, and a blank node restores it from the bucket alone."""
+    bucket = f"memory://{tmp_path.name}/run"
+    with CheckpointManager(tmp_path / "lost", object_store=bucket, object_every=2) as manager:
+        for step in (10, 20, 30):
+            manager.async_save(step, state(step))
+        assert manager.wait() == ("step-20",)
+    found = state(0)
+    with CheckpointManager(tmp_path / "blank", object_store=bucket) as manager:
+        assert manager.restore_latest(found) == 20
+    assert found["step"] == 20
+
+
 def test_only_losses_and_foreign_checkpoints_are_errors(tmp_path: Path) -> None:
     """No whole checkpoint among some is ShardLost, not a first start; one of another program's name is refused."""
     with CheckpointManager(tmp_path / "lost") as manager:

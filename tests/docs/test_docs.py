@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter, errors
+from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter, errors
 from replicated_ckpt.cli.exit_codes import MEANING
 from replicated_ckpt.cli.main import VERBS
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
@@ -176,7 +176,7 @@ def test_the_runbooks_check_tells_intact_from_damaged(tmp_path: Path, *, damage:
         assert state["a"].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", [ReplicatedWriter, ReplicatedReader])
+@pytest.mark.parametrize("kind", [ReplicatedWriter, ReplicatedReader, CheckpointManager])
 def test_the_tables_of_options_are_the_signatures(kind: Callable[..., object]) -> None:
     """README lists each argument with its default, in order, and no other."""
     listed = {quoted(row[0]): quoted(row[1]) for row in rows(section("README.md", kind.__name__))}
