@@ -30,6 +30,8 @@ DOCUMENTS = [
     "docs/design.md",
     "docs/runbook.md",
     "docs/compatibility.md",
+    "docs/deploy.md",
+    "docs/frameworks.md",
     "examples/README.md",
     "benchmarks/README.md",
 ]
