@@ -81,6 +81,7 @@ class LoadRecord:
     bytes_local: int = 0
     bytes_peer: int = 0
     bytes_object: int = 0
+    bytes_shared: int = 0
     bad_copies: tuple[str, ...] = ()
     raised: str | None = None
     failures: tuple[LoadFailure, ...] = ()

@@ -114,7 +114,8 @@ def _origin_problems(after: Evidence) -> Iterator[RankProblem]:
     """Bytes that can only come from a node that was not dead after all."""
     for report in after.reports:
         for load in report.loads:
-            if load.raised is None and (load.bytes_local or load.bytes_peer or not load.bytes_object):
+            is_fetched = load.bytes_object or load.bytes_shared  # by this rank, or by another of its node
+            if load.raised is None and (load.bytes_local or load.bytes_peer or not is_fetched):
                 found = f"{load.bytes_local} bytes from its own store, {load.bytes_peer} from peers"
                 yield report.rank, f"loaded {found} and {load.bytes_object} from the object store, the only one left"
 

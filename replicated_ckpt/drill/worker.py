@@ -107,6 +107,7 @@ class Trainer:
             bytes_local=report.bytes_local,
             bytes_peer=report.bytes_peer,
             bytes_object=report.bytes_object,
+            bytes_shared=report.bytes_shared,
             bad_copies=report.bad_copies,
         )
 

@@ -1,5 +1,6 @@
 """Steps: `dcp.async_save`, in a thread or in a process of its own."""
 
+import tempfile
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -57,6 +58,7 @@ def spoil(state: Any) -> None:
 
 def save_in_process(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> list[Digests]:
     """As `save`, each rank's writer in a second process, which serves all its saves."""
+    tempfile.tempdir = "/tmp"  # tensors go there through a socket, and no socket's path has more than 107 bytes
     saved = []
     for seed, checkpoint_id in enumerate(checkpoint_ids):
         states = build_all(context, kinds, seed)

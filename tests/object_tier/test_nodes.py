@@ -42,7 +42,11 @@ def test_all_nodes_are_lost(moto: Server, site_of: SiteOf) -> None:
         for value in found.of(1):
             assert value["same"]
             assert value["report"]["checkpoint_id"] == "step-2"
-            assert sources(value) == (0, 0, 4 * COUNT)
+            assert sources(value)[:2] == (0, 0)
+        reports = [value["report"] for value in found.of(1)]
+        assert all(report["bytes_object"] + report["bytes_shared"] >= (4 * COUNT) << 20 for report in reports)
+        fetched = sum(report["bytes_object"] for report in reports) >> 20
+        assert fetched == 4 * COUNT * len(nodes), "each byte leaves the bucket once for each node"
 
 
 def test_one_node_survives(moto: Server, site_of: SiteOf) -> None:
