@@ -12,8 +12,8 @@
 PYTHON ?= python3
 TORCH  ?=
 ARGS   ?=
-# Files of tests that run at once. Most wait for processes and time-outs, so two keep two cores busy.
-JOBS   ?= 2
+# Files of tests that run at once. Most wait for processes and time-outs, so three keep two cores busy.
+JOBS   ?= 3
 SEEDS  ?= 1000
 FIRST  ?= 0
 REAL_SEEDS ?= $(shell expr $(SEEDS) / 10)
