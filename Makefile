@@ -32,7 +32,7 @@ WHOLE   := not (fault and slow)
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(WHOLE)" --ignore tests/frameworks $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(WHOLE)" --ignore tests/frameworks $(ARGS)
 
 drill: $(STAMP)
 	@$(BIN)/replicated-ckpt drill $(ARGS)

@@ -24,6 +24,8 @@ def no_agent_survives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that wait for processes begin first: what is left at the end is short, so several at once end together."""
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("fault", "multiprocess")))
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not Path("/dev/nvidiactl").exists():
         for item in needs_gpu:

@@ -183,8 +183,11 @@ class LocalStore:
         return tuple(sorted(self.catalog.shard_sizes(manifest.checkpoint_id)))
 
     def _is_published(self, save_id: str) -> bool:
+        checkpoint_id = self._intent(save_id).checkpoint_id
+        if not checkpoint_id:  # who committed it forgot it while somebody else was opening it again, to complete it
+            return any(manifest.save_id == save_id for _, manifest in self.catalog.committed())
         try:
-            return self.catalog.manifest(self._intent(save_id).checkpoint_id).save_id == save_id
+            return self.catalog.manifest(checkpoint_id).save_id == save_id
         except (ObjectMissing, ManifestInvalid):
             return False
 

@@ -104,7 +104,9 @@ def test_headers_of_strangers_take_no_memory(agent: RunningAgent) -> None:
                 connection.sendall(head)
         assert peak_kib(agent) < RSS_MAX_KIB
         assert_well(agent)
-    assert b" 431 " in exchanged(agent, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * (HEAD_BYTES_MAX // 6 + 1) + b"\r\n")
+    too_long = b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * (HEAD_BYTES_MAX // 6 + 1) + b"\r\n"
+    # For a stranger nothing is read beyond the limit, so that a reset may overtake the answer.
+    assert any(b" 431 " in exchanged(agent, too_long) for _ in range(10))
 
 
 def test_strangers_write_little_to_the_log(agent: RunningAgent) -> None:

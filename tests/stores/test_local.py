@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,6 +99,20 @@ def test_nothing_counts_before_the_commit(tmp_path: Path) -> None:
     assert content(store) == b"one"
     assert store.staged() == ()
     assert store.commit(name) == (SHARD,), "committing twice changes nothing"
+
+
+def test_what_is_opened_again_to_be_completed_leaves_no_litter(tmp_path: Path) -> None:
+    """Two complete one save: who comes last finds it committed, although who came first took the intent with it."""
+    store = LocalStore(tmp_path)
+    name = staged(store, 1, b"one")
+    assert store.commit(name) == (SHARD,)
+    staging = store.staging(name)
+    staging.mkdir()
+    for file in (".metadata", ".manifest.json"):
+        shutil.copy(store.final("step-1") / file, staging)
+    assert store.commit(name) == (SHARD,)
+    assert not staging.exists()
+    assert content(store) == b"one"
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
