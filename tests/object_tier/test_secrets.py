@@ -26,7 +26,8 @@ def processes_that_show(secret: bytes) -> list[str]:
             line = path.read_bytes()
         except OSError:
             continue
-        if secret in line and path.parent.name != str(os.getpid()):
+        is_server = b"radosgw" in line  # of a test beside this one, with the same secret
+        if secret in line and not is_server and path.parent.name != str(os.getpid()):
             found.append(line.decode(errors="replace"))
     return found
 
