@@ -1,10 +1,10 @@
 """One rank's part of one load: where the items of its plan lie, whether they can be had, and their reading."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from replicated_ckpt.core.mark import own_prefix
@@ -24,6 +24,14 @@ from replicated_ckpt.stores.local import LocalStore, is_nowhere
 log = logging.getLogger(__name__)
 
 
+def places_of(metadata: Metadata) -> Mapping[str, Sequence[ByteRange]]:
+    """Where the items of a checkpoint lie, by shard."""
+    places: dict[str, list[ByteRange]] = {}
+    for info in metadata.storage_data.values():
+        places.setdefault(str(info.relative_path), []).append(ByteRange(info.offset, info.length))
+    return places
+
+
 class RankLoad:
     """What one rank reads of the checkpoint that a survey found. One thread."""
 
@@ -35,13 +43,16 @@ class RankLoad:
         info_by_index: Mapping[MetadataIndex, StorageInfo],
         stored: StoredTensors,
         items: ItemReader,
+        places: Mapping[str, Sequence[ByteRange]] | None = None,
     ) -> None:
+        """`places`: of all items of the checkpoint, by shard, if items are what is checked: the plan may ask for parts."""
         self._store = store
         self._world = world
         self._survey = survey
         self._info_by_index = info_by_index
         self._stored = stored
         self._items = items
+        self._places = places
         self._prefix = own_prefix(survey.found.save_id)
 
     def check(self, plan: LoadPlan) -> None:
@@ -79,7 +90,7 @@ class RankLoad:
             ShardLost: no intact copy is left. And what the planner raises.
         """
         wanted = self._wanted(plan)
-        items = {shard: [ByteRange(one.info.offset, one.info.length) for one in ones] for shard, ones in wanted.items()}
+        items = {shard: self._items_of(shard, ones) for shard, ones in wanted.items()}
         reader = ShardReader(self._store, self._own_node, self._survey, items, f"rank {self._world.rank}", bucket)
         try:
             self._read(reader, wanted, planner, plan.storage_data)
@@ -87,6 +98,11 @@ class RankLoad:
             reader.close()
             reader.tell_suspects()
         return reader.findings.traffic
+
+    def _items_of(self, shard: str, wanted: Sequence[Wanted]) -> Sequence[ByteRange]:
+        if self._places is not None:
+            return self._places.get(shard, ())
+        return [ByteRange(one.info.offset, one.info.length) for one in wanted]
 
     def _read(
         self, reader: ShardReader, wanted: Mapping[str, list[Wanted]], planner: LoadPlanner, shared: object

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch.futures import Future
 
 from replicated_ckpt.config import ReaderConfig
 from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.sources import ByteRange
 from replicated_ckpt.dcp.items import ItemReader
 from replicated_ckpt.dcp.lookup import looked_up
 from replicated_ckpt.dcp.meeting import AgreedError, met
 from replicated_ckpt.dcp.metadata_copies import verified_metadata
-from replicated_ckpt.dcp.rank_load import RankLoad
+from replicated_ckpt.dcp.rank_load import RankLoad, places_of
 from replicated_ckpt.dcp.report import LoadReport
 from replicated_ckpt.dcp.sharing import planned
 from replicated_ckpt.dcp.stored_tensor import StoredTensors
@@ -91,6 +92,7 @@ class ReplicatedReader(StorageReader):
         self._survey: Survey | None = None
         self._is_met = False
         self._failure: ReplicatedCkptError | None = None
+        self._places: Mapping[str, Sequence[ByteRange]] | None = None
         self._started_at = time.monotonic()
 
     def exists(self, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -165,6 +167,7 @@ class ReplicatedReader(StorageReader):
         except ReplicatedCkptError as exc:
             self._failure = exc
             raise
+        self._places = places_of(metadata) if self._surveyed.stock_warning else None
         if self._surveyed.stock_warning and self._world.is_coordinator:
             warnings.warn(self._surveyed.stock_warning, ReplicatedCkptWarning, stacklevel=2)
         return metadata
@@ -173,7 +176,7 @@ class ReplicatedReader(StorageReader):
         del is_coordinator, args, kwargs
         self._stored.describe(metadata)
         self._load = RankLoad(
-            self._store, self._world, self._surveyed, metadata.storage_data, self._stored, self._items
+            self._store, self._world, self._surveyed, metadata.storage_data, self._stored, self._items, self._places
         )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

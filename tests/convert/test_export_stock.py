@@ -1,0 +1,42 @@
+"""Export of a checkpoint that stock torch wrote: it has no manifest and no checksums but those of its zip containers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from replicated_ckpt import export_checkpoint
+from replicated_ckpt.dcp.convert import items_source
+from replicated_ckpt.errors import ReplicatedCkptWarning, ShardLost
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
+
+
+def stock(root: Path) -> dict[str, torch.Tensor]:
+    state = {f"layer{index}": torch.randn(300, 50 + index) for index in range(4)}
+    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(root / "step-1"))
+    return state
+
+
+def test_it_is_exported_as_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, although the export asks for pieces of its items."""
+    monkeypatch.setattr(items_source, "PIECE_BYTES", 4096)
+    state = stock(tmp_path / "root")
+    with pytest.warns(ReplicatedCkptWarning, match="written by stock torch"):
+        export_checkpoint("step-1", tmp_path / "model.pt", format="torch", root=tmp_path / "root")
+    found = torch.load(tmp_path / "model.pt")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_a_flipped_bit_is_not_exported(tmp_path: Path) -> None:
+    """The CRC32 that torch.save left in the item finds it; nothing is written."""
+    stock(tmp_path / "root")
+    shard = tmp_path / "root" / "step-1" / "__0_0.distcp"
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    with pytest.warns(ReplicatedCkptWarning), pytest.raises(ShardLost, match="__0_0"):
+        export_checkpoint("step-1", tmp_path / "model.pt", format="torch", root=tmp_path / "root")
+    assert not (tmp_path / "model.pt").exists()
