@@ -12,8 +12,8 @@
 PYTHON ?= python3
 TORCH  ?=
 ARGS   ?=
-# Files of tests that run at once. Most wait for processes and time-outs, so three keep two cores busy.
-JOBS   ?= 3
+# Files of tests that run at once. Most wait for processes and time-outs; with three, some time-outs are met on two cores.
+JOBS   ?= 2
 SEEDS  ?= 1000
 FIRST  ?= 0
 REAL_SEEDS ?= $(shell expr $(SEEDS) / 10)

@@ -86,10 +86,11 @@ class Mender:
                     return
         except ObjectMissing:
             pass  # the node holds nothing of this checkpoint: it is put there anew
-        self._store.begin(Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True))
-        self._store.put_small(action.save_id, METADATA_NAME, metadata)
-        self._store.put_small(action.save_id, MANIFEST_NAME, raw_manifest)
-        self._service.complete(action.save_id)
+        with self._service.completing:
+            self._store.begin(Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True))
+            self._store.put_small(action.save_id, METADATA_NAME, metadata)
+            self._store.put_small(action.save_id, MANIFEST_NAME, raw_manifest)
+            self._service.complete(action.save_id)
         log.info("took over %s (save %s)", action.checkpoint_id, action.save_id)
 
     def _decision_of(self, action: Adopt) -> tuple[Manifest, bytes, bytes]:

@@ -59,6 +59,8 @@ class NodeService:
         self.heard = HeardSequence(store.agent_directory())
         self.policies = PolicyBook(store.agent_directory())
         self.own_address: AgentAddress | None = None
+        self.completing = threading.Lock()
+        """Held by the thread that completes a save by what others know of it: one at a time, else they undo each other."""
         self._lock = threading.Lock()
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()

@@ -21,7 +21,8 @@ def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[
     """
     for leftover in leftovers:
         try:
-            _settle_one(service, leftover, peers)
+            with service.completing:
+                _settle_one(service, leftover, peers)
         except ReplicatedCkptError as exc:
             log.error("could not settle save %s: %s", leftover.intent.save_id, exc)  # noqa: TRY400 - it explains itself
 
