@@ -65,7 +65,7 @@ def opened_metadata(service: NodeService, save_id: str) -> int:
     store = service.store
     with translated(str(store.root), "open", METADATA_NAME), contextlib.suppress(FileNotFoundError):
         return os.open(store.staged_file(save_id, METADATA_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    for checkpoint_id, manifest in store.catalog.committed():
-        if manifest.save_id == save_id:
-            return store.open_file(checkpoint_id, save_id, METADATA_NAME)
-    raise ObjectMissing(str(store.root), "open", METADATA_NAME, f"save {save_id} is not here")
+    checkpoint_id = store.catalog.checkpoint_of(save_id)
+    if checkpoint_id is None:
+        raise ObjectMissing(str(store.root), "open", METADATA_NAME, f"save {save_id} is not here")
+    return store.open_file(checkpoint_id, save_id, METADATA_NAME)

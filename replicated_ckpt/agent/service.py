@@ -260,9 +260,9 @@ class NodeService:
         """
         if self.store.is_decided(save_id):
             self.commit(save_id)
-        for checkpoint_id, manifest in self.store.catalog.committed():
-            if manifest.save_id == save_id:
-                return {"state": "committed", "checkpoint_id": checkpoint_id}
+        checkpoint_id = self.store.catalog.checkpoint_of(save_id)
+        if checkpoint_id is not None:
+            return {"state": "committed", "checkpoint_id": checkpoint_id}
         return {"state": "staged" if self.store.staging(save_id).is_dir() else "unknown"}
 
     def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:

@@ -61,6 +61,10 @@ class Catalog:
             except (ObjectMissing, ManifestInvalid):
                 continue
 
+    def checkpoint_of(self, save_id: str) -> str | None:
+        """Under which id a save is committed here; None: it is not."""
+        return next((name for name, manifest in self.committed() if manifest.save_id == save_id), None)
+
     def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
         """What the store holds of one checkpoint, or of all. A renamed checkpoint goes by its new name."""
         found = self.committed()

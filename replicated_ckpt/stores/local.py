@@ -185,7 +185,7 @@ class LocalStore:
     def _is_published(self, save_id: str) -> bool:
         checkpoint_id = self._intent(save_id).checkpoint_id
         if not checkpoint_id:  # who committed it forgot it while somebody else was opening it again, to complete it
-            return any(manifest.save_id == save_id for _, manifest in self.catalog.committed())
+            return self.catalog.checkpoint_of(save_id) is not None
         try:
             return self.catalog.manifest(checkpoint_id).save_id == save_id
         except (ObjectMissing, ManifestInvalid):
@@ -203,10 +203,10 @@ class LocalStore:
             path.unlink(missing_ok=True)
 
     def _already_committed(self, save_id: str) -> tuple[str, ...]:
-        for checkpoint_id, manifest in self.catalog.committed():
-            if manifest.save_id == save_id:
-                return tuple(sorted(self.catalog.shard_sizes(checkpoint_id)))
-        raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
+        checkpoint_id = self.catalog.checkpoint_of(save_id)
+        if checkpoint_id is None:
+            raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
+        return tuple(sorted(self.catalog.shard_sizes(checkpoint_id)))
 
     def _decision(self, save_id: str) -> Manifest:
         """The manifest staged there, believed only if it is this save's, and together with the metadata that it names."""
