@@ -1,7 +1,7 @@
 """One rank's part of one load: where the items of its plan lie, whether they can be had, and their reading."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -13,7 +13,7 @@ from replicated_ckpt.dcp.items import ItemReader
 from replicated_ckpt.dcp.loading import Loading, ShardItems, Wanted, windows_for
 from replicated_ckpt.dcp.shard_reader import ShardReader, Traffic
 from replicated_ckpt.dcp.sharing import NodeSharing, RemoteNeeds, Sharing
-from replicated_ckpt.dcp.stored_tensor import StoredTensors
+from replicated_ckpt.dcp.stored_tensor import StoredTensors, needed
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.dcp.torch_private import StorageInfo
 from replicated_ckpt.dcp.world import World
@@ -45,7 +45,7 @@ class RankLoad:
         items: ItemReader,
         places: Mapping[str, Sequence[ByteRange]] | None = None,
     ) -> None:
-        """`places`: of all items of the checkpoint, by shard, if items are what is checked: the plan may ask for parts."""
+        """`places`: as for ShardReader; the plan may ask for parts of these items."""
         self._store = store
         self._world = world
         self._survey = survey
@@ -62,15 +62,15 @@ class RankLoad:
             ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
         """
         manifest, found = self._survey.manifest, self._survey.found
-        needed = {self._shard(item) for item in plan.items}
-        unknown = needed - set(manifest.shards)
+        asked = {self._shard(item) for item in plan.items}
+        unknown = asked - set(manifest.shards)
         if unknown:
             raise ManifestInvalid(f"The .metadata names {sorted(unknown)}, which the manifest does not know.")
         for item in plan.items:
             info = self._info(item)
             if info.offset + info.length > manifest.shards[self._shard(item)].size_bytes:
                 raise ManifestInvalid(f"The .metadata has {item.storage_index.fqn!r} beyond {self._shard(item)}'s end.")
-        lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in needed})
+        lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in asked})
         if lost:
             owners = {shard: manifest.owner_of(shard) for shard in lost}
             raise ShardLost(found.checkpoint_id, owners, self._survey.searched)
@@ -79,7 +79,8 @@ class RankLoad:
         """What this rank would fetch from elsewhere, if other ranks of its node may need the same."""
         if self._world.blackboard is None or is_nowhere(self._store):
             return None
-        wanted = {shard: items for shard, items in self._wanted(plan).items() if self._is_remote(shard)}
+        remote = {shard for shard in map(self._shard, plan.items) if self._is_remote(shard)}
+        wanted = self._wanted(item for item in plan.items if self._shard(item) in remote)
         windows = windows_for(wanted, lambda _: True, sorted(self._survey.manifest.shards))
         return RemoteNeeds(self._own_node, tuple(windows)) if windows else None
 
@@ -89,20 +90,15 @@ class RankLoad:
         Raises:
             ShardLost: no intact copy is left. And what the planner raises.
         """
-        wanted = self._wanted(plan)
-        items = {shard: self._items_of(shard, ones) for shard, ones in wanted.items()}
-        reader = ShardReader(self._store, self._own_node, self._survey, items, f"rank {self._world.rank}", bucket)
+        wanted = self._wanted(plan.items)
+        key = f"rank {self._world.rank}"
+        reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
         try:
             self._read(reader, wanted, planner, plan.storage_data)
         finally:
             reader.close()
             reader.tell_suspects()
         return reader.findings.traffic
-
-    def _items_of(self, shard: str, wanted: Sequence[Wanted]) -> Sequence[ByteRange]:
-        if self._places is not None:
-            return self._places.get(shard, ())
-        return [ByteRange(one.info.offset, one.info.length) for one in wanted]
 
     def _read(
         self, reader: ShardReader, wanted: Mapping[str, list[Wanted]], planner: LoadPlanner, shared: object
@@ -130,11 +126,12 @@ class RankLoad:
             log.warning("this rank fetches for itself alone: %s", exc)
             return None
 
-    def _wanted(self, plan: LoadPlan) -> dict[str, list[Wanted]]:
+    def _wanted(self, items: Iterable[ReadItem]) -> dict[str, list[Wanted]]:
         wanted: dict[str, list[Wanted]] = {}
-        for item in plan.items:
+        for item in items:
             info = self._info(item)
-            one = Wanted(item, info, self._stored.of(item, info), self._stored.needed(item, info))
+            stored = self._stored.of(item, info)
+            one = Wanted(item, info, stored, needed(item, info, stored))
             wanted.setdefault(self._shard(item), []).append(one)
         return wanted
 

@@ -102,19 +102,20 @@ class ShardReader:
         store: LocalStore,
         own_node: str,
         survey: Survey,
-        items: Mapping[str, Sequence[ByteRange]],
+        shards: Sequence[str],
         reader_key: str,
         bucket: Bucket | None = None,
+        places: Mapping[str, Sequence[ByteRange]] | None = None,
     ) -> None:
-        """`items`: the shards that are read, and the places of the items in each."""
+        """`places`: of all items of each shard, if stock torch wrote them: it is items that are checked there."""
         self._store = store
         self._own_node = own_node
         self._survey = survey
         self._bucket = bucket
         self._manifest: Manifest = survey.manifest
         self._address_by_node = {address.node_id: address for address in survey.addresses}
-        self._nodes_by_shard = self._ordered(sorted(items), reader_key)
-        self._items = items
+        self._nodes_by_shard = self._ordered(shards, reader_key)
+        self._places = places or {}
         self._open: dict[str, AnySource] = {}
         self.findings = Findings()
 
@@ -171,7 +172,7 @@ class ShardReader:
         return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected)
 
     def _stock_shard_at(self, shard: str, node: str, expected: Expected) -> VerifiedShard:
-        checkpoint_id, items = self._survey.found.checkpoint_id, self._items[shard]
+        checkpoint_id, items = self._survey.found.checkpoint_id, self._places.get(shard, ())
         if node == self._own_node:
             return StockFileShard(StockShelf(self._store.root), checkpoint_id, shard, expected, items)
         return StockPeerShard(AgentClient(self._address_by_node[node]), checkpoint_id, shard, expected, items)

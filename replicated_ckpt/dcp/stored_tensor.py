@@ -109,15 +109,15 @@ class StoredTensors:
             return tuple(described.chunks[hint].sizes)
         return None
 
-    def needed(self, item: ReadItem, info: StorageInfo) -> Sequence[ByteRange]:
-        """What must be read of the shard for an item: its head and the rows that are wanted, or all of it."""
-        whole = ByteRange(info.offset, info.length)
-        stored = self.of(item, info)
-        if stored is None or not stored.shape or item.lengths[0] == stored.shape[0]:
-            return (whole,)
-        slack = info.length - stored.data_bytes
-        rows = stored.rows(item)
-        return ByteRange(whole.offset, slack), ByteRange(whole.offset + rows.offset, slack + rows.length)
+
+def needed(item: ReadItem, info: StorageInfo, stored: StoredTensor | None) -> Sequence[ByteRange]:
+    """What must be read of the shard for an item: its head and the rows that are wanted, or all of it."""
+    whole = ByteRange(info.offset, info.length)
+    if stored is None or not stored.shape or item.lengths[0] == stored.shape[0]:
+        return (whole,)
+    slack = info.length - stored.data_bytes
+    rows = stored.rows(item)
+    return ByteRange(whole.offset, slack), ByteRange(whole.offset + rows.offset, slack + rows.length)
 
 
 def _foretold(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor | None:
