@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from awscrt.checksums import crc32 as _awscrt_crc32
+from fastcrc.crc32 import iso_hdlc
 
 Fetch = Callable[[int, int], memoryview]
 """Bytes [offset, offset + length) of the item; valid until the next call."""
@@ -132,5 +132,5 @@ def _crc_of(fetch: Fetch, record: _Record, size_bytes: int) -> int:
     crc = 0
     for offset in range(0, record.size, _PIECE_BYTES):
         piece = fetch(start + offset, min(_PIECE_BYTES, record.size - offset))
-        crc = int(_awscrt_crc32(piece, crc))
+        crc = int(iso_hdlc(piece, crc))
     return crc

@@ -4,7 +4,8 @@ import errno
 from pathlib import Path
 from typing import Self
 
-from replicated_ckpt.core.checksum import BlockTable, combined, crc32c
+from replicated_ckpt.core.checksum import BlockTable, crc32c
+from replicated_ckpt.core.crc_combination import combined
 from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.durable import read_exactly, translated
 from replicated_ckpt.stores.shard_file import ShardFile

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from replicated_ckpt.core.checksum import (
     FOOTER_TAIL_BYTES,
     BlockHasher,
-    combined,
     crc32c,
     decoded_footer,
     footer_bytes_of,
     table_of,
 )
+from replicated_ckpt.core.crc_combination import combined
 
 
 def test_crc32c_is_castagnoli() -> None:

@@ -1,0 +1,57 @@
+"""CRC32C of a whole from the CRC32Cs of its parts, without the bytes.
+
+A CRC is a polynomial over GF(2) modulo the generator, and zero bytes behind it multiply it by a power of x. So the CRC of
+`A | B` is that of A, multiplied by x to the number of bits of B, plus that of B. Bits are reflected, as in the CRC itself:
+the highest bit of a word is the coefficient of x^0.
+
+Source: zlib 1.3, crc32_combine_gen; the generator is Castagnoli's, RFC 3720 section 12.1.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+_GENERATOR = 0x82F63B78
+_ONE, _X = 1 << 31, 1 << 30
+_LENGTHS_REMEMBERED = 64
+
+
+def combined(first: int, second: int, second_bytes: int) -> int:
+    """CRC32C of two adjoining pieces, from the CRC32C of each."""
+    lowest, low, high, highest = _moved(second_bytes)
+    return lowest[first & 255] ^ low[first >> 8 & 255] ^ high[first >> 16 & 255] ^ highest[first >> 24] ^ second
+
+
+@lru_cache(_LENGTHS_REMEMBERED)
+def _moved(zero_bytes: int) -> tuple[Sequence[int], ...]:
+    """What each byte of a CRC, the lowest first, becomes with so many zero bytes behind it: by its value."""
+    power = _power_of_x(8 * zero_bytes)
+    return tuple(_sums([_product(power, 1 << bit) for bit in range(first, first + 8)]) for first in range(0, 32, 8))
+
+
+def _sums(by_bit: Sequence[int]) -> Sequence[int]:
+    """The sum over the bits of a number, for each number of so many bits."""
+    sums = [0]
+    for term in by_bit:
+        sums += [so_far ^ term for so_far in sums]
+    return sums
+
+
+def _power_of_x(exponent: int) -> int:
+    power, square = _ONE, _X
+    while exponent:
+        if exponent & 1:
+            power = _product(power, square)
+        square = _product(square, square)
+        exponent >>= 1
+    return power
+
+
+def _product(a: int, b: int) -> int:
+    """Of two polynomials, modulo the generator."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ (_GENERATOR if b & 1 else 0)
+    return product
