@@ -54,7 +54,7 @@ def save_and_load(
 
 def save_once(context: Context, kind: str, size_bytes: int, cases: Sequence[Case]) -> int:
     """Saves by every case under the case's name, for loads of later worlds; returns the bytes of the state."""
-    _warm_stock(context)
+    _warm_stock(context, kind)
     state = built(context, kind, size_bytes)
     for case in cases:
         way = way_of(context, case["way"], case["options"])
@@ -78,7 +78,7 @@ def load_saved(
 
     Every rank returns how many bytes it had from peers, by case; rank 0 the samples as well.
     """
-    _warm_stock(context)
+    _warm_stock(context, kind)
     state = built(context, kind, size_bytes)
     taken: dict[str, Taken] = {"load": {}, "probe": {}}
     if is_probed:
@@ -136,9 +136,9 @@ def _warm_up(context: Context, kind: str, ways: Mapping[str, Way]) -> None:
         _one(context, small, way, name, f"warm-{slug(name)}", {"save": {}, "load": {}}, is_disk=False)
 
 
-def _warm_stock(context: Context) -> None:
+def _warm_stock(context: Context, kind: str) -> None:
     """As far as a world that has just begun can be warm: DCP and gloo are, nothing of ours is."""
-    small = built(context, "plain", _WARM_BYTES)
+    small = built(context, kind, _WARM_BYTES)
     _one(context, small, way_of(context, "stock", {}), "", "warm-stock", {"save": {}, "load": {}}, is_disk=False)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from replicated_ckpt.agent.peers import PeerBook
@@ -31,8 +31,17 @@ class AgreedError(Exception):
         self.error = error
 
 
-def met(store: LocalStore, world: World, given_id: str | None, bucket: Bucket | None = None) -> Survey:
+def met(
+    store: LocalStore,
+    world: World,
+    given_id: str | None,
+    bucket: Bucket | None = None,
+    prepared: Callable[[Survey], Survey] = lambda survey: survey,
+) -> Survey:
     """The survey for a load of `given_id`, the same on every rank; only the coordinator looks into the bucket.
+
+    `prepared`: what the coordinator alone does for all ranks, with the survey that they get then. One process alone
+    does not.
 
     Raises:
         AgreedError: with the error that every rank raises. ReplicatedCkptError: this rank's alone.
@@ -46,7 +55,7 @@ def met(store: LocalStore, world: World, given_id: str | None, bucket: Bucket | 
         post = {"error": _packed(exc)}
     nonce = world.blackboard.post("load", post)
     if world.is_coordinator:
-        _coordinate(store, world, world.blackboard, bucket)
+        _coordinate(store, world, world.blackboard, bucket, prepared)
     decision = world.blackboard.decision("load", nonce, MEETING_TIMEOUT_S)
     if "error" in decision:
         raise AgreedError(_unpacked(decision["error"]))
@@ -64,12 +73,14 @@ def _resolved(store: LocalStore, given_id: str | None) -> str:
     return LATEST if given_id == LATEST else checkpoint_id_under(str(store.root), given_id)
 
 
-def _coordinate(store: LocalStore, world: World, board: Blackboard, bucket: Bucket | None) -> None:
+def _coordinate(
+    store: LocalStore, world: World, board: Blackboard, bucket: Bucket | None, prepared: Callable[[Survey], Survey]
+) -> None:
     key = (world.group_name, world.size)
     posts = board.posts("load", MEETING_TIMEOUT_S, _consumed.get(key, ()))
     _consumed[key] = [post["nonce"] for post in posts]
     try:
-        outcome: Mapping[str, Any] = {"survey": _surveyed(store, world, posts, bucket).to_json()}
+        outcome: Mapping[str, Any] = {"survey": prepared(_surveyed(store, world, posts, bucket)).to_json()}
     except ReplicatedCkptError as exc:
         outcome = {"error": _packed(exc)}
     board.decide("load", posts, outcome)

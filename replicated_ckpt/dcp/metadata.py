@@ -75,20 +75,33 @@ def _known(module: str, name: str) -> Named:
     return Named(module, name, making)
 
 
+def scan_metadata(raw: bytes) -> None:
+    """Follows what unpickling `raw` would do, and does nothing of it.
+
+    Raises:
+        MetadataUnsafe: it would do what DCP's metadata has no need of.
+    """
+    with put_off():
+        scan(raw, _known)
+
+
 def encoded_metadata(metadata: Metadata) -> bytes:
     """The bytes of a `.metadata` file, as stock torch reads it."""
     return pickle.dumps(metadata)
 
 
-def decoded_metadata(raw: bytes, source: str) -> Metadata:
+def decoded_metadata(raw: bytes, source: str, *, is_scanned: bool = False) -> Metadata:
     """The metadata in `raw`. No code of the pickle's choosing runs.
+
+    `is_scanned`: these very bytes have been through `scan_metadata`, here or on another rank.
 
     Raises:
         MetadataUnsafe: it names anything beyond DCP's metadata and the registered classes, or is no metadata at all.
     """
+    if not is_scanned:
+        scan_metadata(raw)
     try:
         with put_off():
-            scan(raw, _known)
             metadata = _Unpickler(io.BytesIO(raw), fix_imports=False).load()
     except MetadataUnsafe:
         raise

@@ -1,15 +1,16 @@
 """Finding an intact copy of a checkpoint's `.metadata`: the own one, a peer's, the bucket's."""
 
+import hashlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from replicated_ckpt.agent.mend import tell_suspect
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
-from replicated_ckpt.dcp.metadata import decoded_metadata
+from replicated_ckpt.dcp.metadata import decoded_metadata, scan_metadata
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path, stock_path
@@ -36,11 +37,41 @@ def verified_metadata(store: LocalStore, survey: Survey, bucket: Bucket | None, 
     Raises:
         ShardLost: no copy is. MetadataUnsafe: an intact one is not what DCP metadata consists of.
     """
+    raw, source = _intact(store, survey, bucket, reader_key)
+    return decoded_metadata(
+        raw, source, is_scanned=survey.scanned_sha256 != "" and survey.scanned_sha256 == _digest(raw)
+    )
+
+
+def scanned(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> Survey:
+    """The survey with the digest of the metadata that this process has scanned: it takes far longer than unpickling.
+
+    As it was, if there is none to be had or it is not safe: each rank finds that itself, and says so.
+    """
+    try:
+        raw, _ = _intact(store, survey, bucket, reader_key)
+        scan_metadata(raw)
+    except ReplicatedCkptError as exc:
+        log.warning("every rank looks at .metadata itself: %s", exc)
+        return survey
+    return replace(survey, scanned_sha256=_digest(raw))
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+def _intact(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> tuple[bytes, str]:
+    """The bytes of the first copy that is intact, and where it lies.
+
+    Raises:
+        ShardLost: no copy is.
+    """
     problems: list[str] = []
     for copy in _copies(store, survey, bucket, reader_key, problems):
         if copy.expected_crc in (None, crc32c(copy.raw)):
             raw = copy.raw if copy.is_bucket else survey.manifest.local_metadata(copy.raw)
-            return decoded_metadata(raw, copy.source)
+            return raw, copy.source
         expected = f"expected CRC32C {copy.expected_crc:08x}, found {crc32c(copy.raw):08x}"
         problems.append(str(ObjectCorrupt(copy.source, "read", METADATA_NAME, expected)))
         log.warning("%s", problems[-1])

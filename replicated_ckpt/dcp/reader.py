@@ -20,7 +20,7 @@ from replicated_ckpt.core.sources import ByteRange
 from replicated_ckpt.dcp.items import ItemReader
 from replicated_ckpt.dcp.lookup import looked_up
 from replicated_ckpt.dcp.meeting import AgreedError, met
-from replicated_ckpt.dcp.metadata_copies import verified_metadata
+from replicated_ckpt.dcp.metadata_copies import scanned, verified_metadata
 from replicated_ckpt.dcp.rank_load import RankLoad, places_of
 from replicated_ckpt.dcp.report import LoadReport
 from replicated_ckpt.dcp.sharing import planned
@@ -139,7 +139,7 @@ class ReplicatedReader(StorageReader):
         self._is_met = True
         self._world = world_of_call(self._process_group, self._no_dist)
         try:
-            self._survey = met(self._store, self._world, self._given_id, self._opened_bucket())
+            self._survey = met(self._store, self._world, self._given_id, self._opened_bucket(), self._scanned)
         except AgreedError as exc:
             self._failure = exc.error
             raise exc.error from None
@@ -162,8 +162,7 @@ class ReplicatedReader(StorageReader):
         if self._failure is not None:
             raise self._failure
         try:
-            key = f"rank {self._world.rank}"
-            metadata = verified_metadata(self._store, self._surveyed, self._opened_bucket(), key)
+            metadata = verified_metadata(self._store, self._surveyed, self._opened_bucket(), self._reader_key)
         except ReplicatedCkptError as exc:
             self._failure = exc
             raise
@@ -219,6 +218,13 @@ class ReplicatedReader(StorageReader):
         return future
 
     # Steps -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _reader_key(self) -> str:
+        return f"rank {self._world.rank}"
+
+    def _scanned(self, survey: Survey) -> Survey:
+        return scanned(self._store, survey, self._opened_bucket(), self._reader_key)
 
     @property
     def _surveyed(self) -> Survey:

@@ -54,7 +54,8 @@ class Survey:
 
     `addresses` are the peers that answered; `searched` tells in words every place that was looked at. `in_bucket` is None
     if the save does not lie there. `stock_warning` is not empty if stock torch wrote it on the nodes' disks: then the
-    manifest was made up by the look, and has no checksums of shards.
+    manifest was made up by the look, and has no checksums of shards. `scanned_sha256` is that of the `.metadata` which the
+    coordinator has scanned, so that the others need not; empty: nobody has.
     """
 
     manifest_raw: str
@@ -63,6 +64,7 @@ class Survey:
     searched: tuple[str, ...]
     in_bucket: InBucket | None = None
     stock_warning: str = ""
+    scanned_sha256: str = ""
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -90,6 +92,7 @@ class Survey:
             tuple(fields["searched"]),
             None if fields["in_bucket"] is None else InBucket(**fields["in_bucket"]),
             fields["stock_warning"],
+            fields["scanned_sha256"],
         )
 
 

@@ -21,6 +21,8 @@ from replicated_ckpt.errors import MeetingFailed
 
 _POLL_S = 0.005
 _POLL_MAX_S = 0.1
+_POLL_PER_RANK_S = 0.001
+"""All ranks together ask the store some thousand times in a second, however many they are."""
 _PACKED_FROM_BYTES = 4096
 _PREFIX = "replicated_ckpt"
 
@@ -82,6 +84,7 @@ class Blackboard:
         self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
         self._rank = rank
         self._size = size
+        self._pause_max_s = max(_POLL_S, min(_POLL_PER_RANK_S * size, _POLL_MAX_S))
 
     def post(self, topic: str, fields: Mapping[str, Any]) -> str:
         """Writes this rank's post; it is visible to all when this returns. Returns its nonce."""
@@ -109,7 +112,7 @@ class Blackboard:
                 absent = [rank for rank in missing if rank not in found]
                 raise MeetingFailed(f"After {deadline_s:.0f} s ranks {absent} had not joined this {topic}.")
             time.sleep(pause)
-            pause = min(2 * pause, _POLL_MAX_S)
+            pause = min(2 * pause, self._pause_max_s)
 
     def _present(self, topic: str, ranks: Sequence[int], *, one_by_one: bool) -> Iterator[tuple[int, dict[str, Any]]]:
         """The posts of these ranks if all are there, in two round trips; or `one_by_one` those that are."""
@@ -151,7 +154,7 @@ class Blackboard:
             if time.monotonic() > until:
                 raise MeetingFailed(f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.")
             time.sleep(pause)
-            pause = min(2 * pause, _POLL_MAX_S)
+            pause = min(2 * pause, self._pause_max_s)
 
     def _write(self, key: str, fields: Mapping[str, Any]) -> None:
         self._store.set(key, _encoded(fields))

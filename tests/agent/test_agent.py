@@ -38,6 +38,7 @@ from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.peer import PeerShard, PeerSink
 from replicated_ckpt.stores.verified import Expected
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
+from tests.multiprocess.processes import wait_until_gone
 from tests.stores.test_local import METADATA, SHARD, save_id, staged
 
 DATA = os.urandom(3 << 20)
@@ -383,6 +384,7 @@ def test_racing_ranks_start_one_agent(tmp_path: Path, monkeypatch: pytest.Monkey
     again = ensured_agent(store, "127.0.0.1")
     assert again.pid != found[0]
     os.kill(again.pid, signal.SIGTERM)
+    assert not wait_until_gone([again.pid], timeout_s=20)
 
 
 @pytest.mark.fault
