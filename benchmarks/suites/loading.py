@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.multiprocess.cluster import Cluster, Results, call
 
 SHARE = 0.22  # of the time for all suites
 ALL_LOCAL = "ours, all local"
+STARTS_AGENTS = "ours, all local, agents start with it"
 SHRUNK = "ours, a node lost, the others load"
 REPLACED = "ours, a node lost and replaced by a blank one"
 _SAVED_BY_STOCK, _SAVED_BY_OURS = "stock", "ours"
@@ -55,14 +56,23 @@ class _Loads:
         self.state_bytes = self._launched(step, range(self.setup.nodes)).agreed(0)
 
     def one_round(self, number: int) -> None:
-        """Each of the three worlds once, and stock's load in the one that has lost nothing."""
+        """Each of the four worlds once, and stock's load in the one that has lost nothing and finds its agents running."""
         everyone, lost = range(self.setup.nodes), self.setup.nodes - 1
+        self._serve(everyone)
         self._load([_case(STOCK, "stock", _SAVED_BY_STOCK), _case(ALL_LOCAL, "ours", _SAVED_BY_OURS)], number, everyone)
+        self._serve(())
+        self._load([_case(STARTS_AGENTS, "ours", _SAVED_BY_OURS)], number, everyone)
         with self._lost(lost):
+            self._serve(range(lost))
             self._load([_case(SHRUNK, "ours", _SAVED_BY_OURS)], number, range(lost))
         with self._lost(lost):
-            self.cluster.start_agents({lost: {}})  # a node that is replaced has its agent running
+            self._serve(everyone)
             self._load([_case(REPLACED, "ours", _SAVED_BY_OURS)], number, everyone)
+
+    def _serve(self, nodes: Iterable[int]) -> None:
+        """The agents of these nodes run, as on nodes where they are a service or have outlived a job; no others do."""
+        self.cluster.stop_agents()
+        self.cluster.start_agents({node: {} for node in nodes})
 
     def _load(self, cases: Sequence[Case], number: int, nodes: range) -> None:
         is_whole = len(nodes) == self.setup.nodes and len(cases) > 1
@@ -102,7 +112,7 @@ class _Loads:
 
     def rows(self) -> list[Row]:
         limits, rows = limits_of(self.probes), []
-        for name in (STOCK, ALL_LOCAL, SHRUNK, REPLACED):
+        for name in (STOCK, ALL_LOCAL, STARTS_AGENTS, SHRUNK, REPLACED):
             fraction = self.remote_bytes[name] / self.state_bytes
             note = f"{fraction:.0%} from peers" if fraction else ""
             limit_s = limits.load_s(fraction)

@@ -78,7 +78,7 @@ def _answering(directory: Path, bind_host: str) -> Endpoint | None:
         return None
     try:
         with AgentClient(endpoint.local_address()) as client:
-            if client.call("GET", "/v1/status").get("pid") != endpoint.pid:
+            if client.call("GET", "/v1/status?brief=1").get("pid") != endpoint.pid:
                 return None  # the one that has just started there, with the same token, has not written its own yet
             is_deaf = endpoint.host in ("127.0.0.1", "::1") and endpoint.host != bind_host
             is_plain = bool(os.environ.get(TLS_CERT_ENV)) and not endpoint.tls_sha256

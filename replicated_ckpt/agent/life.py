@@ -223,14 +223,19 @@ class Agent:
     def _standing(self) -> Standing:
         return self._uploader.standing()
 
-    def status(self) -> Mapping[str, Any]:
-        """What `GET /v1/status` answers."""
-        return {
+    def status(self, *, is_brief: bool) -> Mapping[str, Any]:
+        """What `GET /v1/status` answers. Brief: who it is and no more, which every rank asks at each save and load."""
+        brief = {
             "node_id": self._endpoint.node_id,
             "version": __version__,
             "pid": os.getpid(),
             "root": self.config.root,
             "uptime_s": round(time.monotonic() - self._started_at, 3),
+        }
+        if is_brief:
+            return brief
+        return {
+            **brief,
             "staged": [intent.save_id for intent in self._service.store.staged()],
             "checkpoints": [holding.checkpoint_id for holding in self._service.holdings()],
             "greeted": not self._hello.is_alive(),

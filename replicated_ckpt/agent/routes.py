@@ -4,7 +4,7 @@ import json
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from replicated_ckpt.agent.file_answer import FileAnswer, file_answer
 from replicated_ckpt.agent.metrics import exposed
@@ -30,6 +30,12 @@ def is_upkeep(target: str) -> bool:
     return parts in {("v1", "status"), ("metrics",)} or (parts == ("v1", "holdings") and "upkeep" in query)
 
 
+class StatusOf(Protocol):
+    """The agent's status. `is_brief`: without what takes longer the more there is in the store."""
+
+    def __call__(self, *, is_brief: bool) -> Mapping[str, Any]: ...
+
+
 class Routes:
     """Maps requests to the node's service. Safe for concurrent use."""
 
@@ -38,7 +44,7 @@ class Routes:
         service: NodeService,
         reprotector: Reprotector,
         objects: ObjectRoutes,
-        status: Callable[[], Mapping[str, Any]],
+        status: "StatusOf",
         stop: Callable[[], None],
     ) -> None:
         self._service = service
@@ -58,9 +64,9 @@ class Routes:
         parts, query = _parted(request.target)
         match (request.method, *parts):
             case ("GET", "v1", "status"):
-                return json_answer(**self._status())
+                return json_answer(**self._status(is_brief="brief" in query))
             case ("GET", "metrics"):
-                return Answer(exposed(self._status()))
+                return Answer(exposed(self._status(is_brief=False)))
             case (_, "v1", "object", *rest):
                 return self._objects.answer(rest, request)
             case (_, "v1", "stock", *rest):

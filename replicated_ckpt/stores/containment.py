@@ -6,7 +6,12 @@ from pathlib import Path
 
 def leads_out(root: Path, checkpoint_id: str) -> bool:
     """Whether a symbolic link on the way to a checkpoint leads out of the root, or nowhere."""
-    inside, real = Path(os.path.realpath(root)), Path(os.path.realpath(root / checkpoint_id))
-    if not real.is_relative_to(inside):
+    inside, real = os.path.realpath(root), os.path.realpath(root / checkpoint_id)
+    if os.path.commonpath((inside, real)) != inside:
         return True
-    return any(path.is_symlink() for path in (real, *real.parents) if path != inside and path.is_relative_to(inside))
+    at, end = Path(real), Path(inside)
+    while at != end:
+        if at.is_symlink():  # what links lead around in a circle is left as it is
+            return True
+        at = at.parent
+    return False

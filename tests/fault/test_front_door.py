@@ -73,7 +73,13 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     (store.root / "step-2").symlink_to(base / "outside")
     service, stopping = NodeService(store), threading.Event()
     reprotector = Reprotector(service, Patience(), Pace(1e9, stopping), stopping)
-    routes = Routes(service, reprotector, object_routes(service, stopping), lambda: {"ok": True}, lambda: None)
+    routes = Routes(
+        service,
+        reprotector,
+        object_routes(service, stopping),
+        lambda *, is_brief: {"ok": True, "brief": is_brief},
+        lambda: None,
+    )
     server = AgentServer(("127.0.0.1", 0), TOKEN, routes)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
