@@ -102,6 +102,7 @@ class Agent:
         self._stopping = threading.Event()
         self._activity = _Activity()
         self._started_at = time.monotonic()
+        self._hello: threading.Thread | None = None
 
     def run(self) -> None:
         """Serves until it is told to stop or is idle for too long. Called once, from the main thread.
@@ -119,23 +120,13 @@ class Agent:
         self._start_background_work()
         identity = next_identity(directory)
         server = self._listening(identity)
+        self._endpoint = self._reached_at(server, identity)  # before anybody is answered
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="rckpt-accept", daemon=True)
         thread.start()
         try:
-            host, port = server.server_address[0], server.server_address[1]
-            keep_identity(directory, replace(identity, port=int(port)))
-            self._endpoint = Endpoint(
-                self._service.node_id,
-                str(host),
-                int(port),
-                server.token,
-                os.getpid(),
-                __version__,
-                identity.incarnation,
-                fingerprint(self.config.tls_cert) if self.config.tls_cert else "",
-            )
+            keep_identity(directory, replace(identity, port=self._endpoint.port))
             self._hello = saying_hello(self._service, self._endpoint)
             write_endpoint(directory, self._endpoint)
             log.info("serving %s as %r, completed %d saves", self.config.root, self._endpoint, len(completed))
@@ -203,6 +194,18 @@ class Agent:
                 problem = exc
         raise AgentUnavailable(f"Cannot listen on {self.config.host}:{self.config.port}: {problem}.")
 
+    def _reached_at(self, server: AgentServer, identity: Identity) -> Endpoint:
+        return Endpoint(
+            self._service.node_id,
+            str(server.server_address[0]),
+            int(server.server_address[1]),
+            server.token,
+            os.getpid(),
+            __version__,
+            identity.incarnation,
+            fingerprint(self.config.tls_cert) if self.config.tls_cert else "",
+        )
+
     def _wait(self, directory: Path, lock: FileLock) -> None:
         while not self._stopping.wait(_LOOK_INTERVAL_S):
             if not lock.is_in_place():
@@ -238,7 +241,7 @@ class Agent:
             **brief,
             "staged": [intent.save_id for intent in self._service.store.staged()],
             "checkpoints": [holding.checkpoint_id for holding in self._service.holdings()],
-            "greeted": not self._hello.is_alive(),
+            "greeted": self._hello is not None and not self._hello.is_alive(),
             "restoring": self._reprotector.is_busy,
             "protection": self._reprotector.status(),
             "scrub": self._scrubber.status(),

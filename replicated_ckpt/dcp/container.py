@@ -5,12 +5,13 @@ and then repeated; on the way back, it is understood once by `torch.load`. The z
 these bytes. Source: torch.serialization (torch 2.7 to 2.15); PKWARE APPNOTE 6.3.10 for the zip records.
 """
 
-import ctypes
 import io
 import struct
 from dataclasses import dataclass
 
 import torch
+
+from replicated_ckpt.stores.address import address_of
 
 TEMPLATE_BYTES_MAX = 1 << 20
 _TEMPLATES_MAX = 4096
@@ -156,7 +157,6 @@ def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 def _viewed(data: memoryview, layout: _Layout) -> torch.Tensor:
-    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(data))
-    if address % layout.dtype.itemsize:
+    if address_of(data) % layout.dtype.itemsize:
         data = memoryview(bytearray(data))
     return torch.frombuffer(data, dtype=layout.dtype).as_strided(layout.shape, layout.stride)

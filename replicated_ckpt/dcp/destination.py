@@ -10,6 +10,7 @@ from replicated_ckpt.core.sources import ByteRange
 from replicated_ckpt.dcp.pinned import PinnedCopies
 from replicated_ckpt.dcp.stored_tensor import StoredTensor
 from replicated_ckpt.dcp.torch_private import narrowed
+from replicated_ckpt.stores.address import address_of
 
 BATCH_BYTES = 4 << 20
 
@@ -22,10 +23,6 @@ class Destination(Protocol):
 
     def close(self) -> None:
         """Everything has been put: afterwards the target holds it (a GPU's in the order of its current stream)."""
-
-
-def address_of(piece: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_ubyte.from_buffer(piece))
 
 
 class Memory:

@@ -1,18 +1,15 @@
 """Where a tensor's data lies in its item, foretold from the metadata: what must be read, and how to tell it was right."""
 
-import io
 import pickle
 from collections.abc import Sequence
-from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from replicated_ckpt.core.sources import ByteRange
-from replicated_ckpt.dcp.container import TEMPLATE_BYTES_MAX, data_range
-from replicated_ckpt.dcp.crc_switch import without_crc32
 from replicated_ckpt.dcp.torch_private import StorageInfo
+from replicated_ckpt.dcp.torch_save import learned
 
 SURROUNDINGS_BYTES_MAX = 64 << 10
 """What a container has around its data; with more than that it is none that `torch.save` writes for one tensor."""
@@ -43,28 +40,6 @@ class StoredTensor:
         if not self.shape:
             return ByteRange(0, self.data_bytes)
         return ByteRange(item.storage_offsets[0] * self.row_bytes, item.lengths[0] * self.row_bytes)
-
-
-class _Head:
-    """Takes what `torch.save` writes and keeps only what comes before the data."""
-
-    def __init__(self, data_bytes: int) -> None:
-        self._data_bytes = data_bytes
-        self._parts: list[bytes] = []
-        self._is_over = False
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self._is_over = self._is_over or size >= self._data_bytes
-        if not self._is_over:
-            self._parts.append(bytes(data))
-        return size
-
-    def flush(self) -> None:
-        """Nothing is buffered here."""
-
-    def found(self) -> bytes | None:
-        return b"".join(self._parts) if self._is_over else None
 
 
 class StoredTensors:
@@ -122,25 +97,8 @@ def needed(item: ReadItem, info: StorageInfo, stored: StoredTensor | None) -> Se
 
 def _foretold(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor | None:
     """Has `torch.save` write such a tensor and keeps what comes before its data. No memory is touched for the data."""
-    stored = StoredTensor(dtype, shape, b"")
-    size = stored.data_bytes
     try:
-        storage = torch.empty(0, dtype=torch.uint8).untyped_storage()
-        storage.resize_(size)
-        strides = [1] * len(shape)
-        for dimension in range(len(shape) - 2, -1, -1):
-            strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
-        tensor = torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
-        if size > TEMPLATE_BYTES_MAX:
-            stream = _Head(size)
-            with without_crc32():
-                torch.save(tensor, cast("IO[bytes]", stream))
-            head = stream.found()
-        else:
-            buffer = io.BytesIO()
-            torch.save(tensor, buffer)
-            raw = memoryview(buffer.getbuffer())
-            head = bytes(raw[: data_range(raw)[0]])
+        found = learned(dtype, shape, torch.empty(shape, device="meta").stride())
     except (RuntimeError, ValueError, TypeError, pickle.PicklingError):
         return None
-    return None if head is None else StoredTensor(dtype, shape, head)
+    return None if found is None else StoredTensor(dtype, shape, bytes(found[0]))

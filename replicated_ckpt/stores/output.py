@@ -7,30 +7,22 @@ from dataclasses import dataclass
 from typing import Self
 
 from replicated_ckpt.core.checksum import crc32c
-from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
+from replicated_ckpt.errors import ObjectCorrupt
 
 READ_BYTES = 4 << 20
 
 
 class Stream(abc.ABC):
-    """One file on its way. Used by one thread, written from its beginning to its end.
-
-    `failure` is the error of the write that failed, for callers behind code that replaces it by one of its own.
-    """
+    """One file on its way. Used by one thread, written from its beginning to its end."""
 
     def __init__(self) -> None:
         self.position = 0
         self.crc = 0
-        self.failure: ReplicatedCkptError | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Appends bytes; returns how many."""
         view = memoryview(data).cast("B")
-        try:
-            self._append(view)
-        except ReplicatedCkptError as exc:
-            self.failure = exc
-            raise
+        self._append(view)
         self.crc = crc32c(view, self.crc)
         self.position += len(view)
         return len(view)

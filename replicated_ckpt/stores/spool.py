@@ -7,7 +7,6 @@ its piece have said that they are done with it; so a taker that is stopped and g
 """
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 
 from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.stores.address import address_of
 
 SLOTS = 4
 PATIENCE_S = 10.0
@@ -116,7 +116,7 @@ class Spool:
         begin = size = crc = 0
         if piece is not None:
             slot, size = self._mapped.slot(index), len(piece)
-            begin = _address(piece) - _address(slot)
+            begin = address_of(piece) - address_of(slot)
             if not 0 <= begin <= len(slot) - size:
                 slot[:size] = piece
                 begin = 0
@@ -204,10 +204,6 @@ class TakenSpool:
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None
-
-
-def _address(piece: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_ubyte.from_buffer(piece))
 
 
 def _sweep(directory: Path) -> None:

@@ -5,10 +5,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.checksum import crc32c, footed_bytes
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.stock import StockFile, StockHolding
-from replicated_ckpt.errors import ObjectMissing, StoreError
+from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, StoreError
 from replicated_ckpt.stores.catalog import Catalog
 from replicated_ckpt.stores.committed import Committed, committed_directory
 from replicated_ckpt.stores.durable import read_exactly, translated
@@ -65,15 +65,26 @@ class StockShelf:
     def open(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
         """File descriptor for reading one file of a checkpoint without a manifest; the caller closes it.
 
+        If it was adopted meanwhile, it is the same bytes, and a footer follows: a load that began before goes on.
+
         Raises:
-            ObjectMissing: it is not here, is no plain file, has another size, or has a manifest by now.
+            ObjectMissing: it is not here, is no plain file, has another size, or is of a checkpoint of ours by now.
         """
+        try:
+            return self._opened(checkpoint_id, name, size_bytes)
+        except ObjectMissing:
+            return self._opened(checkpoint_id, name, size_bytes)  # its directory may have been exchanged at that moment
+
+    def _opened(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
         with committed_directory(self.root, checkpoint_id) as directory:
+            sizes = {size_bytes}
             if MANIFEST_NAME in directory.names():
-                raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", "it has a manifest by now")
+                sizes = _sizes_adopted(directory, name, size_bytes)
+                if not sizes:
+                    raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", "it has a manifest by now")
             fd = directory.open(name)
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
+        if not stat.S_ISREG(status.st_mode) or status.st_size not in sizes:
             os.close(fd)
             detail = f"expected a file of {size_bytes} bytes, found {status.st_size}"
             raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", detail)
@@ -83,6 +94,23 @@ class StockShelf:
         """A small file of this size; otherwise as `open`."""
         with os.fdopen(self.open(checkpoint_id, name, size_bytes), "rb") as file:
             return file.read(size_bytes)
+
+
+def _sizes_adopted(directory: Committed, name: str, size_bytes: int) -> set[int]:
+    """Sizes that a file of this size may have since its adoption; none if the manifest there is another's.
+
+    No save has the sequence 0. A shard may still be without its footer.
+    """
+    try:
+        manifest = directory.manifest()
+    except ManifestInvalid:
+        return set()
+    if manifest.sequence != 0:
+        return set()
+    if name == METADATA_NAME:
+        return {size_bytes} if manifest.metadata_bytes == size_bytes else set()
+    entry, footed = manifest.shards.get(name), footed_bytes(size_bytes)
+    return {size_bytes, footed} if entry is not None and entry.size_bytes == footed else set()
 
 
 def _print_of(fd: int, size_bytes: int, *, is_whole: bool) -> int:

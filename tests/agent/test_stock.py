@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
+from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.checksum import crc32c
@@ -17,7 +19,7 @@ from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, stock
 from replicated_ckpt.stores.local import LocalStore
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import findings, held, introduced, quarantined
-from tests.agent.scattered import ID, loads, loads_by_stock_torch, scattered
+from tests.agent.scattered import ID, Interrupted, loads, loads_by_stock_torch, scattered, state
 from tests.agent.test_reprotect import agents, protected, stores
 from tests.agent.test_verify_repair import flip, tree
 
@@ -211,8 +213,19 @@ def test_strangers_get_nothing(serving: tuple[RunningAgent, LocalStore]) -> None
                 client.fetch("GET", path)
 
 
+def test_a_load_goes_on_while_the_checkpoint_is_adopted(tmp_path: Path, tell: Tell) -> None:
+    """It found the files of stock torch; when it opens them they lie in other directories and have footers."""
+    nodes = stores(tmp_path, 2)
+    scattered(nodes, tmp_path)
+    codes: list[int] = []
+    with agents(nodes):
+        planner = Interrupted(lambda: codes.append(tell("repair", nodes[1]).code))
+        assert loads(nodes[0], planner=planner)
+        assert codes == [ExitCode.OK]
+
+
 def test_a_checkpoint_of_ours_is_not_served_as_stock(tmp_path: Path, tell: Tell) -> None:
-    """Once a manifest lies there, its files go out by their save's id alone, and nothing lists it as stock."""
+    """Once adopted, it is not listed as stock, and what was there before goes out as such; of a later save nothing does."""
     (store,) = stores(tmp_path, 1)
     contents = scattered([store], tmp_path)
     with running_agent(store.root) as agent:
@@ -220,5 +233,13 @@ def test_a_checkpoint_of_ours_is_not_served_as_stock(tmp_path: Path, tell: Tell)
         assert tell("repair", store).code == ExitCode.OK
         with agent.client() as client:
             assert client.call("GET", "/v1/stock")["stock"] == []
+            for name, raw in contents.items():
+                assert client.fetch("GET", stock_path(ID, name, len(raw))).startswith(raw)
+                with pytest.raises(ObjectMissing, match="manifest by now"):
+                    client.fetch("GET", stock_path(ID, name, len(raw) + 1))
+            dcp.save(
+                state(2), checkpoint_id=ID, storage_writer=ReplicatedWriter(store.root, overwrite=True), no_dist=True
+            )
+            size_bytes = (store.root / ID / ".metadata").stat().st_size
             with pytest.raises(ObjectMissing, match="manifest by now"):
-                client.fetch("GET", stock_path(ID, ".metadata", len(contents[".metadata"])))
+                client.fetch("GET", stock_path(ID, ".metadata", size_bytes))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,50 +21,69 @@ import torch
 import torch.distributed.checkpoint as dcp
 from replicated_ckpt import ReplicatedWriter, export_checkpoint, import_checkpoint
 
-def peak():
+def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
 
 formats, base, way = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 import replicated_ckpt.dcp.convert.importing  # everything that is imported is there before
 dcp.save({"a": torch.ones(9)}, checkpoint_id=formats, storage_writer=ReplicatedWriter(base / "other", copies=1))
-before = peak()
+before, libraries = status("VmHWM"), status("RssFile")
 for format_ in formats.split(","):
     export_checkpoint("step-1", base / format_, format=format_, root=base / "root")
     if way == "back":
         import_checkpoint(base / format_, format_, format=format_, root=base / "root", copies=1)
     shutil.rmtree(base / format_) if (base / format_).is_dir() else (base / format_).unlink()
     shutil.rmtree(base / "root" / format_, ignore_errors=True)
-print(before, peak())
+print(libraries, before, status("VmHWM"))
 """
+
+GROWTH_BYTES = 120e6
+"""A window is 67 MB of it; pieces on their way and, on import, the buffers of the writer are the rest."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of a process that converts, in bytes: the pages of libraries in it and its peak, both when everything was imported,
+    and its peak at its end."""
+
+    libraries: int
+    before: int
+    after: int
 
 
 def save(base: Path, rows: int, tensors: int) -> None:
-    state = {f"w{n}": torch.full((rows, 1_000_000), n, dtype=torch.int8) for n in range(tensors)}
+    state = {f"w{n}": torch.full((rows, 1_000_000), n % 100, dtype=torch.int8) for n in range(tensors)}
     dcp.save(state, checkpoint_id="step-1", storage_writer=ReplicatedWriter(base / "root", copies=1), no_dist=True)
 
 
-def peaks(formats: str, base: Path, way: str, timeout_s: float) -> tuple[int, int]:
-    """Peak memory of a process that converts, in bytes: when everything was imported, and at its end."""
+def memory(formats: str, base: Path, way: str, timeout_s: float) -> Memory:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, formats, str(base), way]
     done = subprocess.run(command, check=True, timeout=timeout_s, stdout=subprocess.PIPE, env={**os.environ})
-    before, after = done.stdout.split()
-    return int(before), int(after)
+    return Memory(*map(int, done.stdout.split()))
 
 
 def test_a_tensor_larger_than_the_window_is_never_in_memory(tmp_path: Path) -> None:
-    """One of 200 MB in each format and back: less than 150 MB more than the imports take."""
+    """One of 200 MB in each format and back: less than 120 MB more than the imports take."""
     save(tmp_path, 200, 1)
-    before, after = peaks("torch,safetensors,dcp", tmp_path, "back", timeout_s=110)
-    assert after - before < 150e6
+    found = memory("torch,safetensors,dcp", tmp_path, "back", timeout_s=110)
+    assert found.after - found.before < GROWTH_BYTES
 
 
 @pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.timeout(900)
-def test_two_gigabytes_take_less_than_600_mb(tmp_path: Path) -> None:
-    """All of the process, torch included, for each format and back."""
-    save(tmp_path, 500, 4)
+@pytest.mark.parametrize("rows", [500, 12])
+def test_two_gigabytes_take_less_than_600_mb(rows: int, tmp_path: Path) -> None:
+    """All of the process, torch included, for each format and back, in large and in small tensors.
+
+    The pages of libraries that the imports mapped are not counted: the kernel can drop them, and a torch with CUDA has
+    so many that it is beyond 600 MB before it has done anything. With torch for the CPU they fit in, too.
+    """
+    save(tmp_path, rows, 2000 // rows)
     for format_ in ("torch", "safetensors", "dcp"):
-        _, after = peaks(format_, tmp_path, "back", timeout_s=300)
-        assert after < 600e6
+        found = memory(format_, tmp_path, "back", timeout_s=300)
+        assert found.after - found.before < GROWTH_BYTES
+        assert found.after - found.libraries < 600e6
+        if torch.version.cuda is None:
+            assert found.after < 600e6

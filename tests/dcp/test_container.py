@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from replicated_ckpt.dcp.container import TEMPLATE_BYTES_MAX, TensorReader, data_range
 from replicated_ckpt.dcp.tensor_writer import TensorWriter
+from replicated_ckpt.errors import StoreFull
 
 DTYPES = [
     torch.float32,
@@ -68,6 +69,28 @@ def test_any_tensor_goes_both_ways(dtype: torch.dtype, shape: list[int]) -> None
         stock = io.BytesIO()
         torch.save(tensor, stock)
         assert same(reader.read(memoryview(bytearray(stock.getvalue()))), tensor)
+
+
+class FullStream(Stream):
+    """Has room for so many bytes."""
+
+    def __init__(self, room_bytes: int) -> None:
+        super().__init__()
+        self._room_bytes = room_bytes
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self._room_bytes:
+            raise StoreFull("/nvme/ckpt", "write", "__0_0.distcp")
+        return super().write(data)
+
+
+def test_an_error_of_the_stream_comes_out_as_it_is() -> None:
+    """Wherever it is met: torch, which writes what is more than its elements, would raise one of its own."""
+    tensor = torch.eye(300).to_sparse()
+    size_bytes = len(written(TensorWriter(), tensor))
+    for room_bytes in range(0, size_bytes, 500):
+        with pytest.raises(StoreFull, match=r"__0_0\.distcp"):
+            TensorWriter().write(tensor, FullStream(room_bytes))
 
 
 @pytest.mark.parametrize("permuted", [(1, 0, 2), (2, 1, 0), (0, 2, 1)])

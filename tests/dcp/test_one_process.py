@@ -1,9 +1,11 @@
 """One process without a process group: a local directory is enough, and no agent is started."""
 
+import errno
 import io
 import multiprocessing
 import os
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -29,7 +31,9 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     ReplicatedCkptWarning,
     ShardLost,
+    StoreFull,
 )
+from replicated_ckpt.stores import durable, shard_file
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.intent import Intent
 from replicated_ckpt.stores.local import LocalStore
@@ -223,6 +227,26 @@ def test_a_failed_save_leaves_nothing_and_the_old_one_loads(tmp_path: Path) -> N
     assert_same(loaded(tmp_path, "step-1", state()), state(0))
     dcp.save(state(2), checkpoint_id="step-1", storage_writer=writer)
     assert_same(loaded(tmp_path, "step-1", state()), state(2))
+
+
+def test_a_disk_that_fills_up_is_named_whatever_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while torch itself writes a tensor: the error is of the shard, and says what to do."""
+    real, left = durable.write_vector, [6 << 20]
+
+    def fills_up(fd: int, pieces: Sequence[memoryview]) -> None:
+        left[0] -= sum(map(len, pieces))
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd, pieces)
+
+    monkeypatch.setattr(shard_file, "write_vector", fills_up)
+    sparse, writer = torch.ones(2_000_000).to_sparse(), ReplicatedWriter(tmp_path, direct_io="off")
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save({"sparse": sparse}, checkpoint_id="step-1", storage_writer=writer)
+    error = the_cause(raised.value)
+    assert isinstance(error, StoreFull)
+    assert error.key == "__0_0.distcp"
+    assert "Free space" in str(error)
 
 
 def test_the_next_save_removes_what_a_dead_one_left(tmp_path: Path) -> None:

@@ -59,6 +59,18 @@ def test_a_part_is_read_alone(
     assert is_transposed or reader.last_load.bytes_local <= needed + 4 * BLOCK_BYTES
 
 
+@pytest.mark.parametrize("rows", [80, 400])
+def test_a_small_part_of_a_tensor_of_any_size_is_read_once(tmp_path: Path, rows: int) -> None:
+    """The head is foretold as it was written, so that what follows it need not be read as a whole."""
+    tensor = torch.arange(rows * 3001, dtype=torch.float32).reshape(rows, 3001)  # 0.96 MB or 4.8 MB
+    saved(tmp_path, tensor)
+    planner, reader = PartPlanner((70, 0), (2, 3001)), ReplicatedReader(tmp_path)
+    dcp.load({"t": torch.zeros(tensor.shape)}, checkpoint_id="step-1", storage_reader=reader, planner=planner)
+    assert torch.equal(planner.found, tensor[70:72])
+    assert reader.last_load is not None
+    assert reader.last_load.bytes_local <= 3 * BLOCK_BYTES
+
+
 def test_what_a_target_is_like_does_not_matter(tmp_path: Path) -> None:
     """Other types and strides of targets get the same values as torch's own copy gives them."""
     saved(tmp_path, numbered())

@@ -14,6 +14,7 @@ from replicated_ckpt.dcp.convert.source import Contents, Source
 from replicated_ckpt.dcp.convert.torch_sink import Progress
 from replicated_ckpt.dcp.metadata import decoded_metadata
 from replicated_ckpt.dcp.torch_private import StorageInfo, metadata_version
+from replicated_ckpt.dcp.torch_save import saved
 from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.output import Output, Stream
 
@@ -66,10 +67,5 @@ def _written(stream: Stream, name: str, data: torch.Tensor | io.BytesIO) -> Stor
     if isinstance(data, io.BytesIO):
         stream.write(data.getbuffer())
     else:
-        try:
-            torch.save(data, stream)  # type: ignore[arg-type]
-        except RuntimeError as exc:  # torch closes its archive after a failed write, and raises what that fails with
-            if stream.failure is None:
-                raise
-            raise stream.failure from exc
+        saved(data, stream)
     return StorageInfo(name, start, stream.position - start)

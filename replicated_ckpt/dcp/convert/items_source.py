@@ -12,12 +12,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from replicated_ckpt.core.box import Box
 from replicated_ckpt.core.keys import Path
 from replicated_ckpt.dcp.convert.item_outline import END_BYTES, data_start
+from replicated_ckpt.dcp.convert.memory import window_tensor
 from replicated_ckpt.dcp.convert.source import Contents, ObjectEntry, Part, TensorEntry
 from replicated_ckpt.dcp.torch_private import StorageInfo
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
-PIECE_BYTES = 16 << 20
-"""Items larger than this are read in pieces of this size."""
+PIECE_BYTES = 4 << 20
+"""Items larger than this are read in pieces of this size: each is in memory up to three times on its way."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class ItemsSource:
 
     def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:
         self._probe(parts)
-        targets = [torch.empty(part.box.sizes, dtype=part.entry.dtype) for part in parts]
+        targets = [window_tensor(part.box.sizes, part.entry.dtype) for part in parts]
         wanted: list[Wanted] = []
         for part, target in zip(parts, targets, strict=True):
             for chunk in part.entry.chunks:

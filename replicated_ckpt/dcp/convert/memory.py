@@ -1,14 +1,21 @@
-"""A tensor's memory as bytes, without numpy, which torch does not need."""
+"""Memory for the window of a conversion: it goes back to the system as soon as it is let go."""
 
-import ctypes
+import mmap
 
 import torch
 
+_MAPPED_BYTES_MIN = 1 << 20
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable; valid only while the tensor is."""
-    assert tensor.is_contiguous(), "only what lies in one piece can be seen as bytes"
-    size_bytes = tensor.numel() * tensor.itemsize
-    if size_bytes == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())).cast("B")
+
+def window_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor on the CPU that is to be filled.
+
+    Large ones are mapped, not allocated: the C library keeps what is freed below 32 MiB, and later, larger tensors do not
+    fit in there, so that a process would hold more than its window.
+    """
+    count = torch.Size(shape).numel()
+    size_bytes = count * dtype.itemsize
+    if size_bytes < _MAPPED_BYTES_MIN:
+        return torch.empty(shape, dtype=dtype)
+    mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor keeps it
+    return torch.frombuffer(mapped, dtype=dtype, count=count).view(shape)

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from replicated_ckpt.core.box import Box
-from replicated_ckpt.dcp.convert.memory import memory_of
+from replicated_ckpt.dcp.convert.memory import window_tensor
 from replicated_ckpt.dcp.convert.safetensors_format import LENGTH, Tensor, decoded_header, header_size
 from replicated_ckpt.dcp.convert.source import Contents, ObjectEntry, Part, TensorEntry
+from replicated_ckpt.dcp.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.durable import read_exactly, translated
 
@@ -65,7 +66,7 @@ class SafetensorsFiles:
     def _part(self, part: Part) -> torch.Tensor:
         path, fd, start = self._place_by_key[part.entry.key]
         itemsize, whole = part.entry.dtype.itemsize, Box.whole(part.entry.shape)
-        target = torch.empty(part.box.elements, dtype=part.entry.dtype)
+        target = window_tensor((part.box.elements,), part.entry.dtype)
         raw = memory_of(target)
         position = 0
         for run in part.box.runs(whole, part.box.elements):

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from replicated_ckpt.dcp.convert.memory import memory_of
 from replicated_ckpt.dcp.convert.safetensors_format import (
     INDEX_NAME,
     LENGTH,
@@ -17,6 +16,7 @@ from replicated_ckpt.dcp.convert.safetensors_format import (
 )
 from replicated_ckpt.dcp.convert.source import Contents, Source, TensorEntry, streamed
 from replicated_ckpt.dcp.convert.torch_sink import Progress
+from replicated_ckpt.dcp.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.output import Output
 

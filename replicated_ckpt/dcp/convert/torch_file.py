@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from replicated_ckpt.core.box import Box
-from replicated_ckpt.dcp.convert.memory import memory_of
+from replicated_ckpt.dcp.convert.memory import window_tensor
 from replicated_ckpt.dcp.convert.source import Contents, ObjectEntry, Part, TensorEntry
+from replicated_ckpt.dcp.memory import memory_of
 from replicated_ckpt.dcp.torch_private import flattened
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, StoreError
 from replicated_ckpt.stores.durable import read_exactly, translated
@@ -51,7 +52,7 @@ class TorchFile:
         tensor = self._values[part.entry.key].detach()
         whole = Box.whole(part.entry.shape)
         start = self._position(tensor) if tensor.is_contiguous() and part.box.elements else None
-        target = torch.empty(part.box.sizes, dtype=tensor.dtype)
+        target = window_tensor(part.box.sizes, tensor.dtype)
         slices = tuple(slice(o, o + s) for o, s in zip(part.box.offsets, part.box.sizes, strict=True))
         if start is None or len(list(part.box.runs(whole, part.box.elements))) != 1:
             return target.copy_(tensor[slices])

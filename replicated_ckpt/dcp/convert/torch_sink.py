@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 
 from replicated_ckpt.core.keys import nested
-from replicated_ckpt.dcp.convert.memory import memory_of
 from replicated_ckpt.dcp.convert.source import Contents, ObjectEntry, Source, TensorEntry, streamed
 from replicated_ckpt.dcp.convert.torch_pickle import Absent, StatePickler
+from replicated_ckpt.dcp.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.output import Output, Stream
 

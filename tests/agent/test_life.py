@@ -1,0 +1,42 @@
+"""The beginning of an agent's life, in this process."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.agent import life
+from replicated_ckpt.agent.endpoint import Identity
+from replicated_ckpt.config import AgentConfig
+from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
+
+
+@contextmanager
+def signals_given_back() -> Iterator[None]:
+    """An agent takes over what its process does on signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_an_agent_that_listens_says_how_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at its first instant, when it has told nobody where it is: its last address is known to others, too."""
+    answers: list[dict[str, Any]] = []
+
+    def asked(directory: Path, identity: Identity) -> None:
+        with AgentClient(AgentAddress("0" * 12, "127.0.0.1", identity.port, identity.token)) as client:
+            answers.append(client.call("GET", "/v1/status"))
+            client.call("POST", "/v1/shutdown")
+
+    monkeypatch.setattr(life, "keep_identity", asked)
+    with signals_given_back():
+        life.Agent(AgentConfig(str(tmp_path))).run()
+    (answer,) = answers
+    assert answer["node_id"] in (tmp_path / "node.json").read_text()
+    assert answer["greeted"] is False
