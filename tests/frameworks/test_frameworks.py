@@ -1,10 +1,14 @@
 """The examples of other frameworks, on two real nodes: stopped, one lost, resumed, and held against an undisturbed run."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.stores.local import LocalStore
 from tests.agent.checkpoints import findings
 from tests.frameworks.running import EVERY, STEPS, contents, lines, require, run
@@ -13,18 +17,8 @@ from tests.multiprocess.processes import end, processes_of
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize(
-    ("module", "script"),
-    [
-        ("accelerate", "accelerate_fsdp2.py"),
-        ("transformers", "hf_trainer.py"),
-        ("lightning", "lightning_callback.py"),
-        ("torch", "torchtitan_style.py"),
-    ],
-)
-def test_it_goes_on_after_the_loss_of_a_node(tmp_path: Path, module: str, script: str) -> None:
-    """Half way a node's store is deleted; what the resumed run says of its later steps is what an undisturbed one says."""
-    require(module)
+def goes_on(tmp_path: Path, script: str) -> dict[int, str]:
+    """Half way the second node's store is deleted; the run ends as an undisturbed one does. What it said of its steps."""
     nodes = [tmp_path / "node-0", tmp_path / "node-1"]
     try:
         first = run(script, nodes, EVERY)
@@ -41,3 +35,42 @@ def test_it_goes_on_after_the_loss_of_a_node(tmp_path: Path, module: str, script
     for node in nodes:
         assert (node / f"step-{STEPS}" / ".metadata").exists()
         assert findings(LocalStore(node)) == []
+    return lines(second)
+
+
+@pytest.mark.parametrize(
+    ("module", "script"),
+    [
+        ("accelerate", "accelerate_fsdp2.py"),
+        ("transformers", "hf_trainer.py"),
+        ("lightning", "lightning_callback.py"),
+        ("torch", "torchtitan_style.py"),
+    ],
+)
+def test_it_goes_on_after_the_loss_of_a_node(tmp_path: Path, module: str, script: str) -> None:
+    """Half way a node's store is deleted; what the resumed run says of its later steps is what an undisturbed one says."""
+    require(module)
+    goes_on(tmp_path, script)
+
+
+def test_trl_goes_on_and_its_model_comes_out_as_safetensors(tmp_path: Path) -> None:
+    """The same for SFTTrainer with FSDP2; the blank node exports the model whole, in files of limited size, as trained."""
+    require("trl")
+    said = goes_on(tmp_path, "trl_sft.py")
+    store, whole = tmp_path / "node-1", tmp_path / "model"
+    written = FileSystemReader(store / f"step-{STEPS}").read_metadata().state_dict_metadata
+    weights = {
+        name.removeprefix("app.model."): entry for name, entry in written.items() if name.startswith("app.model.")
+    }
+    assert all(isinstance(entry, TensorStorageMetadata) and len(entry.chunks) == 2 for entry in weights.values())
+
+    export = ["export", f"step-{STEPS}", "--root", str(store), "--to", "safetensors", str(whole)]
+    choose = ["--include", "app.model.*", "--strip-prefix", "app.model.", "--shard-size-limit", "20kB"]
+    assert main([*export, *choose]) == 0
+    from safetensors.torch import load_file
+
+    tensors = {name: tensor for file in whole.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    index = json.loads((whole / "model.safetensors.index.json").read_text())
+    assert set(tensors) == set(index["weight_map"]) == set(weights)
+    total = sum(float(tensor.double().abs().sum()) for tensor in tensors.values())
+    assert said[STEPS] == f"sum of weights {total:.6f}, saved"
