@@ -1,6 +1,7 @@
 """The examples of other frameworks, run under torchrun on two nodes of this machine, and what is held against what."""
 
 import importlib.util
+import io
 import os
 import re
 import socket
@@ -9,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from replicated_ckpt.stores.local import LocalStore
+import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "frameworks"
@@ -56,7 +57,13 @@ def lines(said: str) -> dict[int, str]:
     return {int(match[1]): match[2] for match in re.finditer(r"\bstep (\d+): (.*)$", said, flags=re.MULTILINE)}
 
 
-def contents(root: Path, step: int) -> dict[str, tuple[int, int]]:
-    """Size and checksum of each shard of a checkpoint: equal where the states that were saved are, to the last bit."""
-    manifest = LocalStore(root).catalog.manifest(f"step-{step}")
-    return {name: (shard.size_bytes, shard.crc32c) for name, shard in manifest.shards.items()}
+def contents(root: Path, step: int) -> dict[tuple[str, str, object], object]:
+    """Each item of a checkpoint by name and place, a tensor as its bytes: what is around it is not always the same."""
+    checkpoint = root / f"step-{step}"
+    items = {}
+    for index, where in FileSystemReader(checkpoint).read_metadata().storage_data.items():
+        raw = (checkpoint / where.relative_path).read_bytes()[where.offset :][: where.length]
+        item = torch.load(io.BytesIO(raw), weights_only=True)
+        value = (item.dtype, item.shape, item.numpy().tobytes()) if isinstance(item, torch.Tensor) else item
+        items[index.fqn, where.relative_path, index.offset] = value
+    return items
