@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, set_seed
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from replicated_ckpt import CheckpointManager
@@ -41,10 +42,14 @@ def train(accelerator: Accelerator, root: Path, steps: int, save_every: int) -> 
     """From wherever we are to `steps`."""
     set_seed(1)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(data(512), batch_size=8, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
+    if accelerator.distributed_type == DistributedType.FSDP:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    else:  # accelerate shards on accelerators only; on CPUs it would take DDP, without a word
+        model = accelerator.prepare_model(fully_shard(model), evaluation_mode=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer, loader = accelerator.prepare(optimizer, loader)
     state = {"app": AppState(model, optimizer.optimizer)}
     with CheckpointManager(root, every=save_every) as manager:
         step = manager.restore_latest(state) or 0

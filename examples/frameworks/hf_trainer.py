@@ -1,13 +1,14 @@
 """Hugging Face Trainer: a callback saves to replicated_ckpt and restores from it, in place of Trainer's own checkpoints."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -71,13 +72,19 @@ class Checkpoints(TrainerCallback):
         self.tokens.step = state.global_step
         if self.manager.should_save(state.global_step):
             self.manager.save(state.global_step, self.app)
+            weights = total(self.trainer.model.parameters())
             if state.is_world_process_zero:
-                weights = sum(float(weight.double().abs().sum()) for weight in self.trainer.model.parameters())
                 print(f"step {state.global_step}: sum of weights {weights:.6f}, saved", flush=True)
         control.should_training_stop = control.should_training_stop or self.manager.preempted
 
     def on_train_end(self, args, state, control, **kwargs):
         self.manager.close()
+
+
+def total(weights: Iterable[torch.Tensor]) -> float:
+    """The sum of what they are without signs; all ranks take part, as the weights may be sharded."""
+    sums = [weight.detach().double().abs().sum() for weight in weights]
+    return sum(float(each.full_tensor() if isinstance(each, DTensor) else each) for each in sums)
 
 
 def main() -> None:

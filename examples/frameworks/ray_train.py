@@ -4,7 +4,6 @@ import argparse
 import os
 from pathlib import Path
 
-import ray
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchTrainer
@@ -40,14 +39,15 @@ def loop(config: dict) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"app": AppState(model, optimizer)}
     rank, world = get_context().get_world_rank(), get_context().get_world_size()
+    root = os.path.expandvars(config["root"])  # by this node's environment
     # Ray calls this in a thread, where no signal can be caught.
-    with CheckpointManager(config["root"], every=config["save_every"], preempt_on=()) as manager:
-        step = manager.restore_latest(state) or 0
+    with CheckpointManager(root, every=config["save_every"], preempt_on=()) as manager:
+        step = begin = manager.restore_latest(state) or 0
         if rank == 0:
             print(f"starting at step {step} on {world} ranks", flush=True)
         while step < config["steps"]:
-            if step == config["die_at"] and rank == world - 1 and not Path(config["root"], "died").exists():
-                Path(config["root"], "died").touch()
+            if step == config["die_at"] and begin == 0 and rank == world - 1:
+                print(f"rank {rank} dies after step {step}", flush=True)
                 os._exit(1)  # what this example is there to survive
             generator = torch.Generator().manual_seed(step * world + rank)
             inputs = torch.randn(8, 16, generator=generator)
@@ -60,34 +60,36 @@ def loop(config: dict) -> None:
                 manager.save(step, state)
                 if rank == 0:
                     print(f"step {step}: loss {loss.item():.4f}, saved", flush=True)
-    ray.train.report({"step": step})
 
 
 def main() -> None:
     """The driver."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--root", type=Path, required=True, help="each node's store: a directory on a node-local disk")
+    parser.add_argument(
+        "--root", required=True, help="each node's store: absolute, node-local; $VARIABLES are the node's"
+    )
+    parser.add_argument(
+        "--storage", type=Path, required=True, help="Ray's bookkeeping: a directory that all nodes share"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=5)
-    parser.add_argument("--die-at", type=int, default=-1, help="the last worker dies before this step, once")
+    parser.add_argument("--die-at", type=int, default=-1, help="the last worker dies after this step, once")
     arguments = parser.parse_args()
-    # Ray's own storage must be shared between nodes; nothing but its bookkeeping goes there. --root need not be.
     trainer = TorchTrainer(
         loop,
         train_loop_config={
-            "root": str(arguments.root.resolve()),
+            "root": arguments.root,
             "steps": arguments.steps,
             "save_every": arguments.save_every,
             "die_at": arguments.die_at,
         },
         scaling_config=ScalingConfig(num_workers=arguments.workers, use_gpu=torch.cuda.is_available()),
         run_config=RunConfig(
-            storage_path=str(arguments.root.resolve().parent / "ray"), failure_config=FailureConfig(max_failures=2)
+            storage_path=str(arguments.storage.resolve()), failure_config=FailureConfig(max_failures=3)
         ),
     )
-    result = trainer.fit()
-    print(f"ended at step {result.metrics['step']}", flush=True)
+    trainer.fit()
 
 
 if __name__ == "__main__":

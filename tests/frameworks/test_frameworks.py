@@ -1,64 +1,41 @@
 """The examples of other frameworks, on two real nodes: stopped, one lost, resumed, and held against an undisturbed run."""
 
-import importlib.util
-import os
-import re
+import json
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.stores.local import LocalStore
 from tests.agent.checkpoints import findings
+from tests.frameworks.running import EVERY, STEPS, contents, lines, require, run
 from tests.multiprocess.processes import end, processes_of
-
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples" / "frameworks"
-STEPS = 8
-EVERY = 4
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def require(module: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed: make frameworks")
-
-
-def run(script: str, roots: list[Path], steps: int, *arguments: str) -> str:
-    """Runs an example under torchrun, one rank on each node, to its end; what its ranks printed."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    nodes = []
+def goes_on(tmp_path: Path, script: str) -> dict[int, str]:
+    """Half way the second node's store is deleted; the run ends as an undisturbed one does. What it said of its steps."""
+    nodes = [tmp_path / "node-0", tmp_path / "node-1"]
     try:
-        for index, root in enumerate(roots):
-            command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nnodes", str(len(roots))]
-            command += ["--node-rank", str(index), "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
-            command += ["--master-port", str(port), str(EXAMPLES / script), "--root", str(root)]
-            command += ["--steps", str(steps), "--save-every", str(EVERY), *arguments]
-            output = (root.parent / f"{root.name}.out").open("w+")
-            nodes.append((subprocess.Popen(command, stdout=output, stderr=output, env=environment), output))
-        for process, output in nodes:
-            process.wait(120)
-            output.seek(0)
-            assert process.returncode == 0, output.read()[-4000:]
+        first = run(script, nodes, EVERY)
+        shutil.rmtree(nodes[1])
+        second = run(script, nodes, STEPS)
+        undisturbed = run(script, [tmp_path / "whole-0", tmp_path / "whole-1"], STEPS)
     finally:
-        for process, _ in nodes:
-            process.kill()
-            process.wait()
-    texts = [(root.parent / f"{root.name}.out").read_text() for root in roots]
-    for _, output in nodes:
-        output.close()
-    return texts[0]
-
-
-def lines(said: str) -> dict[int, str]:
-    """What was said of each saved step."""
-    return {int(match[1]): match[2] for match in re.finditer(r"^step (\d+): (.*)$", said, flags=re.MULTILINE)}
+        end(processes_of(str(tmp_path)))
+    assert "starting at step 0 on 2 ranks" in first
+    assert f"starting at step {EVERY} on 2 ranks" in second
+    assert {**lines(first), **lines(second)} == lines(undisturbed)
+    assert sorted(lines(undisturbed)) == [EVERY, STEPS]
+    assert contents(nodes[0], STEPS) == contents(tmp_path / "whole-0", STEPS)
+    for node in nodes:
+        assert (node / f"step-{STEPS}" / ".metadata").exists()
+        assert findings(LocalStore(node)) == []
+    return lines(second)
 
 
 @pytest.mark.parametrize(
@@ -73,42 +50,26 @@ def lines(said: str) -> dict[int, str]:
 def test_it_goes_on_after_the_loss_of_a_node(tmp_path: Path, module: str, script: str) -> None:
     """Half way a node's store is deleted; what the resumed run says of its later steps is what an undisturbed one says."""
     require(module)
-    nodes = [tmp_path / "node-0", tmp_path / "node-1"]
-    try:
-        first = run(script, nodes, EVERY)
-        shutil.rmtree(nodes[1])
-        second = run(script, nodes, STEPS)
-        undisturbed = run(script, [tmp_path / "whole-0", tmp_path / "whole-1"], STEPS)
-    finally:
-        end(processes_of(str(tmp_path)))
-    assert "starting at step 0 on 2 ranks" in first
-    assert f"starting at step {EVERY} on 2 ranks" in second
-    assert {**lines(first), **lines(second)} == lines(undisturbed)
-    assert sorted(lines(undisturbed)) == [EVERY, STEPS]
-    for node in nodes:
-        assert (node / f"step-{STEPS}" / ".metadata").exists()
-        assert findings(LocalStore(node)) == []
+    goes_on(tmp_path, script)
 
 
-def test_ray_train_survives_a_worker(tmp_path: Path) -> None:
-    """A worker dies; Ray makes the group anew, and it goes on from the newest checkpoint."""
-    require("ray")
-    command = [sys.executable, "-W", "ignore", str(EXAMPLES / "ray_train.py"), "--root", str(tmp_path / "root")]
-    command += ["--steps", str(STEPS), "--save-every", str(EVERY), "--die-at", str(EVERY + 1)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            timeout=500,
-            check=False,
-        )
-    finally:
-        end(processes_of(str(tmp_path)))
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert f"starting at step {EVERY} on 2 ranks" in done.stdout
-    assert f"ended at step {STEPS}" in done.stdout
-    assert findings(LocalStore(tmp_path / "root")) == []
+def test_trl_goes_on_and_its_model_comes_out_as_safetensors(tmp_path: Path) -> None:
+    """The same for SFTTrainer with FSDP2; the blank node exports the model whole, in files of limited size, as trained."""
+    require("trl")
+    said = goes_on(tmp_path, "trl_sft.py")
+    store, whole = tmp_path / "node-1", tmp_path / "model"
+    written = FileSystemReader(store / f"step-{STEPS}").read_metadata().state_dict_metadata
+    weights = {
+        name.removeprefix("app.model."): entry for name, entry in written.items() if name.startswith("app.model.")
+    }
+    assert all(isinstance(entry, TensorStorageMetadata) and len(entry.chunks) == 2 for entry in weights.values())
+
+    export = ["export", f"step-{STEPS}", "--root", str(store), "--to", "safetensors", str(whole)]
+    choose = ["--include", "app.model.*", "--strip-prefix", "app.model.", "--shard-size-limit", "20kB"]
+    assert main([*export, *choose]) == 0
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    tensors = {name: tensor for file in whole.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    index = json.loads((whole / "model.safetensors.index.json").read_text())
+    assert set(tensors) == set(index["weight_map"]) == set(weights)
+    total = sum(float(tensor.double().abs().sum()) for tensor in tensors.values())
+    assert said[STEPS] == f"sum of weights {total:.6f}, saved"

@@ -1,0 +1,119 @@
+"""Ray Train on a cluster of two nodes, one of which is lost with its store: held against an undisturbed run."""
+
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.stores.local import LocalStore
+from tests.agent.checkpoints import findings
+from tests.frameworks.running import ENVIRONMENT, EVERY, EXAMPLES, STEPS, contents, lines, require
+from tests.multiprocess.processes import end, processes_of
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(600)]
+
+START = [sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts", "start", "--num-cpus", "1"]
+START += [
+    "--object-store-memory",
+    "100000000",
+    "--disable-usage-stats",
+    "--min-worker-port",
+    "0",
+    "--max-worker-port",
+    "0",
+]
+
+
+class Cluster:
+    """Ray with one CPU on each node; NODE_DISK in the environment of a node's processes is where its disk is."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        # Without a token of one's own Ray makes one, in the home directory.
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = {**ENVIRONMENT, **token, "RAY_USAGE_STATS_ENABLED": "0"}
+
+    def disk(self, node: int) -> Path:
+        return self.directory / f"node-{node}"
+
+    def start(self, node: int) -> None:
+        if node == 0:
+            self._start(
+                node, "--head", "--port", "0", "--temp-dir", str(self.directory), "--include-dashboard", "false"
+            )
+            self.environment["RAY_ADDRESS"] = (self.directory / "ray_current_cluster").read_text()
+        else:
+            self._start(node, "--address", self.environment["RAY_ADDRESS"])
+
+    def _start(self, node: int, *arguments: str) -> None:
+        subprocess.run(
+            [*START, *arguments], env={**self.environment, "NODE_DISK": str(self.disk(node))}, timeout=60, check=True
+        )
+
+    def lose(self, node: int) -> None:
+        """SIGKILL to all that runs there, and the disk is gone."""
+        end(processes_of(f"NODE_DISK={self.disk(node)}"))
+        shutil.rmtree(self.disk(node))
+
+
+class Training:
+    """The example's driver, on this cluster."""
+
+    def __init__(self, cluster: Cluster, name: str, *arguments: str) -> None:
+        command = [sys.executable, "-W", "ignore", str(EXAMPLES / "ray_train.py"), "--root", f"$NODE_DISK/{name}"]
+        command += ["--storage", str(cluster.directory / "storage"), "--steps", str(STEPS), "--save-every", str(EVERY)]
+        self.output = cluster.directory / f"{name}.out"
+        with self.output.open("w") as output:
+            self.driver = subprocess.Popen(
+                [*command, *arguments], stdout=output, stderr=subprocess.STDOUT, env=cluster.environment
+            )
+
+    def wait_for(self, line: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while line not in self.output.read_text():
+            assert self.driver.poll() is None, self.output.read_text()[-4000:]
+            assert time.monotonic() < deadline, self.output.read_text()[-4000:]
+            time.sleep(0.05)
+
+    def said(self, timeout_s: float) -> str:
+        """All it printed, when it has ended well."""
+        assert self.driver.wait(timeout_s) == 0, self.output.read_text()[-4000:]
+        return self.output.read_text()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Two nodes; nothing of them is left afterwards. The path is short, as Ray keeps sockets in it."""
+    require("ray")
+    directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    cluster = Cluster(directory)
+    try:
+        cluster.start(0)
+        cluster.start(1)
+        yield cluster
+    finally:
+        end(processes_of(str(directory)))
+        shutil.rmtree(directory)
+
+
+def test_ray_train_goes_on_after_the_loss_of_a_node(cluster: Cluster) -> None:
+    """A worker dies, then a node with its disk; a blank one comes, and the run ends with the bits of an undisturbed one."""
+    disturbed = Training(cluster, "disturbed", "--die-at", str(EVERY + 1))
+    disturbed.wait_for("dies after step", timeout_s=150)
+    cluster.lose(1)
+    cluster.start(1)
+    second = disturbed.said(timeout_s=240)
+    undisturbed = Training(cluster, "undisturbed").said(timeout_s=150)
+    assert "starting at step 0 on 2 ranks" in second
+    assert f"starting at step {EVERY} on 2 ranks" in second
+    assert lines(second) == lines(undisturbed)
+    assert sorted(lines(undisturbed)) == [EVERY, STEPS]
+    for node in (0, 1):
+        assert findings(LocalStore(cluster.disk(node) / "disturbed")) == []
+        assert contents(cluster.disk(node) / "disturbed", STEPS) == contents(cluster.disk(node) / "undisturbed", STEPS)
