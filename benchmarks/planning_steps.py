@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -82,7 +83,7 @@ def measured(world: World, *, with_memory: bool) -> Measured:
 @contextmanager
 def _scratch() -> Iterator[Path]:
     memory = Path("/dev/shm")  # no disk, so that only the work is measured
-    path = Path(tempfile.mkdtemp(prefix="planning-", dir=memory if memory.is_dir() else None))
+    path = Path(tempfile.mkdtemp(prefix=f"rckpt-bench-{os.getpid()}-", dir=memory if memory.is_dir() else None))
     try:
         yield path
     finally:
