@@ -21,11 +21,12 @@ from benchmarks.report.table import printed
 from benchmarks.suites.bucket import bucket_suite
 from benchmarks.suites.emulated import emulated_suite
 from benchmarks.suites.growth import growth_suite
+from benchmarks.suites.leftovers import remove_leftovers
 from benchmarks.suites.loading import load_suite
 from benchmarks.suites.peers import peers_suite
 from benchmarks.suites.results import Results, Row, from_json
 from benchmarks.suites.saving import save_suite, small_suite
-from benchmarks.suites.setup import Unavailable
+from benchmarks.suites.setup import TMPFS, Unavailable
 from tests.multiprocess.zygote import stop_the_zygote
 
 RUN: Mapping[str, Callable[[Options], list[Row]]] = {
@@ -62,6 +63,8 @@ def measured(options: Options) -> Results:
     """All suites that were asked for. One that cannot run here is named among what was skipped."""
     before = signal.signal(signal.SIGTERM, _interrupted)  # nothing of ours is left then either
     results = Results(described(options), {name: str(value) for name, value in asdict(options).items()})
+    for name in remove_leftovers([TMPFS, options.disk]):
+        print(f"removed what a killed run had left: {name}", file=sys.stderr)
     try:
         for suite in (name for name in SUITES if name in options.suites):
             start = time.monotonic()

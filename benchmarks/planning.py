@@ -3,8 +3,8 @@
     python -m benchmarks.planning [--ranks 64,256,1024] [--items 10000,100000] [--nodes 1000] [--quick] [--json FILE]
 
 Grows the ranks with the least of the items, then the items with the least of the ranks, and prints for each step the
-seconds, the nanoseconds an item (or a rank), the exponent of growth (1.0: linear) and the peak of its memory. Then it opens
-and publishes a save on so many fake agents, with none and with 50 of them hanging.
+CPU seconds, the nanoseconds an item (or a rank), the exponent of growth (1.0: linear) and the peak of its memory. Then it
+opens and publishes a save on so many fake agents, with none and with 50 of them hanging.
 """
 
 import argparse
@@ -30,15 +30,16 @@ def main() -> int:
     ranks, items = sorted(options.ranks), sorted(options.items)
     by_ranks = [World(count, max(items[0], count), options.ranks_per_node) for count in ranks]
     by_items = [World(ranks[0], count, options.ranks_per_node) for count in items]
-    found = []
+    found: dict[World, Measured] = {}
     for title, worlds in (("ranks", by_ranks), ("items", by_items)):
-        runs = [_run(world, options.rounds, with_memory=not options.no_memory) for world in worlds]
-        _print_growth(title, runs)
-        found += runs
-    _print_sizes(found)
+        for world in worlds:
+            if world not in found:
+                found[world] = _run(world, options.rounds, with_memory=not options.no_memory)
+        _print_growth(title, [found[world] for world in worlds])
+    _print_sizes(list(found.values()))
     publishing = _published(options.nodes, 0 if options.quick else min(HANGING, options.nodes // 20))
     if options.json:
-        document = {"steps": [asdict(run) for run in found], "publishing": publishing}
+        document = {"steps": [asdict(run) for run in found.values()], "publishing": publishing}
         options.json.write_text(json.dumps(document, indent=1))
     return 0
 
@@ -76,7 +77,9 @@ def _run(world: World, rounds: int, *, with_memory: bool) -> Measured:
 
 
 def _print_growth(title: str, runs: Sequence[Measured]) -> None:
-    print(f"\nGrowing {title}, nodes of {runs[0].world.ranks_per_node} ranks: ms, then per rank or item at the largest")
+    print(
+        f"\nGrowing {title}, nodes of {runs[0].world.ranks_per_node} ranks: ms of CPU, then per rank or item at the largest"
+    )
     heads = [f"{run.world.ranks}x{run.world.items}" for run in runs]
     print(f"{'step':22}" + "".join(f"{head:>14}" for head in heads) + f"{'ns each':>12}{'exponent':>10}{'peak MB':>9}")
     for name in runs[0].seconds:

@@ -17,6 +17,10 @@ def way_of(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
             from benchmarks.peers.nvrx import Nvrx
 
             return Nvrx(context, copies=2 if kind == "nvrx clique" else 1)
+        case "flashpoint":
+            from benchmarks.peers.flashpoint import Flashpoint
+
+            return Flashpoint(context)
         case "lm-resiliency":
             from benchmarks.peers.gemini import LmResiliency
 

@@ -37,10 +37,10 @@ def _without(peer: Peer, why: str) -> Row:
 
 def _beside(options: Options, peer: Peer, seconds: float) -> list[Row]:
     setup, size_bytes = Setup("tmpfs", 2, 2), min(options.size_bytes, _SIZE_BYTES_MAX)
-    ours = our_case(peer.copies)
-    losing = {**ours, "way": "ours that lose a node"} if peer.recovers else ours
+    ours = [our_case(peer.copies, ack) for ack in peer.acks]
+    losing = [{**case, "way": "ours that lose a node"} for case in ours] if peer.recovers else ours
     theirs = {"name": f"{peer.way} {peer.version}", "way": peer.way, "options": {}, "copies": peer.copies}
-    cases = [{**stock_case(), "loses": False}, *({**case, "loses": peer.recovers} for case in (losing, theirs))]
+    cases = [{**stock_case(), "loses": False}, *({**case, "loses": peer.recovers} for case in (*losing, theirs))]
     with cluster_on(options, setup, size_bytes * 6) as cluster:
         step = call(
             "benchmarks.rank.beside.compare",
@@ -60,6 +60,6 @@ def _rows(peer: Peer, cases: Sequence[Case], taken: dict[str, dict[str, list[dic
         limit_by_work = {"save": limits.save_s(case["copies"]), "load": limits.load_s(), "recover": limits.load_s(0.5)}
         for work, limit_s in limit_by_work.items():
             if samples := taken[work].get(case["name"]):
-                base = STOCK if work != "recover" else our_case(peer.copies)["name"]
+                base = STOCK if work != "recover" else our_case(peer.copies, peer.acks[0])["name"]
                 rows.append(Row("peers", title, work, case["name"], base, size, samples, limit_s))  # type: ignore[arg-type]
     return rows

@@ -47,7 +47,7 @@ def setups(options: Options) -> list[Setup]:
 
 @contextmanager
 def scratch_folder(options: Options, medium: str, needed_bytes: int) -> Iterator[Path]:
-    """A new directory on the medium, removed afterwards.
+    """A new directory on the medium, removed afterwards; its name says whose it is (see leftovers.py).
 
     Raises: Unavailable if there is not room for so much, or what should be the disk is memory.
     """
@@ -56,7 +56,7 @@ def scratch_folder(options: Options, medium: str, needed_bytes: int) -> Iterator
         raise Unavailable(f"{home} is a tmpfs: name a directory on a disk with --disk")
     if shutil.disk_usage(home).free < needed_bytes + HEADROOM_BYTES:
         raise Unavailable(f"{home} has no room for {needed_bytes >> 20} MiB")
-    folder = Path(tempfile.mkdtemp(prefix="rckpt-bench-", dir=home))
+    folder = Path(tempfile.mkdtemp(prefix=f"rckpt-bench-{os.getpid()}-", dir=home))
     try:
         yield folder
     finally:

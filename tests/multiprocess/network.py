@@ -64,7 +64,7 @@ def why_no_network() -> str | None:
         return "network namespaces need root"
     if shutil.which("ip") is None:
         return "network namespaces need iproute2's `ip`"
-    probe = f"rckpt-{uuid.uuid4().hex[:8]}"
+    probe = _new_name()
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
     return None if made.returncode == 0 else f"network namespaces cannot be made here: {made.stderr.strip()}"
@@ -73,7 +73,7 @@ def why_no_network() -> str | None:
 @contextmanager
 def network_of(cluster: Cluster) -> Iterator[Network]:
     """Puts the cluster's nodes into a network of their own, which is gone afterwards; close the cluster before."""
-    network = Network(f"rckpt-{uuid.uuid4().hex[:8]}")
+    network = Network(_new_name())
     with ExitStack() as made:
         _namespace(network.name, made)
         for link in (RANKS, AGENTS):
@@ -87,6 +87,11 @@ def network_of(cluster: Cluster) -> Iterator[Network]:
             _plug(network.name, index, RANKS, ranks_address(index))
             _plug(network.name, index, AGENTS, agents_address(index))
         yield network
+
+
+def _new_name() -> str:
+    """With the id of this process: what it leaves if it is killed can be told from what others use."""
+    return f"rckpt-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def _namespace(name: str, made: ExitStack) -> None:
