@@ -149,11 +149,10 @@ class ShardReader:
         return raw
 
     def _opened(self, shard: str) -> AnySource:
-        nodes = sorted(self._nodes_by_shard[shard], key=self.findings.is_silent)
-        sources = [Source(node, partial(self._shard_at, shard, node)) for node in nodes]
+        sources = [Source(node, partial(self._shard_at, shard, node)) for node in self._nodes_by_shard[shard]]
         while len(self._open) >= OPEN_SHARDS_MAX:
             self._open.pop(next(iter(self._open))).close()
-        self._open[shard] = AnySource(sources, partial(self._note, shard))
+        self._open[shard] = AnySource(sources, partial(self._note, shard), self.findings.is_silent)
         return self._open[shard]
 
     def _shard_at(self, shard: str, node: str) -> VerifiedShard:

@@ -22,12 +22,17 @@ class AnySource:
     """Reads one shard from whichever source has the bytes intact. One thread; `close` gives the connections back.
 
     A source that cannot be opened or breaks is dropped. One with a bad block keeps its place for the other blocks: two
-    copies damaged in different places are together still whole. `on_bad` is told each failure once for each source.
+    copies damaged in different places are together still whole. `on_bad` is told each failure once for each source. A
+    source whose node `is_silent`, as somebody has found out meanwhile, comes after all others, opened or not: it would
+    cost a time-out.
     """
 
-    def __init__(self, sources: Sequence[Source], on_bad: OnBad) -> None:
+    def __init__(
+        self, sources: Sequence[Source], on_bad: OnBad, is_silent: Callable[[str], bool] = lambda _: False
+    ) -> None:
         self._sources = list(sources)
         self._on_bad = on_bad
+        self._is_silent = is_silent
         self._opened: dict[str, VerifiedShard] = {}
         self._reported: set[str] = set()
         self._memory: memoryview | None = None
@@ -47,7 +52,7 @@ class AnySource:
         return self._assembled(offset, length)
 
     def _whole(self, offset: int, length: int) -> memoryview | None:
-        for source in tuple(self._sources):
+        for source in sorted(self._sources, key=lambda one: self._is_silent(one.node_id)):
             try:
                 opened = self._of(source)
                 if self._memory is not None:

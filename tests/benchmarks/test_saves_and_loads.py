@@ -11,7 +11,7 @@ from benchmarks.__main__ import main
 from benchmarks.rank import state
 from benchmarks.report.documents import BEGIN, END, NoMarks, written
 from benchmarks.suites.limits import limits_of
-from benchmarks.suites.loading import ALL_LOCAL, REPLACED, SHRUNK
+from benchmarks.suites.loading import ALL_LOCAL, REPLACED, SHRUNK, STARTS_AGENTS
 from benchmarks.suites.results import Results, Row, from_json
 from benchmarks.suites.saving import STOCK
 from benchmarks.suites.setup import kind_of
@@ -37,7 +37,7 @@ def test_it_runs_and_its_figures_reach_the_documents(tmp_path: Path, capsys: pyt
     assert main([*arguments, *where]) == 0
     printed, results = capsys.readouterr().out, from_json(json.loads(file.read_text()))
     by_suite = {suite: {row.case for row in results.of(suite) if row.work != "probe"} for suite in ("save", "load")}
-    assert by_suite == {"save": set(SAVES), "load": {STOCK, ALL_LOCAL, SHRUNK, REPLACED}}
+    assert by_suite == {"save": set(SAVES), "load": {STOCK, ALL_LOCAL, STARTS_AGENTS, SHRUNK, REPLACED}}
     for row in results.rows:
         assert row.case in printed or row.work == "probe"
         assert row.note if not row.samples else row.seconds > 0

@@ -1,7 +1,7 @@
 """Training jobs in the simulation: saves and loads of several ranks, driven call by call as DCP drives them."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -129,12 +129,14 @@ class Job:
         """
         surveys: list[Survey] = []
 
-        def met(store: LocalStore, world: World, given_id: str | None, _: object) -> Survey:
+        def met(
+            store: LocalStore, world: World, given_id: str | None, _: object, prepared: Callable[[Survey], Survey]
+        ) -> Survey:
             if not surveys:
                 posts = [
                     {"checkpoint_id": given_id, "node": self._post(rank).to_json()} for rank in range(len(self.nodes))
                 ]
-                surveys.append(_surveyed(store, world, posts))
+                surveys.append(prepared(_surveyed(store, world, posts)))
             return surveys[0]
 
         found = []
