@@ -12,7 +12,7 @@ from tests.multiprocess.cluster import Cluster, call
 STOCK = "stock FileSystemWriter"
 SHARE_OF_SAVE, SHARE_OF_SMALL = 0.28, 0.08  # of the time for all suites
 _SMALL_ITEM_BYTES = 4 << 10
-_GRACE_S = 180.0
+_GRACE_S = 600.0
 Case = Mapping[str, Any]
 
 

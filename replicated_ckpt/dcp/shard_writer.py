@@ -1,11 +1,12 @@
 """Writing this rank's shard: in one pass to the own store and to the buddies, then once more to whoever missed it."""
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
@@ -22,6 +23,8 @@ from replicated_ckpt.stores.shard_file import FileSink
 from replicated_ckpt.stores.tee import BUFFER_BYTES, Buffers, Outcome, Sink, Tee
 
 log = logging.getLogger(__name__)
+
+_LARGE_BYTES = 64 << 10
 
 
 @dataclass
@@ -82,7 +85,7 @@ class ShardWriter:
 
     def _items_written(self, tee: Tee, plan: SavePlan, planner: SavePlanner, name: str) -> list[WriteResult]:
         results = []
-        for item in plan.items:
+        for item in sorted(plan.items, key=_is_large):
             offset, length = self._items.write(tee, item, planner)
             failpoints.reach("rank.writing")
             info = StorageInfo(name, offset, length)
@@ -140,6 +143,17 @@ class ShardWriter:
             sink.discard()
             return exc
         return None
+
+
+def _is_large(item: WriteItem) -> bool:
+    """Small items come first, and so lie side by side: scalars and objects, which all ranks read, and whole blocks at that.
+
+    An optimizer's step counts, one for each parameter, would else bring as many blocks of their neighbours along.
+    """
+    if item.tensor_data is None:
+        return False
+    elements = math.prod(item.tensor_data.chunk.sizes)
+    return elements * item.tensor_data.properties.dtype.itemsize >= _LARGE_BYTES
 
 
 def _raise_own(outcome: Outcome) -> None:

@@ -337,6 +337,24 @@ def test_partial_loads_read_only_what_they_need(tmp_path: Path) -> None:
     assert reader.last_load.bytes_peer == 0
 
 
+def test_what_all_ranks_read_lies_side_by_side(tmp_path: Path) -> None:
+    """Scalars and objects among large tensors are read with one block, not with one block of a tensor each."""
+    names = [f"layer{index}" for index in range(6)]
+    large: dict[str, Any] = {f"{name}.weight": torch.full((300_000,), 1.0) for name in names}
+    small: dict[str, Any] = {f"{name}.step": torch.tensor(float(index)) for index, name in enumerate(names)}
+    state = {key: value for pair in zip(large.items(), small.items(), strict=True) for key, value in pair}
+    dcp.save({**state, "lr": 0.5}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    target: dict[str, Any] = {**{name: torch.zeros(()) for name in small}, "lr": None}
+    reader = ReplicatedReader(tmp_path)
+    dcp.load(target, checkpoint_id="step-1", storage_reader=reader)
+    assert target == {**small, "lr": 0.5}
+    assert reader.last_load is not None
+    assert reader.last_load.bytes_local <= BLOCK_BYTES
+    found = {name: torch.zeros(300_000) for name in large}
+    dcp.load(found, checkpoint_id="step-1", storage_reader=reader)
+    assert all(torch.equal(found[name], large[name]) for name in large)
+
+
 def test_a_load_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> None:
     """Nothing found is CheckpointNotFound with the places; and looking creates nothing."""
     root = tmp_path / "never"
