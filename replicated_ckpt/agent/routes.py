@@ -44,7 +44,7 @@ class Routes:
         service: NodeService,
         reprotector: Reprotector,
         objects: ObjectRoutes,
-        status: "StatusOf",
+        status: StatusOf,
         stop: Callable[[], None],
     ) -> None:
         self._service = service

@@ -9,10 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from replicated_ckpt.dcp.container import fills_storage, is_dense, is_plain
-from replicated_ckpt.dcp.crc_switch import without_crc32
 from replicated_ckpt.dcp.memory import memory_of
 from replicated_ckpt.dcp.staging import staged
-from replicated_ckpt.dcp.torch_save import Surrounding, learned, saved
+from replicated_ckpt.dcp.torch_save import Surrounding, learned, saved_without_crc32
 
 _TEMPLATES_MAX = 4096
 
@@ -43,14 +42,14 @@ class TensorWriter:
         """
         tensor = tensor.detach()
         if not is_plain(tensor):
-            _save(_alone_in_its_storage(tensor.cpu()), stream)
+            saved_without_crc32(_alone_in_its_storage(tensor.cpu()), stream)
             return
         surrounding = self._surrounding_of(tensor)
         if surrounding is None:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
             surrounding = self._surrounding_of(tensor)
         if surrounding is None:
-            _save(tensor.cpu(), stream)
+            saved_without_crc32(tensor.cpu(), stream)
             return
         head, tail = surrounding
         stream.write(head)
@@ -76,11 +75,6 @@ class TensorWriter:
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _save(tensor: torch.Tensor, stream: Stream) -> None:
-    with without_crc32():
-        saved(tensor, stream)
 
 
 def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,16 @@ def saved(tensor: torch.Tensor, stream: Writable) -> None:
         raise remembering.failure from exc
 
 
+def saved_without_crc32(tensor: torch.Tensor, stream: Writable) -> None:
+    """The same, without the CRC32s in the container: our own checksums cover all of it.
+
+    Raises:
+        ReplicatedCkptError: of the stream.
+    """
+    with without_crc32():
+        saved(tensor, stream)
+
+
 class _WithoutData:
     """Takes what `torch.save` writes of a large tensor, and keeps all but its data, which it passes on in large pieces."""
 
@@ -87,13 +97,11 @@ def learned(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...])
     size_bytes = model.numel() * model.element_size()
     if size_bytes > TEMPLATE_BYTES_MAX:
         parts = _WithoutData()
-        with without_crc32():
-            saved(model, parts)
+        saved_without_crc32(model, parts)
         is_understood = parts.data_bytes == size_bytes
         return (memoryview(bytes(parts.head)), memoryview(bytes(parts.tail))) if is_understood else None
     buffer = io.BytesIO()
-    with without_crc32():
-        saved(model, buffer)
+    saved_without_crc32(model, buffer)
     raw = memoryview(buffer.getvalue())
     start = data_range(raw)[0]
     return memoryview(bytes(raw[:start])), memoryview(bytes(raw[start + size_bytes :]))
