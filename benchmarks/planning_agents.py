@@ -14,7 +14,7 @@ from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.intent import Intent
 
 ANSWER_AFTER_S = 0.01
-_ANSWER = b'{"sequence_max": 0, "replaces": false, "held": [], "state": "staged"}\n'
+_ANSWER = b'{"histories": {}, "replaces": false, "held": [], "state": "staged"}\n'
 _SERVER = f"""
 import asyncio
 async def serve(reader, writer):

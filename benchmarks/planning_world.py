@@ -120,7 +120,7 @@ class WillingNodes:
 
     def begin(self, intent: Intent) -> Opened:
         del intent
-        return Opened(0)
+        return Opened({})
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
         del save_id

@@ -1,6 +1,7 @@
 """Settings, frozen and validated once: of the writer, the reader, the manager and the agent."""
 
 import os
+import re
 import signal
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,6 +15,8 @@ DirectIO = Literal["auto", "on", "off"]
 
 DIRECT_IO_ENV = "REPLICATED_CKPT_DIRECT_IO"
 
+NEWEST_LINEAGE = "newest"
+REFUSE_LINEAGES = "refuse"
 _COPIES_MAX = 16
 
 
@@ -127,13 +130,16 @@ class WriterConfig:
 
 @dataclass(frozen=True)
 class ReaderConfig:
-    """Where a reader looks. `root` None: in the object store alone."""
+    """Where a reader looks, and of which run. `root` None: in the object store alone."""
 
     root: str | None
     object_store: str | None = None
+    lineage: str = NEWEST_LINEAGE
 
     @classmethod
-    def checked(cls, root: str | os.PathLike[str] | None, *, object_store: str | None) -> "ReaderConfig":
+    def checked(
+        cls, root: str | os.PathLike[str] | None, *, object_store: str | None, lineage: str = NEWEST_LINEAGE
+    ) -> "ReaderConfig":
         """The settings, validated.
 
         Raises:
@@ -141,7 +147,11 @@ class ReaderConfig:
         """
         if root is None and object_store is None:
             raise ConfigInvalid("A reader needs a root, an object_store, or both.")
-        return cls(None if root is None else _checked_root(root), object_store)
+        if lineage not in (NEWEST_LINEAGE, REFUSE_LINEAGES) and re.fullmatch("[0-9a-f]{16}", lineage) is None:
+            raise ConfigInvalid(
+                f'lineage must be "newest", "refuse" or 16 hexadecimal digits as a warning names them, not {lineage!r}.'
+            )
+        return cls(None if root is None else _checked_root(root), object_store, lineage)
 
 
 @dataclass(frozen=True)

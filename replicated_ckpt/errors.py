@@ -144,6 +144,29 @@ class SaveAborted(ReplicatedCkptError):
     default_hint = "Look at the first failing rank's error; then save again."
 
 
+class SaveSuperseded(SaveAborted):
+    """A newer save, or one of another run, has the checkpoint's name on this node; it stays, and so does what is staged."""
+
+    default_hint = (
+        "Load the checkpoint to get the newer save; what this one staged goes once the newer one is seen whole."
+    )
+
+
+class LineagesMet(ReplicatedCkptError):
+    """Checkpoints of several runs lie in one directory of ids, and the load was not told which run it means."""
+
+    default_hint = (
+        'Pass ReplicatedReader(lineage="<one of those named above>"), or leave it out to take the one saved last; then '
+        "give each run a directory of its own."
+    )
+
+    def __init__(self, checkpoint_id: str, lineages: Sequence[str], why: str) -> None:
+        super().__init__(f"{checkpoint_id!r} is not loaded: {why}. Found: {'; '.join(lineages)}.")
+        self.args = (checkpoint_id, tuple(lineages), why)
+        self.checkpoint_id = checkpoint_id
+        self.lineages = tuple(lineages)
+
+
 class MeetingFailed(ReplicatedCkptError):
     """Ranks of one save or load did not find each other over the c10d store in time."""
 

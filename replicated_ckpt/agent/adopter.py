@@ -3,6 +3,7 @@
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from operator import index
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.stock_look import StockFound
 from replicated_ckpt.core.adopting import AdoptStock
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_histories, newest_lineage
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.stock import manifest_of, rank_of
 from replicated_ckpt.errors import CheckpointAmbiguous, PeerProtocolError, ReplicatedCkptError, SaveAborted
@@ -41,9 +43,10 @@ class Adopter:
         """
         save_id = uuid.uuid4().hex
         try:
-            self._each(plan.node_ids, lambda client, _: self._open(client, plan, found, save_id))
+            opened = self._each(plan.node_ids, lambda client, _: self._open(client, plan, found, save_id))
             staged = self._each(plan.node_ids, lambda client, node: self._stage(client, plan, node, save_id))
-            manifest = self._manifest(plan, found, save_id, staged)
+            lineage = newest_lineage(merge_histories(opened.values())) or uuid.uuid4().hex[:16]
+            manifest = replace(self._manifest(plan, found, save_id, staged), lineage=lineage)
             self._each(plan.node_ids, lambda client, node: _check_staged(client, node, save_id))
         except ReplicatedCkptError as exc:
             self._abort(plan, save_id, exc.message)
@@ -60,7 +63,7 @@ class Adopter:
 
         return FanOut[str, _Result]().run(nodes, called).raise_first()
 
-    def _open(self, client: AgentClient, plan: AdoptStock, found: StockFound, save_id: str) -> None:
+    def _open(self, client: AgentClient, plan: AdoptStock, found: StockFound, save_id: str) -> Histories:
         document = {
             "checkpoint_id": plan.checkpoint_id,
             "session": f"{_SESSION}/{save_id}",
@@ -68,8 +71,12 @@ class Adopter:
             "adopts": True,
             "peers": [peer for peer in self._peers if peer["node_id"] != client.address.node_id],
         }
-        client.call("POST", f"/v1/saves/{save_id}", document)
+        answer = client.call("POST", f"/v1/saves/{save_id}", document)
         client.put("PUT", f"/v1/saves/{save_id}/{METADATA_NAME}", found.metadata)
+        try:
+            return histories_from_json(answer["histories"])
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise PeerProtocolError(f"{client.address.label} opened an adoption wrongly: {exc!r}.") from exc
 
     def _stage(self, client: AgentClient, plan: AdoptStock, node: str, save_id: str) -> _Staged:
         names = plan.shards_by_node.get(node, ())  # none: it still has to be kept from giving the save up

@@ -37,7 +37,9 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
         SaveAborted: it would not. StoreError
     """
     retention = _retention(service.policies, bucket, manifest)
-    if retention is None or manifest.sequence >= service.store.catalog.sequence_max():
+    histories = service.store.catalog.histories(scope_of(manifest.checkpoint_id))
+    newest = histories.get(manifest.lineage)
+    if retention is None or newest is None or manifest.sequence >= newest.sequence:
         return
     own = Candidate(manifest.checkpoint_id, manifest.save_id, manifest.sequence)
     for verdict in judged([own, *_there(bucket, manifest)], retention):
@@ -59,7 +61,7 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
 
 
 def _retention(policies: PolicyBook, bucket: Bucket, manifest: Manifest) -> Retention | None:
-    policy = policies.of(scope_of(manifest.checkpoint_id), bucket.client.target.url)
+    policy = policies.of(scope_of(manifest.checkpoint_id), bucket.client.target.url, manifest.lineage)
     return None if policy is None else policy.retention
 
 
@@ -69,7 +71,7 @@ def _there(bucket: Bucket, manifest: Manifest) -> Sequence[Candidate]:
     return [
         Candidate(save.checkpoint_id, save.save_id, save.mark.sequence)
         for save in bucket.saves()
-        if save.mark is not None and scope_of(save.checkpoint_id) == scope
+        if save.mark is not None and scope_of(save.checkpoint_id) == scope and save.mark.lineage == manifest.lineage
     ]
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from replicated_ckpt.core.policy import Policy, merged
@@ -31,9 +32,9 @@ class PolicyBook:
         with self._lock:
             return tuple(self._by_key.values())
 
-    def of(self, scope: str, tier: str) -> Policy | None:
+    def of(self, scope: str, tier: str, lineage: str) -> Policy | None:
         with self._lock:
-            return self._by_key.get((scope, tier))
+            return self._by_key.get((scope, tier, lineage))
 
     def learn(self, policies: Iterable[Policy]) -> bool:
         """Takes over what is later than what is known; whether anything else is kept now than before.
@@ -44,7 +45,7 @@ class PolicyBook:
         changed, is_moved = [], False
         with self._lock:
             for policy in policies:
-                before = self._by_key.pop(policy.key, Policy(*policy.key, -1, None))
+                before = self._by_key.pop(policy.key, replace(policy, revision=-1, retention=None))
                 after = self._by_key[policy.key] = merged(before, policy)
                 is_moved = is_moved or before != after
                 if before.retention != after.retention:

@@ -5,13 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from replicated_ckpt.agent.targets import TargetBook
+from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX
+from replicated_ckpt.core.lineage import histories_of
+from replicated_ckpt.core.policy import scope_of
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.bucket import Bucket
 
 FIRST_WAIT_S, WAIT_S = 10.0, 2.0
 """How long a save waits for the first answer of a bucket, of which all checkpoints are listed then, and for later ones."""
-_NOTHING = {"is_empty": False, "save_id": "", "sequence_max": 0, "error": "", "kind": ""}
+_NOTHING = {"is_empty": False, "save_id": "", "histories": {}, "error": "", "kind": ""}
 
 
 class Prober:
@@ -22,10 +25,10 @@ class Prober:
         self._lock = threading.Lock()
         self._under_way: set[str] = set()
         self._begun: set[str] = set()
-        self._sequence_by_url: dict[str, int] = {}
+        self._holdings_by_url: dict[str, tuple[Holding, ...]] = {}
 
     def probed(self, url: str, checkpoint_id: str) -> Mapping[str, Any]:
-        """Whether a bucket can be reached, what lies under a checkpoint's name, and the largest sequence committed there.
+        """Whether a bucket can be reached, what lies under a checkpoint's name, and the lineages in its directory of ids.
 
         One that has not answered in time is said to be unavailable, at once while its last probe is still under way.
         """
@@ -48,21 +51,22 @@ class Prober:
             bucket = self._targets.bucket(url)
             is_empty = bucket.is_empty(checkpoint_id)
             there = None if is_empty else bucket.save_of(checkpoint_id)
-            sequence_max = self._sequence_max(url, bucket)
+            histories = self._histories(url, bucket, scope_of(checkpoint_id))
             save_id = there.save_id if there else ""
-            found.append({**_NOTHING, "is_empty": is_empty, "save_id": save_id, "sequence_max": sequence_max})
+            found.append({**_NOTHING, "is_empty": is_empty, "save_id": save_id, "histories": histories})
         except ReplicatedCkptError as exc:
             found.append(_failed(exc))
         finally:
             with self._lock:
                 self._under_way.discard(url)
 
-    def _sequence_max(self, url: str, bucket: Bucket) -> int:
-        """The largest sequence in the bucket, looked for once: from then on the saves of this run are the newest."""
-        if url not in self._sequence_by_url:
-            found = max((save.holding.sequence for save in bucket.saves()), default=0)
-            self._sequence_by_url[url] = min(found, HEARD_SEQUENCE_MAX)
-        return self._sequence_by_url[url]
+    def _histories(self, url: str, bucket: Bucket, scope: str) -> Mapping[str, Any]:
+        """What the bucket tells of lineages, looked for once: from then on the saves of this run are the newest."""
+        if url not in self._holdings_by_url:
+            self._holdings_by_url[url] = tuple(save.holding for save in bucket.saves() if save.mark is not None)
+        held = (holding for holding in self._holdings_by_url[url] if scope_of(holding.checkpoint_id) == scope)
+        versions = (holding.version for holding in held if holding.sequence <= HEARD_SEQUENCE_MAX)
+        return {lineage: history.to_json() for lineage, history in histories_of(versions).items()}
 
 
 def _failed(error: ReplicatedCkptError) -> Mapping[str, Any]:

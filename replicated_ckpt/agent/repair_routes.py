@@ -8,7 +8,7 @@ from typing import Any
 from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import Answer, Request, json_answer
 from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_file, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.policy import Policy
 from replicated_ckpt.core.repair import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
@@ -64,9 +64,13 @@ class RepairRoutes:
         return json_answer()
 
     def _hear(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """A load has seen a checkpoint of this sequence somewhere."""
+        """A load begins: which checkpoint it reads, and the largest sequence that it has seen of the lineage."""
         del request
-        self._service.heard.hear(min(int(fields["sequence"]), HEARD_SEQUENCE_MAX))
+        lineage, save_id = str(fields["lineage"]), str(fields["save_id"])
+        if not is_lineage(lineage) or not is_save_id(save_id):
+            raise ConfigInvalid("hear: no save of a lineage is named.")
+        self._service.pins.pin(save_id)
+        self._service.heard.hear({lineage: min(int(fields["sequence"]), HEARD_SEQUENCE_MAX)})
         return json_answer()
 
     def _suspect(self, fields: Mapping[str, Any], request: Request) -> Answer:

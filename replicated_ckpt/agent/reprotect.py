@@ -11,12 +11,14 @@ from typing import TypeAlias
 
 from replicated_ckpt.agent.manifests import ManifestBook
 from replicated_ckpt.agent.mend import Mender
+from replicated_ckpt.agent.outlived import drop_outlived
 from replicated_ckpt.agent.pace import Pace, Stopped
 from replicated_ckpt.agent.retire import Retirer
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.agent.watch import Patience, PeerWatch
 from replicated_ckpt.core.finding import Finding
+from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.policy import NOTHING_SAID, Policy, Standing
 from replicated_ckpt.core.repair import Adopt, CopyShard, NodeView, Presence, RepairPlan, planned
@@ -174,12 +176,15 @@ class Reprotector:
         """
         self._read_suspects()
         self._settle_old_leftovers()
-        told = self._service.policies.known()
+        policies = self._service.policies.known()
         others = self._watch.looked()
         views = (self._own_view(), *others)
-        self._service.heard.hear(max((h.sequence for view in others for h in view.holdings or ()), default=0))
+        told = histories_of(holding.version for view in others for holding in view.holdings or ())
+        self._service.heard.hear({lineage: history.sequence for lineage, history in told.items()})
         in_doubt = self._watch.has_doubt(others)
-        plan = planned(self._kept(views, told, in_doubt=in_doubt), views)
+        kept = self._kept(views, policies, in_doubt=in_doubt)
+        drop_outlived(self._service, kept, views)
+        plan = planned(kept, views)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         done, failed = self._carried_out(plan.of_node(self._service.node_id))
         found = Protection(

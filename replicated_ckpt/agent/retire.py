@@ -36,7 +36,9 @@ class Retirer:
                 log.warning("not removed: %s: %s", removal, exc)
 
     def _remove(self, removal: Removal) -> None:
-        if retire(self._service.store.root, removal.checkpoint_id, removal.save_id):
+        if self._service.pins.is_pinned(removal.save_id):
+            log.info("kept while it is loaded: %s", removal)
+        elif retire(self._service.store.root, removal.checkpoint_id, removal.save_id):
             self._removed += 1
             log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)
 

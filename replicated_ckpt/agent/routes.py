@@ -80,18 +80,21 @@ class Routes:
             case ("GET" | "HEAD", "v1", "files", save_id, name):
                 return self._file(request, query.get("checkpoint_id", ""), save_id, name)
             case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
-                return self._save(request, save_id, rest)
+                return self._save(request, save_id, rest, settles="settle" in query)
             case ("POST", "v1", "hello" | "bye" | "hear" | "suspects" | "verify" | "repair" | "retention" as verb):
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
                 return Answer(b"{}\n", after=self._stop)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
-    def _save(self, request: Request, save_id: str, rest: list[str]) -> Answer:  # noqa: PLR0911 - one return a verb
+    def _save(  # noqa: PLR0911 - one return a verb
+        self, request: Request, save_id: str, rest: list[str], *, settles: bool
+    ) -> Answer:
         match (request.method, *rest):
             case ("GET",):
                 with request.heartbeat:
-                    return json_answer(**self._service.state_of(save_id))
+                    told = self._service.answer_to_settle if settles else self._service.state_of
+                    return json_answer(**told(save_id))
             case ("POST",):
                 return self._begin(request, save_id)
             case ("PUT", name):
@@ -118,19 +121,27 @@ class Routes:
     def _begin(self, request: Request, save_id: str) -> Answer:
         fields = request.document()
         try:
-            flags = bool(fields["overwrite"]), bool(fields.get("adopts", False))
-            intent = Intent(save_id, fields["checkpoint_id"], str(fields["session"]), *flags)
             peers = self._service.learn_peers(fields["peers"])
+            intent = Intent(
+                save_id,
+                fields["checkpoint_id"],
+                str(fields["session"]),
+                bool(fields["overwrite"]),
+                bool(fields.get("adopts", False)),
+                tuple(sorted({self._service.node_id, *(peer.node_id for peer in peers)})),
+                str(fields.get("coordinator", "")),
+            )
         except (KeyError, TypeError, ValueError) as exc:
             raise PeerProtocolError(f"A save cannot be opened with {type(exc).__name__}: {exc}.") from exc
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
         replaces = self._service.store.final(intent.checkpoint_id).exists()
-        sequence_max, leftovers = self._service.begin(intent)
+        histories, leftovers = self._service.begin(intent)
         if leftovers:
             with request.heartbeat:
                 settle(self._service, leftovers, peers)
-        return json_answer(sequence_max=sequence_max, replaces=replaces)
+        told = {lineage: history.to_json() for lineage, history in histories.items()}
+        return json_answer(histories=told, replaces=replaces)
 
     def _adopt(self, request: Request, save_id: str) -> Answer:
         """Shards that stock torch wrote here are staged with footers; answers what their manifest is to say."""
@@ -176,6 +187,7 @@ class Routes:
     def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> FileAnswer:
         if not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):
             raise ObjectMissing("this agent", request.method, request.target[:200], "no such file")
+        self._service.pins.renew(save_id)
         return file_answer(request, self._service.store.open_file(checkpoint_id, save_id, name))
 
 

@@ -7,22 +7,28 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.body import Body
 from replicated_ckpt.agent.damage import DamageBook
-from replicated_ckpt.agent.heard import HeardSequence
+from replicated_ckpt.agent.doubts import Doubts
+from replicated_ckpt.agent.fence import Fence
+from replicated_ckpt.agent.heard import HeardSequences
 from replicated_ckpt.agent.holds import Holds
+from replicated_ckpt.agent.leftover import Leftover
 from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.agent.pins import Pins
 from replicated_ckpt.agent.policies import PolicyBook
 from replicated_ckpt.agent.receive import Received, received, received_plain
 from replicated_ckpt.core.checksum import BlockTable
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
+from replicated_ckpt.core.lineage import History, merge_histories
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
-from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, SaveAborted
+from replicated_ckpt.core.policy import scope_of
+from replicated_ckpt.core.settlement import Answer
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, SaveAborted, SaveSuperseded
 from replicated_ckpt.stores.adoption import stage_shards
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import exclusive
@@ -32,19 +38,6 @@ from replicated_ckpt.stores.local import LocalStore
 log = logging.getLogger(__name__)
 
 OPEN_GRACE_S = 5.0
-_FENCED_MAX = 1024
-
-
-@dataclass(frozen=True)
-class Leftover:
-    """A save that is staged here and over: to be completed if it was decided anywhere, else removed.
-
-    One that `may_live` is left as it is where it was not decided.
-    """
-
-    intent: Intent
-    why: str
-    may_live: bool = False
 
 
 class NodeService:
@@ -56,15 +49,17 @@ class NodeService:
         self.node_id = store.node_id()
         self.peers = PeerBook(store.agent_directory())
         self.damage = DamageBook(store)
-        self.heard = HeardSequence(store.agent_directory())
+        self.heard = HeardSequences(store.agent_directory())
         self.policies = PolicyBook(store.agent_directory())
+        self.doubts = Doubts()
+        self.pins = Pins()
         self.own_address: AgentAddress | None = None
         self.completing = threading.Lock()
         """Held by the thread that completes a save by what others know of it: one at a time, else they undo each other."""
         self._lock = threading.Lock()
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
-        self._fenced: dict[str, str] = {}
+        self._fence = Fence()
         self.holds = Holds()
 
     def recover(self) -> tuple[str, ...]:
@@ -84,14 +79,16 @@ class NodeService:
                 if self.store.is_decided(save_id):
                     self.store.commit(save_id)
                     completed.append(save_id)
+            except SaveSuperseded as exc:
+                log.info("save %s stays staged until the newer one is seen whole: %s", save_id, exc.message)
             except ReplicatedCkptError as exc:
                 log.error("save %s cannot be completed: %s", save_id, exc)  # noqa: TRY400 - it explains itself
         return tuple(completed)
 
-    def begin(self, intent: Intent) -> tuple[int, tuple[Leftover, ...]]:
+    def begin(self, intent: Intent) -> tuple[dict[str, History], tuple[Leftover, ...]]:
         """Opens a save and fences: bytes of any other attempt at this checkpoint are refused from now on.
 
-        Returns the largest sequence committed here or heard of, and the saves left behind that this one shows to be over.
+        Returns the lineages that this node holds or has heard of, and the saves left behind that this one shows to be over.
 
         Raises:
             CheckpointExists, StoreError
@@ -106,11 +103,16 @@ class NodeService:
             with self._lock:
                 self._opened_at.pop(intent.save_id, None)
             raise
-        with self._lock:
-            for leftover in leftovers:
-                if not leftover.may_live:
-                    self._fence(leftover.intent.save_id, leftover.why)
-        return max(self.store.catalog.sequence_max(), self.heard.largest), leftovers
+        for leftover in leftovers:
+            if not leftover.may_live:
+                self._fence.give_up(leftover.intent.save_id, leftover.why)
+        return self.histories(scope_of(intent.checkpoint_id)), leftovers
+
+    def histories(self, scope: str) -> dict[str, History]:
+        """What this node knows of the lineages in a directory of checkpoints: committed here, staged here, or heard of."""
+        heard = {lineage: History(sequence) for lineage, sequence in self.heard.known().items()}
+        staged = [{note.lineage: History(note.sequence)} for note in self.store.places.known().values()]
+        return merge_histories([self.store.catalog.histories(scope), heard, *staged])
 
     def open_in_store(self, intent: Intent) -> None:
         """The step of `begin` after which the save is seen on disk."""
@@ -174,18 +176,9 @@ class NodeService:
             os.close(fd)
         return False
 
-    def _fence(self, save_id: str, why: str) -> None:
-        self._opened_at.pop(save_id, None)
-        self._fenced[save_id] = why
-        while len(self._fenced) > _FENCED_MAX:
-            del self._fenced[next(iter(self._fenced))]
-
     def check_open(self, save_id: str) -> None:
         """Raises SaveAborted: the save is not open here, or was given up."""
-        with self._lock:
-            why = self._fenced.get(save_id)
-        if why is not None:
-            raise SaveAborted(f"Save {save_id} was given up on node {self.node_id}: {why}.")
+        self._fence.check(save_id, self.node_id)
         if not self.store.staging(save_id).is_dir():
             raise SaveAborted(f"Save {save_id} is not open on node {self.node_id}.")
 
@@ -214,12 +207,10 @@ class NodeService:
         Raises:
             SaveAborted, ManifestInvalid, ObjectCorrupt, StoreError: nothing changed.
         """
-        with self._lock:
-            why = self._fenced.get(save_id)
-        if why is not None:
-            raise SaveAborted(f"Save {save_id} was given up on node {self.node_id}: {why}.")
+        self._fence.check(save_id, self.node_id)
         held = self.store.commit(save_id)
         self.holds.release(save_id)
+        self.doubts.settle(save_id)
         with self._lock:
             self._opened_at.pop(save_id, None)
         return held
@@ -241,29 +232,55 @@ class NodeService:
 
     def abort(self, save_id: str, why: str) -> None:
         """Gives a save up: what is staged is removed, and later bytes of it are refused. A committed one stays."""
+        self._fence.give_up(save_id, why)
         with self._lock:
-            self._fence(save_id, why)
+            self._opened_at.pop(save_id, None)
         self.holds.release(save_id)
         self.store.abort(save_id)
+        self.doubts.settle(save_id)
 
     def complete(self, save_id: str) -> None:
         """Commits a save that was fenced here, because a peer was found to have committed it."""
-        with self._lock:
-            self._fenced.pop(save_id, None)
+        self._fence.lift(save_id)
         self.commit(save_id)
 
     def state_of(self, save_id: str) -> dict[str, Any]:
-        """Whether a save is committed, staged, or unknown here.
+        """What `GET /v1/saves/{save_id}` says of a save, and where it is committed."""
+        answer = self.answer_of(save_id)
+        if answer is Answer.PUBLISHED:
+            return {"state": answer.value, "checkpoint_id": self.store.catalog.checkpoint_of(save_id)}
+        return {"state": answer.value}
 
-        One whose decision lies here is committed before the answer: it is never taken back, and whoever asks must not
-        take it for one that was given up.
+    def answer_of(self, save_id: str) -> Answer:
+        """Whether a save is committed, decided, staged, or absent here.
+
+        One whose decision lies here is committed before the answer, unless a newer save has its name.
         """
         if self.store.is_decided(save_id):
-            self.commit(save_id)
-        checkpoint_id = self.store.catalog.checkpoint_of(save_id)
-        if checkpoint_id is not None:
-            return {"state": "committed", "checkpoint_id": checkpoint_id}
-        return {"state": "staged" if self.store.staging(save_id).is_dir() else "unknown"}
+            try:
+                self.store.commit(save_id)
+            except SaveSuperseded:
+                return Answer.DECIDED
+        if self.store.catalog.checkpoint_of(save_id) is not None:
+            return Answer.PUBLISHED
+        return Answer.STAGED if self.store.staging(save_id).is_dir() else Answer.ABSENT
+
+    def answer_to_settle(self, save_id: str) -> dict[str, Any]:
+        """As `state_of`, for a node that settles the save: what this node says is what it keeps to.
+
+        A save without a decision that this node coordinated, and that no rank works on, is removed before the answer: from
+        then on it cannot be decided any more.
+        """
+        found = self.state_of(save_id)
+        if found["state"] != Answer.STAGED.value:
+            return found
+        with self.looking():
+            intent = self.store.intent_of(save_id)
+            if self._is_held(intent) or self.was_opened_within(OPEN_GRACE_S, intent):
+                return {"state": Answer.WORKING.value}
+        if intent.coordinator == self.node_id:
+            self.abort(save_id, "its coordinator is gone, and another node asks what became of it")
+        return self.state_of(save_id)
 
     def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
         """What lies here, files that are known to be bad marked as such."""

@@ -1,23 +1,32 @@
-"""Settling what a crash left behind: a save that any node committed is completed here, any other is removed."""
+"""Settling what a crash left behind: a staged save is completed, removed, or in doubt until the nodes that know answer.
+
+What becomes of it is decided by `core.settlement`; here the nodes are asked and the decision is carried out.
+"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from replicated_ckpt.agent.service import Leftover, NodeService
+from replicated_ckpt.agent.leftover import Leftover
+from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import decoded_manifest
-from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.core.settlement import Answer, Fate, Settlement, settle_staged
+from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.fanout import FanOut
+from replicated_ckpt.stores.intent import Intent
 
 log = logging.getLogger(__name__)
 
+ASK_TIMEOUT_S = 3.0
+
 
 def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[AgentAddress]) -> None:
-    """Ends each save that is over. `peers` are the nodes of the save or load that found it, other than this one.
+    """Settles each save that is over. `peers` are the nodes that can be asked now, other than this one.
 
-    Holds afterwards: it is committed here if it is on any peer that answered, or if its decision lies here; else nothing
-    of it is left here, unless it may live. A save is acknowledged to the trainer only after agents committed it, so one
-    that no node of the present world has committed was never acknowledged, or is beyond the failures that its copies cover.
+    Holds afterwards: it is committed here if it is on any node that answered, or if its decision lies here. It is
+    removed here only if it can never have been committed anywhere. Otherwise it is in doubt, stays staged, and is settled
+    again with the next save or load and by re-protection.
     """
     for leftover in leftovers:
         try:
@@ -28,50 +37,91 @@ def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[
 
 
 def _settle_one(service: NodeService, leftover: Leftover, peers: Sequence[AgentAddress]) -> None:
+    intent = leftover.intent
+    answer = service.answer_of(intent.save_id)
+    if answer is Answer.PUBLISHED:
+        service.store.abort(intent.save_id)  # it is in place, and stays: only what surrounded it is left
+    if answer in (Answer.PUBLISHED, Answer.DECIDED, Answer.ABSENT):
+        service.doubts.settle(intent.save_id)
+        return
+    addresses = {peer.node_id: peer for peer in peers}
+    asked = [node for node in _nodes_of(intent, addresses) if node in addresses]
+    settlement = settle_staged(
+        own=service.node_id,
+        nodes=_nodes_of(intent, addresses),
+        coordinator=intent.coordinator,
+        is_worked_on=leftover.may_live,
+        answers=_answers(intent.save_id, [addresses[node] for node in asked]),
+    )
+    _carry_out(service, leftover, settlement, addresses)
+
+
+def _nodes_of(intent: Intent, addresses: Mapping[str, AgentAddress]) -> Sequence[str]:
+    """The nodes of a save; all that are known where its intent is of no save, or cannot be believed."""
+    return intent.nodes or tuple(addresses)
+
+
+def _answers(save_id: str, addresses: Sequence[AgentAddress]) -> Mapping[str, Answer]:
+    """What each node says of the save; one that does not answer, or not sensibly, is left out."""
+    by_node = {address.node_id: address for address in addresses}
+    outcome = FanOut[str, Answer]().run(by_node, lambda node: _ask(by_node[node], save_id))
+    for node, error in outcome.errors.items():
+        log.info("asked %s about save %s: %s", by_node[node].label, save_id, error)
+    return outcome.results
+
+
+def _ask(address: AgentAddress, save_id: str) -> Answer:
+    with AgentClient(address, ASK_TIMEOUT_S) as client:
+        state = client.call("GET", f"/v1/saves/{save_id}?settle=1").get("state")
+    try:
+        return Answer(state)
+    except ValueError as exc:
+        raise PeerProtocolError(f"{address.label} says of save {save_id} that it is {str(state)[:80]!r}.") from exc
+
+
+def _carry_out(
+    service: NodeService, leftover: Leftover, settlement: Settlement, addresses: Mapping[str, AgentAddress]
+) -> None:
     save_id, checkpoint_id = leftover.intent.save_id, leftover.intent.checkpoint_id
-    if service.state_of(save_id)["state"] == "committed":
-        service.store.abort(save_id)  # it is in place, and stays: only what surrounded it is left
-    elif _decision_fetched(service, save_id, peers):
+    if settlement.fate is Fate.COMPLETE:
+        _stage_decision(service, save_id, [addresses[node] for node in settlement.sources])
         service.complete(save_id)
         log.warning("completed save %s of %r, which a peer had committed", save_id, checkpoint_id)
-    elif not leftover.may_live:
+    elif settlement.fate is Fate.DROP:
         service.abort(save_id, leftover.why)
         log.warning("removed unfinished save %s of %r: %s", save_id, checkpoint_id, leftover.why)
+    if settlement.fate is Fate.IN_DOUBT:
+        if service.doubts.note(leftover.intent, settlement.waits_for):
+            waits = ", ".join(settlement.waits_for)
+            log.warning("save %s of %r is in doubt: node %s did not answer", save_id, checkpoint_id, waits)
+    else:
+        service.doubts.settle(save_id)
 
 
-def _decision_fetched(service: NodeService, save_id: str, peers: Sequence[AgentAddress]) -> bool:
-    """Stages the manifest and the metadata of a save that a peer has committed; False if none has.
+def _stage_decision(service: NodeService, save_id: str, sources: Sequence[AgentAddress]) -> None:
+    """Stages manifest and metadata of a save from the first of the nodes that have published it and give both.
 
     Raises:
-        ReplicatedCkptError: a peer answered that it cannot tell. It may have committed the save, so nothing is removed.
+        ReplicatedCkptError: none of them does; what is staged stays as it was.
     """
-    unclear: ReplicatedCkptError | None = None
-    for peer in peers:
+    last: ReplicatedCkptError | None = None
+    for source in sources:
         try:
-            decision = _fetched_from(peer, save_id)
-        except StoreUnavailable as exc:
-            log.warning("asked %s about save %s: %s", peer.label, save_id, exc)
+            decision = _fetch_decision(source, save_id)
         except ReplicatedCkptError as exc:
-            log.warning("asked %s about save %s: %s", peer.label, save_id, exc)
-            unclear = exc
-        else:
-            if decision is not None and service.store.staging(save_id).is_dir():
-                for name, raw in decision.items():
-                    service.store.put_small(save_id, name, raw)
-                return True
-    if unclear is not None:
-        raise unclear
-    return False
+            log.warning("asked %s for the decision of save %s: %s", source.label, save_id, exc)
+            last = exc
+            continue
+        for name, raw in decision.items():
+            service.store.put_small(save_id, name, raw)
+        return
+    raise last or PeerProtocolError(f"No node that has published save {save_id} is known.")
 
 
-def _fetched_from(peer: AgentAddress, save_id: str) -> dict[str, bytes] | None:
-    """Metadata and manifest of a save that the peer has committed; None if it has not."""
-    with AgentClient(peer) as client:
-        answer = client.call("GET", f"/v1/saves/{save_id}")
-        if answer.get("state") != "committed":
-            return None
-        checkpoint_id = str(answer.get("checkpoint_id"))
+def _fetch_decision(source: AgentAddress, save_id: str) -> dict[str, bytes]:
+    with AgentClient(source) as client:
+        checkpoint_id = str(client.call("GET", f"/v1/saves/{save_id}").get("checkpoint_id"))
         raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
-        size = decoded_manifest(raw, peer.label).metadata_bytes
+        size = decoded_manifest(raw, source.label).metadata_bytes
         metadata = client.fetch_file(file_path(checkpoint_id, save_id, METADATA_NAME), size)
         return {METADATA_NAME: metadata, MANIFEST_NAME: raw}

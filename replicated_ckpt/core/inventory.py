@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isnan
 from operator import index
 from typing import Any
 
-from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
+from replicated_ckpt.core.lineage import Version
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Holding:
 
     `damaged` are those of them that the node knows to be bad: they stay where they are until a good copy replaces them,
     as their other blocks may be all that is left of something. `created_unix_s` is when the save was made, by the clock
-    of its coordinator: only groups of nodes that never met give two saves the same sequence, and then it decides.
+    of its coordinator: it orders lineages, and saves of one sequence by groups of nodes that never met. `is_replaced`: a
+    newer save has the checkpoint's name on that node, and this one is kept until the newer one is seen whole.
     """
 
     node_id: str
@@ -27,6 +28,12 @@ class Holding:
     sizes: Mapping[str, int] = field(default_factory=dict)
     damaged: tuple[str, ...] = ()
     created_unix_s: float = 0.0
+    lineage: str = ""
+    is_replaced: bool = False
+
+    @property
+    def version(self) -> Version:
+        return Version(self.lineage, self.sequence, self.created_unix_s, self.save_id)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -38,6 +45,8 @@ class Holding:
             "sizes": dict(self.sizes),
             "damaged": list(self.damaged),
             "created_unix_s": self.created_unix_s,
+            "lineage": self.lineage,
+            "is_replaced": self.is_replaced,
         }
 
     @classmethod
@@ -57,10 +66,13 @@ class Holding:
             sizes,
             tuple(str(name) for name in fields.get("damaged", ()) if name in sizes),
             float(fields.get("created_unix_s", 0.0)),
+            str(fields.get("lineage", "")),
+            fields.get("is_replaced") is True,
         )
         if (
             not is_checkpoint_id(holding.checkpoint_id)
             or not is_save_id(holding.save_id)
+            or not is_lineage(holding.lineage)
             or not 0 <= holding.sequence <= SEQUENCE_MAX
             or any(ShardName.parse(name) is None or size < 0 for name, size in sizes.items())
         ):
@@ -78,10 +90,15 @@ class SaveFound:
     holdings: tuple[Holding, ...]
 
     @property
+    def version(self) -> Version:
+        created = max((holding.version.order[1] for holding in self.holdings), default=0.0)
+        lineage = next((holding.lineage for holding in self.holdings), "")
+        return Version(lineage, self.sequence, created, self.save_id)
+
+    @property
     def order(self) -> tuple[int, float, str]:
-        """Compares saves: the larger is the newer. A clock decides only between groups that did not know of each other."""
-        created = max((holding.created_unix_s for holding in self.holdings), default=0.0)
-        return self.sequence, 0.0 if isnan(created) else created, self.save_id
+        """Compares saves of one lineage: the larger is the newer."""
+        return self.version.order
 
     def holders_of(self, shard: str, size_bytes: int) -> tuple[str, ...]:
         """Nodes whose copy of `shard` has the right size. A copy of another size is as good as none."""
@@ -101,8 +118,38 @@ class SaveFound:
         return tuple(shard for shard, size in sorted(size_by_shard.items()) if not self.holders_of(shard, size))
 
 
+@dataclass(frozen=True)
+class LineageFound:
+    """A lineage as the reachable stores hold it: its newest checkpoint, when that was saved, and who holds any of it."""
+
+    lineage: str
+    newest_id: str
+    created_unix_s: float
+    nodes: tuple[str, ...]
+
+
+def lineages_found(saves: Iterable[SaveFound]) -> tuple[LineageFound, ...]:
+    """The lineages of these saves, in the order in which `saves_found` gives them: the one saved last first.
+
+    What is not of this package, or was adopted, and has no lineage, is none.
+    """
+    grouped: dict[str, list[SaveFound]] = {}
+    for save in saves:
+        if save.version.lineage or save.sequence:
+            grouped.setdefault(save.version.lineage, []).append(save)
+    return tuple(
+        LineageFound(
+            lineage,
+            members[0].checkpoint_id,
+            members[0].version.order[1],
+            tuple(sorted({holding.node_id for save in members for holding in save.holdings})),
+        )
+        for lineage, members in grouped.items()
+    )
+
+
 def saves_found(holdings: Iterable[Holding]) -> tuple[SaveFound, ...]:
-    """The committed saves among `holdings`, newest first: by sequence, and by the clock only where two have the same."""
+    """The committed saves among `holdings`: the lineage that was saved last first, and in each the newest save first."""
     grouped: dict[tuple[str, str], list[Holding]] = {}
     for holding in holdings:
         grouped.setdefault((holding.checkpoint_id, holding.save_id), []).append(holding)
@@ -110,4 +157,13 @@ def saves_found(holdings: Iterable[Holding]) -> tuple[SaveFound, ...]:
         SaveFound(checkpoint_id, save_id, max(holding.sequence for holding in members), tuple(members))
         for (checkpoint_id, save_id), members in grouped.items()
     ]
-    return tuple(sorted(saves, key=lambda save: save.order, reverse=True))
+    newest: dict[str, float] = {}
+    for save in saves:
+        lineage, created = save.version.lineage, save.version.order[1]
+        newest[lineage] = max(newest.get(lineage, 0.0), created)
+
+    def place(save: SaveFound) -> tuple[float, str, tuple[int, float, str]]:
+        lineage = save.version.lineage
+        return newest[lineage], lineage, save.order
+
+    return tuple(sorted(saves, key=place, reverse=True))

@@ -13,6 +13,8 @@ INTENT_NAME = ".intent.json"
 NODE_NAME = "node.json"
 STAGING_DIR = ".staging"
 TRASH_DIR = ".trash"
+REPLACED_DIR = ".replaced"
+"""Versions of a checkpoint that a newer save has replaced, by their save ids, until the newer one is seen whole."""
 INCOMING_DIR = ".incoming"
 QUARANTINE_DIR = ".quarantine"
 AGENT_DIR = ".agent"
@@ -27,6 +29,7 @@ HEARD_SEQUENCE_MAX = 1 << 53
 
 _SHARD = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.distcp")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
+_LINEAGE = re.compile(r"[0-9a-f]{16}")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@:,-]{0,199}")
 _ID_LENGTH_MAX = 512
 
@@ -55,6 +58,11 @@ def is_shard_path(text: str) -> bool:
 
 def is_save_id(text: str) -> bool:
     return _SAVE_ID.fullmatch(text) is not None
+
+
+def is_lineage(text: str) -> bool:
+    """Whether `text` names a lineage: 16 hexadecimal digits, or "" for what was saved before there were any."""
+    return text == "" or _LINEAGE.fullmatch(text) is not None
 
 
 def is_checkpoint_file(name: str) -> bool:

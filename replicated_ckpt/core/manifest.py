@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from replicated_ckpt.core.checksum import crc32c
-from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
+from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
 
 VERSION = 1
@@ -56,8 +57,9 @@ class UploadEntry:
 class Manifest:
     """One committed save.
 
-    `sequence` orders the checkpoints of a run without any clock: one more than the largest that any node of the save
-    had committed. `created_unix_s` is for people only.
+    `lineage` names the run: the first save in a directory of checkpoints draws it, every later save that saw one inherits
+    it. `sequence` orders the saves of one lineage without any clock: one more than the largest that any node of the save
+    knew. `created_unix_s`, by the coordinator's clock, orders lineages, and saves of one sequence by nodes that never met.
     """
 
     save_id: str
@@ -71,6 +73,12 @@ class Manifest:
     nodes: tuple[NodeEntry, ...]
     shards: Mapping[str, ShardEntry]
     upload: UploadEntry | None = None
+    lineage: str = ""
+
+    @property
+    def version(self) -> Version:
+        """What the commit compares."""
+        return Version(self.lineage, self.sequence, self.created_unix_s, self.save_id)
 
     def encoded(self) -> bytes:
         """JSON with a checksum over its own body, one line of each, so that a torn or edited file is noticed."""
@@ -128,6 +136,7 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
         nodes=tuple(_node(node) for node in fields["nodes"]),
         shards={_shard_name(name): _shard(entry) for name, entry in fields["shards"].items()},
         upload=_upload(fields.get("upload")),
+        lineage=_text(fields.get("lineage", "")),
     )
 
 
@@ -184,6 +193,7 @@ def _checked(manifest: Manifest, source: str) -> Manifest:
     known = {node.node_id for node in manifest.nodes}
     problems: Sequence[str] = [
         *(["save_id"] if not is_save_id(manifest.save_id) else []),
+        *([] if is_lineage(manifest.lineage) else ["lineage"]),
         *(["checkpoint_id"] if not is_checkpoint_id(manifest.checkpoint_id) else []),
         *(f"holders of {name}" for name, entry in manifest.shards.items() if not known.issuperset(entry.holders)),
         *(["upload"] if manifest.upload is not None and not _is_possible(manifest, manifest.upload) else []),

@@ -4,8 +4,9 @@ A bucket cannot rename, so `.metadata` is written last and makes the checkpoint.
 readers do not notice what follows; ours learn from one small range read which save is committed, without unpickling and
 without trusting a listing. Layout, little endian:
 
-    8s   magic           b"RCKMARK1"
+    8s   magic           b"RCKMARK2"
     16s  save_id
+    8s   lineage         zeros: none
     u64  sequence
     f64  created_unix_s
     u32  manifest_crc    CRC32C of the manifest object's bytes
@@ -18,10 +19,12 @@ import struct
 from dataclasses import dataclass
 
 from replicated_ckpt.core.checksum import Bytes, crc32c
+from replicated_ckpt.core.lineage import Version
 
-MAGIC = b"RCKMARK1"
-_BODY = struct.Struct("<8s16sQdIIB")
+MAGIC = b"RCKMARK2"
+_BODY = struct.Struct("<8s16s8sQdIIB")
 MARK_BYTES = _BODY.size + 4
+_NO_LINEAGE = "0" * 16
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class CommitMark:
     manifest_crc32c: int
     metadata_crc32c: int
     has_own_prefix: bool
+    lineage: str = ""
+
+    @property
+    def version(self) -> Version:
+        return Version(self.lineage, self.sequence, self.created_unix_s, self.save_id)
 
     @property
     def prefix(self) -> str:
@@ -44,6 +52,7 @@ class CommitMark:
         body = _BODY.pack(
             MAGIC,
             bytes.fromhex(self.save_id),
+            bytes.fromhex(self.lineage or _NO_LINEAGE),
             self.sequence,
             self.created_unix_s,
             self.manifest_crc32c,
@@ -57,10 +66,11 @@ def decoded_mark(tail: Bytes) -> CommitMark | None:
     """The mark in the last MARK_BYTES of a `.metadata`; None if it has none, as those have that stock torch wrote."""
     if len(tail) != MARK_BYTES or crc32c(memoryview(tail)[:-4]) != int.from_bytes(tail[-4:], "little"):
         return None
-    magic, save_id, sequence, created, manifest_crc, metadata_crc, own = _BODY.unpack(memoryview(tail)[:-4])
+    magic, save_id, lineage, sequence, created, manifest_crc, metadata_crc, own = _BODY.unpack(memoryview(tail)[:-4])
     if magic != MAGIC:
         return None
-    return CommitMark(save_id.hex(), sequence, created, manifest_crc, metadata_crc, bool(own))
+    named = "" if lineage.hex() == _NO_LINEAGE else lineage.hex()
+    return CommitMark(save_id.hex(), sequence, created, manifest_crc, metadata_crc, bool(own), named)
 
 
 def own_prefix(save_id: str) -> str:

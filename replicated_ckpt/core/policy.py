@@ -1,13 +1,13 @@
 """Policies of retention as nodes know and tell them: which checkpoints they are for, and which of two is the later."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from posixpath import dirname
 from typing import Any
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_id, is_lineage, is_save_id
 
 NODES = ""
 """The tier of the nodes; the object tier goes by its URL."""
@@ -18,22 +18,30 @@ _URL_CHARS_MAX = 4096
 class Policy:
     """What a run wants kept in one tier. `scope` is the directory of its checkpoints' ids, "" for plain names.
 
-    `revision` is the sequence of the save that brought it. `retention` None: everything is kept.
+    `lineage` is the run's: checkpoints of another one are neither counted nor removed. `revision` is the sequence of the
+    save that brought it. `retention` None: everything is kept.
     """
 
     scope: str
     tier: str
     revision: int
     retention: Retention | None
+    lineage: str = ""
 
     @property
-    def key(self) -> tuple[str, str]:
-        return self.scope, self.tier
+    def key(self) -> tuple[str, str, str]:
+        return self.scope, self.tier, self.lineage
 
     def to_json(self) -> dict[str, Any]:
         kept = self.retention
         fields = None if kept is None else {"keep_last": kept.keep_last, "keep_every": kept.keep_every}
-        return {"scope": self.scope, "tier": self.tier, "revision": self.revision, "retention": fields}
+        return {
+            "scope": self.scope,
+            "tier": self.tier,
+            "revision": self.revision,
+            "retention": fields,
+            "lineage": self.lineage,
+        }
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Policy":
@@ -44,11 +52,13 @@ class Policy:
         """
         kept = fields["retention"]
         retention = None if kept is None else Retention(keep_last=kept["keep_last"], keep_every=kept["keep_every"])
-        policy = cls(str(fields["scope"]), str(fields["tier"]), index(fields["revision"]), retention)
+        lineage = str(fields.get("lineage", ""))
+        policy = cls(str(fields["scope"]), str(fields["tier"]), index(fields["revision"]), retention, lineage)
         if (
             not (policy.scope == "" or is_checkpoint_id(policy.scope))
             or not 0 <= policy.revision <= HEARD_SEQUENCE_MAX
             or len(policy.tier) > _URL_CHARS_MAX
+            or not is_lineage(lineage)
         ):
             raise ValueError(f"no valid policy: {policy!r}"[:500])
         return policy
@@ -66,7 +76,7 @@ def merged(own: Policy, heard: Policy) -> Policy:
     """
     if own.revision != heard.revision:
         return max(own, heard, key=lambda policy: policy.revision)
-    return own if own.retention == heard.retention else Policy(*own.key, own.revision, None)
+    return own if own.retention == heard.retention else replace(own, retention=None)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.policy import NODES, Policy, pending, scope_of
 from replicated_ckpt.core.repair import NodeView, Presence
@@ -136,7 +137,7 @@ def planned_retention(
     verdicts: list[Verdict] = []
     for policy in sorted(policies, key=lambda policy: policy.key):
         if policy.tier == NODES and policy.retention is not None:
-            mine = {i: found for i, found in manifest_by_save.items() if scope_of(found.checkpoint_id) == policy.scope}
+            mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
             verdicts += judged(list(_candidates(mine, up, holdings)), policy.retention)
     removals = tuple(
         Removal(node_id, verdict.checkpoint_id, verdict.save_id, verdict.rule)
@@ -145,6 +146,10 @@ def planned_retention(
         for node_id in sorted(holding.node_id for holding in holdings[verdict.save_id])
     )
     return RetentionPlan(tuple(verdicts), removals)
+
+
+def _is_under(manifest: Manifest, policy: Policy) -> bool:
+    return scope_of(manifest.checkpoint_id) == policy.scope and manifest.lineage == policy.lineage
 
 
 def _holdings_by_save(manifests: Mapping[str, Manifest], up: Sequence[NodeView]) -> Mapping[str, list[Holding]]:
@@ -192,3 +197,15 @@ def _copies(manifest: Manifest, holdings: Sequence[Holding]) -> int:
 def without_retired(manifest_by_save: Mapping[str, Manifest], retired: Collection[str]) -> dict[str, Manifest]:
     """The manifests of the saves that re-protection looks after."""
     return {save_id: manifest for save_id, manifest in manifest_by_save.items() if save_id not in retired}
+
+
+def whole_versions(
+    manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]
+) -> Mapping[str, tuple[Version, ...]]:
+    """Of each checkpoint the versions of which every shard was seen intact, and the metadata, at nodes that answer."""
+    holdings = _holdings_by_save(manifest_by_save, [node for node in nodes if node.presence is Presence.UP])
+    whole: dict[str, list[Version]] = {}
+    for save_id, manifest in manifest_by_save.items():
+        if _copies(manifest, holdings[save_id]) > 0:
+            whole.setdefault(manifest.checkpoint_id, []).append(manifest.version)
+    return {checkpoint_id: tuple(versions) for checkpoint_id, versions in whole.items()}

@@ -2,10 +2,26 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from replicated_ckpt.stores.bucket import Bucket, BucketSave
 
 LOOK_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class InBucket:
+    """How a save lies in the bucket. `metadata_crc32c` None: stock torch wrote it, and there are no checksums."""
+
+    prefix: str
+    metadata_bytes: int
+    metadata_crc32c: int | None
+
+    @classmethod
+    def of(cls, save: BucketSave) -> "InBucket":
+        if save.mark is None:
+            return cls("", save.metadata_bytes, None)
+        return cls(save.mark.prefix, save.metadata_bytes, save.mark.metadata_crc32c)
 
 
 class BucketLook:

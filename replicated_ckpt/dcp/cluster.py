@@ -14,9 +14,10 @@ from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_histories
 from replicated_ckpt.dcp.decision import SaveDecision
 from replicated_ckpt.dcp.relay import RELAY_FROM_BYTES, Relay
-from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
 from replicated_ckpt.stores.intent import Intent
@@ -45,12 +46,12 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class Opened:
-    """What became of the opening of a save: the largest sequence that any node has committed, and who did not answer.
+    """What became of the opening of a save: what the nodes know of lineages, and which of them did not answer.
 
     `replaces`: some node holds the checkpoint already.
     """
 
-    sequence_max: int
+    histories: Histories
     unreached: tuple[str, ...] = ()
     replaces: bool = False
 
@@ -84,21 +85,25 @@ class AgentCluster:
             "checkpoint_id": intent.checkpoint_id,
             "session": intent.session,
             "overwrite": intent.overwrite,
+            "coordinator": intent.coordinator,
             "peers": [address.to_json() for address in self._by_node.values()],
         }
         body = json.dumps(document).encode()  # once, not once for each node: it names all of them
 
-        def opened(node: str) -> tuple[int, bool]:
+        def opened(node: str) -> tuple[Histories, bool]:
             with AgentClient(self._by_node[node]) as client:
                 answer = client.put("POST", f"/v1/saves/{intent.save_id}", body)
-                return int(answer["sequence_max"]), bool(answer["replaces"])
+            try:
+                return histories_from_json(answer["histories"]), bool(answer["replaces"])
+            except (KeyError, TypeError, ValueError, AttributeError) as exc:
+                raise PeerProtocolError(f"{self._by_node[node].label} opened a save wrongly: {exc!r}.") from exc
 
-        outcome = FanOut[str, tuple[int, bool]]().run(self._by_node, opened)
+        outcome = FanOut[str, tuple[Histories, bool]]().run(self._by_node, opened)
         for node, error in outcome.errors.items():
             if node == self._own_node or not isinstance(error, StoreUnavailable):
                 raise error
-        sequence_max = max(sequence for sequence, _ in outcome.results.values())
-        return Opened(sequence_max, tuple(outcome.errors), any(replaces for _, replaces in outcome.results.values()))
+        histories = merge_histories(histories for histories, _ in outcome.results.values())
+        return Opened(histories, tuple(outcome.errors), any(replaces for _, replaces in outcome.results.values()))
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
         path = f"/v1/saves/{save_id}"
@@ -147,9 +152,9 @@ class LoneNode:
 
     def begin(self, intent: Intent) -> Opened:
         replaces = self._service.store.final(intent.checkpoint_id).exists()
-        sequence_max, leftovers = self._service.begin(intent)
+        histories, leftovers = self._service.begin(intent)
         settle(self._service, leftovers, ())
-        return Opened(sequence_max, replaces=replaces)
+        return Opened(histories, replaces=replaces)
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:  # noqa: ARG002 - staged here already
         return Committed({self._service.node_id: self._service.commit(save_id)}, {})

@@ -34,6 +34,7 @@ class SaveDecision:
     overwrite: bool = False
     unreached: tuple[str, ...] = ()
     upload: UploadPlan | None = None
+    lineage: str = ""
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies first."""
@@ -49,7 +50,11 @@ class SaveDecision:
 
     @property
     def intent(self) -> Intent:
-        return Intent(self.save_id, self.checkpoint_id, self.session, self.overwrite)
+        nodes = tuple(sorted(node.node_id for node in self.nodes))
+        coordinator = self.node_of(0).node_id
+        return Intent(
+            self.save_id, self.checkpoint_id, self.session, self.overwrite, nodes=nodes, coordinator=coordinator
+        )
 
     def node_of(self, rank: int) -> NodePost:
         return self.nodes[self.node_by_rank[rank]]
@@ -96,6 +101,7 @@ class SaveDecision:
             fields["overwrite"],
             tuple(fields["unreached"]),
             None if fields["upload"] is None else UploadPlan(**fields["upload"]),
+            fields["lineage"],
         )
 
 

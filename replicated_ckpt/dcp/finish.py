@@ -95,6 +95,7 @@ def _described(
         ),
         shards=shards,
         upload=upload,
+        lineage=decision.lineage,
     )
     return raw_metadata, manifest
 
@@ -136,4 +137,14 @@ def _check_reached(manifest: Manifest, committed: Committed, *, must_have_all: b
     short = {name: count for name, count in have.items() if count < wanted}
     if short or not committed.held_by_node:
         why = "; ".join(f"node {node}: {error}" for node, error in committed.error_by_node.items())
-        raise AckNotReached(manifest.copies, short, f"The decision is durable and will be completed. {why}")
+        raise AckNotReached(manifest.copies, short, _what_follows(manifest, committed, why))
+
+
+def _what_follows(manifest: Manifest, committed: Committed, why: str) -> str:
+    """What becomes of a save that is decided, and not published where it should be."""
+    nodes = sorted(committed.error_by_node)
+    return (
+        f"The decision of save {manifest.save_id} is durable on the coordinator's node: node {', '.join(nodes)} publishes "
+        f"it once it reaches a node that has, unless a newer save of {manifest.checkpoint_id!r} is whole by then. Until "
+        f"every shard is published, the previous version is kept, too. {why}"
+    )

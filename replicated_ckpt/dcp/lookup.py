@@ -1,5 +1,6 @@
 """The question before a load: is there a checkpoint? Every rank gets the same answer, or every rank the same error."""
 
+from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.meeting import AgreedError, met
 from replicated_ckpt.dcp.world import World
@@ -8,7 +9,9 @@ from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.local import LocalStore
 
 
-def looked_up(store: LocalStore, world: World, checkpoint_id: str, bucket: Bucket | None) -> str | None:
+def looked_up(
+    store: LocalStore, world: World, checkpoint_id: str, bucket: Bucket | None, lineage: str = NEWEST_LINEAGE
+) -> str | None:
     """The id of the committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None without one.
 
     One that is found and not whole counts as found: whoever began anew beside it would take a loss for a first start.
@@ -18,7 +21,7 @@ def looked_up(store: LocalStore, world: World, checkpoint_id: str, bucket: Bucke
         and there are checkpoints, none of them whole. ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
     """
     try:
-        return met(store, world, checkpoint_id, bucket).found.checkpoint_id
+        return met(store, world, checkpoint_id, bucket, lineage=lineage).found.checkpoint_id
     except AgreedError as exc:
         _check_is_not_there(exc.error, checkpoint_id)
     except CheckpointNotFound as exc:

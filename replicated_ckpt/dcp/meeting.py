@@ -2,13 +2,18 @@
 
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from replicated_ckpt.agent.endpoint import read_endpoint
 from replicated_ckpt.agent.peers import PeerBook
-from replicated_ckpt.core.layout import LATEST, checkpoint_id_under
+from replicated_ckpt.config import NEWEST_LINEAGE
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, checkpoint_id_under
 from replicated_ckpt.dcp.node import NodePost, node_post
-from replicated_ckpt.dcp.survey import Survey, Surveyor, seen_sequence
+from replicated_ckpt.dcp.seen_lineage import remember
+from replicated_ckpt.dcp.survey import Survey, Surveyor
 from replicated_ckpt.dcp.world import Blackboard, World
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
@@ -37,6 +42,8 @@ def met(
     given_id: str | None,
     bucket: Bucket | None = None,
     prepared: Callable[[Survey], Survey] = lambda survey: survey,
+    *,
+    lineage: str = NEWEST_LINEAGE,
 ) -> Survey:
     """The survey for a load of `given_id`, the same on every rank; only the coordinator looks into the bucket.
 
@@ -47,7 +54,7 @@ def met(
         AgreedError: with the error that every rank raises. ReplicatedCkptError: this rank's alone.
     """
     if world.blackboard is None:
-        return _alone(store, given_id, bucket)
+        return _remembered(store, _alone(store, given_id, bucket, lineage))
     try:
         node = None if is_nowhere(store) else node_post(store, None).to_json()
         post: dict[str, Any] = {"checkpoint_id": _resolved(store, given_id), "node": node}
@@ -55,16 +62,30 @@ def met(
         post = {"error": _packed(exc)}
     nonce = world.blackboard.post("load", post)
     if world.is_coordinator:
-        _coordinate(store, world, world.blackboard, bucket, prepared)
+        look = partial(_surveyed, store, world, bucket=bucket, lineage=lineage)
+        _coordinate(world, world.blackboard, lambda posts: prepared(look(posts)))
     decision = world.blackboard.decision("load", nonce, MEETING_TIMEOUT_S)
     if "error" in decision:
         raise AgreedError(_unpacked(decision["error"]))
-    return Survey.from_json(decision["survey"])
+    return _remembered(store, Survey.from_json(decision["survey"]))
 
 
-def _alone(store: LocalStore, given_id: str | None, bucket: Bucket | None) -> Survey:
+def _remembered(store: LocalStore, survey: Survey) -> Survey:
+    """What this process saves next is of the lineage that it loads now, and newer."""
+    found = survey.found
+    if survey.lineages and survey.lineages[0].lineage == found.version.lineage:
+        newest = replace(found.version, sequence=max(found.sequence, survey.sequence_max))
+        remember(store, found.checkpoint_id, newest)
+    return survey
+
+
+def _alone(store: LocalStore, given_id: str | None, bucket: Bucket | None, lineage: str) -> Survey:
     peers = PeerBook(store.root_agent_directory()).known()
-    return Surveyor(store, store.known_node_id(), peers, bucket).surveyed(_resolved(store, given_id))
+    look = Surveyor(store, store.known_node_id(), peers, bucket, lineage=lineage)
+    survey = look.surveyed(_resolved(store, given_id))
+    own = read_endpoint(store.root_agent_directory())
+    _tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey)
+    return survey
 
 
 def _resolved(store: LocalStore, given_id: str | None) -> str:
@@ -73,21 +94,23 @@ def _resolved(store: LocalStore, given_id: str | None) -> str:
     return LATEST if given_id == LATEST else checkpoint_id_under(str(store.root), given_id)
 
 
-def _coordinate(
-    store: LocalStore, world: World, board: Blackboard, bucket: Bucket | None, prepared: Callable[[Survey], Survey]
-) -> None:
+def _coordinate(world: World, board: Blackboard, surveyed: Callable[[Sequence[Mapping[str, Any]]], Survey]) -> None:
     key = (world.group_name, world.size)
     posts = board.posts("load", MEETING_TIMEOUT_S, _consumed.get(key, ()))
     _consumed[key] = [post["nonce"] for post in posts]
     try:
-        outcome: Mapping[str, Any] = {"survey": prepared(_surveyed(store, world, posts, bucket)).to_json()}
+        outcome: Mapping[str, Any] = {"survey": surveyed(posts).to_json()}
     except ReplicatedCkptError as exc:
         outcome = {"error": _packed(exc)}
     board.decide("load", posts, outcome)
 
 
 def _surveyed(
-    store: LocalStore, world: World, posts: Sequence[Mapping[str, Any]], bucket: Bucket | None = None
+    store: LocalStore,
+    world: World,
+    posts: Sequence[Mapping[str, Any]],
+    bucket: Bucket | None = None,
+    lineage: str = NEWEST_LINEAGE,
 ) -> Survey:
     for post in posts:
         if "error" in post:
@@ -98,25 +121,31 @@ def _surveyed(
     nodes = {post["node"]["node_id"]: NodePost.from_json(post["node"]) for post in posts if post["node"] is not None}
     if is_nowhere(store):
         agents = [node.address for node in nodes.values()]
-        return Surveyor(store, store.known_node_id(), agents, bucket, nodes).surveyed(ids[0])
+        return Surveyor(store, store.known_node_id(), agents, bucket, nodes, lineage).surveyed(ids[0])
     own = posts[world.rank]["node"]["node_id"]
     addresses = [node.address for node in nodes.values()]
     _introduced(addresses, world.session)
     absent = [peer for peer in PeerBook(store.agent_directory()).known() if peer.node_id not in nodes]
-    survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes).surveyed(ids[0])
-    _tell_sequence(addresses, survey, seen_sequence(store))
+    survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage).surveyed(ids[0])
+    _tell_load({address.node_id: address for address in (*survey.addresses, *addresses)}.values(), survey)
     return survey
 
 
-def _tell_sequence(addresses: Sequence[AgentAddress], survey: Survey, sequence: int) -> None:
-    """Tells the agents that do not hold the newest checkpoint that there is one: what they save next must be newer."""
-    knowing = {holding.node_id for holding in survey.holdings if holding.sequence >= sequence}
+def _tell_load(addresses: Iterable[AgentAddress], survey: Survey) -> None:
+    """Tells the agents which save is read, so that it stays, and how far its lineage has come: later saves are newer.
 
-    def told(address: AgentAddress) -> None:
+    One that does not answer is left out: it holds nothing that this load was told to read from it.
+    """
+    if not survey.lineages:
+        return
+    lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, HEARD_SEQUENCE_MAX)
+    document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id}
+
+    def tell(address: AgentAddress) -> None:
         with AgentClient(address) as client:
-            client.call("POST", "/v1/hear", {"sequence": sequence})
+            client.call("POST", "/v1/hear", document)
 
-    FanOut[AgentAddress, None]().run([address for address in addresses if address.node_id not in knowing], told)
+    FanOut[AgentAddress, None]().run(addresses, tell)
 
 
 def _introduced(addresses: Sequence[AgentAddress], session: str) -> None:

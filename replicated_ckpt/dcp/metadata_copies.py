@@ -89,7 +89,7 @@ def _copies(
     own_node, size, crc = store.known_node_id(), manifest.metadata_bytes, manifest.metadata_crc32c
     own_address = next((address for address in survey.addresses if address.node_id == own_node), None)
     if any(holding.node_id == own_node and holding.has_metadata for holding in save.holdings):
-        path = store.final(save.checkpoint_id) / METADATA_NAME
+        path = store.path_of(save.checkpoint_id, save.save_id, METADATA_NAME)
         try:
             with path.open("rb") as file:
                 raw = file.read(min(path.stat().st_size, size + 1))  # one byte too many is enough not to match

@@ -3,13 +3,14 @@
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from replicated_ckpt.agent.pace import Pace
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.targets import TargetBook
 from replicated_ckpt.agent.upload import Uploader
 from replicated_ckpt.agent.watch import Patience
+from replicated_ckpt.core.lineage import Histories, histories_from_json
 from replicated_ckpt.core.uploading import UploadPlan, UploadState
 from replicated_ckpt.dcp.own_agent import asked
 from replicated_ckpt.errors import (
@@ -34,10 +35,10 @@ _POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
 
 @dataclass(frozen=True)
 class Probed:
-    """What the bucket said before a save: the plan, the largest sequence committed there, and what is wrong with it."""
+    """What the bucket said before a save: the plan, the lineages committed there, and what is wrong with it."""
 
     plan: UploadPlan
-    sequence_max: int = 0
+    histories: Histories = field(default_factory=dict)
     problem: str = ""
 
 
@@ -92,13 +93,13 @@ class ObjectTier:
         try:
             found = asked(self._store, "POST", "/v1/object/probe", document, self._probe_s)
         except ReplicatedCkptError as exc:
-            found = {"error": str(exc), "is_empty": False, "save_id": "", "sequence_max": 0}
+            found = {"error": str(exc), "is_empty": False, "save_id": "", "histories": {}}
         if found["save_id"] and not overwrite:
             raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {url}.")
         self._probe_s = PROBE_S
         problem = f"object store {url}: {found['error']}" if found["error"] else ""
         plan = UploadPlan(url, has_own_prefix=replaces or not found["is_empty"])
-        return Probed(plan, int(found["sequence_max"]), problem)
+        return Probed(plan, histories_from_json(found["histories"]), problem)
 
     def expect(self, save_id: str, checkpoint_id: str) -> None:
         """A save that goes to the bucket is written: `wait` waits for it, unless it is given up before the commit."""

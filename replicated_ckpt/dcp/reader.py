@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from replicated_ckpt.config import ReaderConfig
+from replicated_ckpt.config import NEWEST_LINEAGE, ReaderConfig
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.sources import ByteRange
 from replicated_ckpt.dcp.items import ItemReader
+from replicated_ckpt.dcp.lineage_choice import describe_lineage
 from replicated_ckpt.dcp.lookup import looked_up
 from replicated_ckpt.dcp.meeting import AgreedError, met
 from replicated_ckpt.dcp.metadata_copies import scanned, verified_metadata
@@ -59,6 +60,8 @@ class ReplicatedReader(StorageReader):
         object_store: the bucket that the writer was given, "s3://bucket/prefix", say. Checkpoints that stock torch's
             FsspecWriter wrote there can be loaded, too; nobody took checksums of them.
         storage_options: how to get there, as s3fs takes it.
+        lineage: which run to load where checkpoints of several lie in one directory of ids: "newest", the one saved last
+            by the clock, with a ReplicatedCkptWarning; "refuse" (LineagesMet); or the lineage that a warning named.
 
     One reader serves many loads, one at a time.
 
@@ -74,9 +77,10 @@ class ReplicatedReader(StorageReader):
         no_dist: bool | None = None,
         object_store: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        lineage: str = NEWEST_LINEAGE,
     ) -> None:
         super().__init__()
-        self.config = ReaderConfig.checked(root, object_store=object_store)
+        self.config = ReaderConfig.checked(root, object_store=object_store, lineage=lineage)
         self.last_load: LoadReport | None = None
         self._process_group = process_group
         self._no_dist = no_dist
@@ -116,7 +120,7 @@ class ReplicatedReader(StorageReader):
     def _looked_up(self, checkpoint_id: str) -> str | None:
         try:
             world = world_of_call(self._process_group, self._no_dist)
-            return looked_up(self._store, world, checkpoint_id, self._opened_bucket())
+            return looked_up(self._store, world, checkpoint_id, self._opened_bucket(), self.config.lineage)
         finally:
             self._close_bucket()
 
@@ -139,7 +143,8 @@ class ReplicatedReader(StorageReader):
         self._is_met = True
         self._world = world_of_call(self._process_group, self._no_dist)
         try:
-            self._survey = met(self._store, self._world, self._given_id, self._opened_bucket(), self._scanned)
+            bucket, lineage = self._opened_bucket(), self.config.lineage
+            self._survey = met(self._store, self._world, self._given_id, bucket, self._scanned, lineage=lineage)
         except AgreedError as exc:
             self._failure = exc.error
             raise exc.error from None
@@ -169,6 +174,8 @@ class ReplicatedReader(StorageReader):
         self._places = places_of(metadata) if self._surveyed.stock_warning else None
         if self._surveyed.stock_warning and self._world.is_coordinator:
             warnings.warn(self._surveyed.stock_warning, ReplicatedCkptWarning, stacklevel=2)
+        if len(self._surveyed.lineages) > 1:
+            warnings.warn(_lineages_warning(self._surveyed), ReplicatedCkptWarning, stacklevel=2)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -256,3 +263,11 @@ class ReplicatedReader(StorageReader):
         """False: a reader cannot be guessed from an id alone; DCP asks this only when no reader was passed."""
         del checkpoint_id
         return False
+
+
+def _lineages_warning(survey: Survey) -> str:
+    chosen, *others = map(describe_lineage, survey.lineages)
+    return (
+        f"Checkpoints of several runs lie in one directory of ids. Loaded is {chosen}. Left alone is {'; '.join(others)}. "
+        "Pass ReplicatedReader(lineage=...) to load another, and give each run a directory of its own."
+    )

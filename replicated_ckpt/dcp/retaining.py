@@ -45,9 +45,10 @@ class Retaining:
 
     def _told(self, decision: SaveDecision, *, is_committed: bool) -> list[str]:
         scope, revision = scope_of(decision.checkpoint_id), decision.sequence
-        policies = [Policy(scope, NODES, revision, self._config.retention)]
+        lineage = decision.lineage
+        policies = [Policy(scope, NODES, revision, self._config.retention, lineage)]
         if self._target is not None:
-            policies.append(Policy(scope, self._target.url, revision, self._config.object_retention))
+            policies.append(Policy(scope, self._target.url, revision, self._config.object_retention, lineage))
         document = {"policies": [policy.to_json() for policy in policies], "is_committed": is_committed}
         try:
             asked(self._store, "POST", "/v1/retention", document)

@@ -5,14 +5,15 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.stock_look import StockLook
-from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
+from replicated_ckpt.config import NEWEST_LINEAGE
+from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, saves_found
+from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decoded_manifest
-from replicated_ckpt.dcp.bucket_look import LOOK_WITHIN_S, BucketLook
+from replicated_ckpt.dcp.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
+from replicated_ckpt.dcp.lineage_choice import choose_lineage
 from replicated_ckpt.dcp.stock_survey import stock_save, stock_warning
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
@@ -30,22 +31,6 @@ from replicated_ckpt.stores.local import LocalStore, is_nowhere
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 3.0
-_seen_by_root: dict[Path, int] = {}
-
-
-@dataclass(frozen=True)
-class InBucket:
-    """How a save lies in the bucket. `metadata_crc32c` None: stock torch wrote it, and there are no checksums."""
-
-    prefix: str
-    metadata_bytes: int
-    metadata_crc32c: int | None
-
-    @classmethod
-    def of(cls, save: BucketSave) -> "InBucket":
-        if save.mark is None:
-            return cls("", save.metadata_bytes, None)
-        return cls(save.mark.prefix, save.metadata_bytes, save.mark.metadata_crc32c)
 
 
 @dataclass(frozen=True)
@@ -55,7 +40,8 @@ class Survey:
     `addresses` are the peers that answered; `searched` tells in words every place that was looked at. `in_bucket` is None
     if the save does not lie there. `stock_warning` is not empty if stock torch wrote it on the nodes' disks: then the
     manifest was made up by the look, and has no checksums of shards. `scanned_sha256` is that of the `.metadata` which the
-    coordinator has scanned, so that the others need not; empty: nobody has.
+    coordinator has scanned, so that the others need not; empty: nobody has. `lineages` are those in the directory of the
+    checkpoint's id, the chosen one first; `sequence_max` is the largest sequence of that.
     """
 
     manifest_raw: str
@@ -65,6 +51,8 @@ class Survey:
     in_bucket: InBucket | None = None
     stock_warning: str = ""
     scanned_sha256: str = ""
+    lineages: tuple[LineageFound, ...] = ()
+    sequence_max: int = 0
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -93,6 +81,8 @@ class Survey:
             None if fields["in_bucket"] is None else InBucket(**fields["in_bucket"]),
             fields["stock_warning"],
             fields["scanned_sha256"],
+            tuple(LineageFound(**{**found, "nodes": tuple(found["nodes"])}) for found in fields["lineages"]),
+            fields["sequence_max"],
         )
 
 
@@ -106,7 +96,11 @@ class Surveyor:
         peers: Iterable[AgentAddress],
         bucket: Bucket | None = None,
         expected: Collection[str] = (),
+        lineage: str = NEWEST_LINEAGE,
     ) -> None:
+        self._lineage = lineage
+        self._lineages: tuple[LineageFound, ...] = ()
+        self._sequence_max = 0
         self._expected = {*expected, OBJECT_NODE}  # whom to miss if they do not answer: unlike old acquaintances
         self._unreached: list[str] = []
         self._bucket = bucket
@@ -163,12 +157,12 @@ class Surveyor:
         return self._chosen(checkpoint_id, [*holdings, *self._holdings_in_bucket(look)])
 
     def _chosen(self, checkpoint_id: str, holdings: Sequence[Holding]) -> Survey:
-        saves = saves_found(holdings)
+        saves: Sequence[SaveFound] = saves_found(holdings)
         self._ids |= {save.checkpoint_id for save in saves}
-        newest = min(max((save.sequence for save in saves), default=0), HEARD_SEQUENCE_MAX)
-        _seen_by_root[self._store.root] = max(seen_sequence(self._store), newest)
+        choice = choose_lineage(checkpoint_id, saves, self._lineage)
+        self._lineages, self._sequence_max = choice.lineages, choice.sequence_max
         lost: list[tuple[SaveFound, str]] = []
-        for save in saves:
+        for save in choice.saves:
             raw = self._manifest_raw(save)
             if raw is None:
                 self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
@@ -236,7 +230,7 @@ class Surveyor:
                 if holding.node_id == OBJECT_NODE and self._bucket is not None:
                     raw = manifest_in(self._bucket, self._in_bucket[save.save_id])
                 elif holding.node_id == self._own_node:
-                    raw = (self._store.final(holding.checkpoint_id) / MANIFEST_NAME).read_bytes()
+                    raw = self._store.path_of(holding.checkpoint_id, save.save_id, MANIFEST_NAME).read_bytes()
                 else:
                     with AgentClient(self._by_node[holding.node_id]) as client:
                         raw = client.fetch("GET", file_path(holding.checkpoint_id, holding.save_id, MANIFEST_NAME))
@@ -254,7 +248,15 @@ class Surveyor:
         own = () if self._own_address is None else (self._own_address,)
         there = self._in_bucket.get(save_id)
         in_bucket = None if there is None else InBucket.of(there)
-        return Survey(manifest_raw, holdings, (*own, *self._by_node.values()), self._places(), in_bucket)
+        return Survey(
+            manifest_raw,
+            holdings,
+            (*own, *self._by_node.values()),
+            self._places(),
+            in_bucket,
+            lineages=self._lineages,
+            sequence_max=self._sequence_max,
+        )
 
     def _places(self) -> tuple[str, ...]:
         return (*self._searched.values(), *self._problems)
@@ -273,11 +275,6 @@ class Surveyor:
             )
         what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
         return CheckpointNotFound(f"{what} was found. Searched: {where}.", unreached=self._unreached)
-
-
-def seen_sequence(store: LocalStore) -> int:
-    """The largest sequence that a load of this process has seen anywhere: what it saves next is newer than that."""
-    return _seen_by_root.get(store.root, 0)
 
 
 def _parsed(raw: str) -> Manifest:

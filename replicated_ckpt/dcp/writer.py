@@ -18,6 +18,8 @@ from torch.futures import Future
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.config import Retention, WriterConfig
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.policy import scope_of
 from replicated_ckpt.dcp.cluster import Cluster, LoneNode, cluster_of
 from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, decided, named_checkpoint, weaknesses
 from replicated_ckpt.dcp.finish import commit_save
@@ -27,8 +29,8 @@ from replicated_ckpt.dcp.object_tier import WAIT_TIMEOUT_S, ObjectTier
 from replicated_ckpt.dcp.receipts import check_none_aborted, gathered
 from replicated_ckpt.dcp.report import SaveReport, reported
 from replicated_ckpt.dcp.retaining import Retaining
+from replicated_ckpt.dcp.seen_lineage import remember, seen_lineage
 from replicated_ckpt.dcp.shard_writer import ShardWriter, WrittenShard
-from replicated_ckpt.dcp.survey import seen_sequence
 from replicated_ckpt.dcp.world import world_of_call
 from replicated_ckpt.errors import AckNotReached, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
 from replicated_ckpt.stores.local import LocalStore
@@ -192,8 +194,10 @@ class ReplicatedWriter(StorageWriter):
             self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
             raise
         failpoints.reach("coordinator.opened")
-        store, tier = self._store, self._object_tier
-        self._decision, problems = numbered(decision, opened, tier, seen_sequence(store), self._cluster)
+        if board is not None:  # however slow the planning is, nobody takes this save for an abandoned one
+            self._held.callback(os.close, self._store.held(decision.save_id))
+        seen = seen_lineage(self._store, scope_of(decision.checkpoint_id))
+        self._decision, problems = numbered(decision, opened, self._object_tier, seen, self._cluster)
         self._degraded(problems)
         if board is not None:
             board.decide("save", raw_posts, self._decision.to_json())
@@ -246,6 +250,8 @@ class ReplicatedWriter(StorageWriter):
             problems = commit_save(self._store, self._cluster, self._decision, self.config, receipts, metadata, results)
         finally:
             self._held.close()
+        made = Version(self._decision.lineage, self._decision.sequence, 0.0, self._decision.save_id)
+        remember(self._store, self._decision.checkpoint_id, made)
         self._degraded(problems)
         self._retaining.committed(self._decision, has_agents=board is not None)
         if self._decision.upload is not None:
@@ -268,6 +274,8 @@ class ReplicatedWriter(StorageWriter):
         if decision.node_of(rank).node_id in decision.unreached:
             self._store.begin(decision.intent)
         self._held.callback(os.close, self._store.held(decision.save_id))
+        if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
+            self._store.places.note(decision.save_id, decision.lineage, decision.sequence)
         self._degraded(self._retaining.hand_over(decision, rank))
         shard: WrittenShard | None = None
         if plan.items:

@@ -66,7 +66,14 @@ class BucketSave:
         """It as the inventory has it. One without a mark has no place in the order: it is older than any other."""
         sequence, created = (self.mark.sequence, self.mark.created_unix_s) if self.mark else (0, 0.0)
         return Holding(
-            OBJECT_NODE, self.checkpoint_id, self.save_id, sequence, True, self.sizes, created_unix_s=created
+            OBJECT_NODE,
+            self.checkpoint_id,
+            self.save_id,
+            sequence,
+            True,
+            self.sizes,
+            created_unix_s=created,
+            lineage=self.mark.lineage if self.mark else "",
         )
 
 
@@ -202,6 +209,7 @@ class Bucket:
             crc32c(raw_manifest),
             crc32c(raw_metadata),
             bool(prefix_of(manifest)),
+            manifest.lineage,
         )
         self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
         failpoints.reach("upload.manifest-put")
@@ -245,7 +253,9 @@ def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:
     """Whether a save may not be committed over the one that is there."""
     if there is None or there.mark is None or there.save_id == manifest.save_id:
         return False
-    return there.mark.sequence >= manifest.sequence
+    if there.mark.lineage != manifest.lineage:
+        return there.mark.created_unix_s > manifest.created_unix_s
+    return there.mark.version.is_newer_than(manifest.version)
 
 
 def prefix_of(manifest: Manifest) -> str:

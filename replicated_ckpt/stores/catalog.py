@@ -1,5 +1,6 @@
 """The catalog: which committed checkpoints lie under a root, as the disk shows them now."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,12 +10,16 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
+    REPLACED_DIR,
     SHARD_SUFFIX,
     ShardName,
     is_checkpoint_file,
     is_checkpoint_id,
+    is_save_id,
 )
+from replicated_ckpt.core.lineage import History, histories_of
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
+from replicated_ckpt.core.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing
 from replicated_ckpt.stores.containment import leads_out
 from replicated_ckpt.stores.durable import translated
@@ -61,26 +66,80 @@ class Catalog:
             except (ObjectMissing, ManifestInvalid):
                 continue
 
+    def replaced(self) -> Iterator[Manifest]:
+        """Manifests of the versions that newer saves have replaced here and that are kept until those are seen whole."""
+        for name in self.replaced_names():
+            manifest = self._replaced_manifest(name)
+            if manifest is not None:
+                yield manifest
+
+    def replaced_names(self) -> list[str]:
+        """Directories of replaced versions. One whose manifest is not believed goes by the save that replaced it."""
+        try:
+            return sorted(entry.name for entry in os.scandir(self.root / REPLACED_DIR) if is_save_id(entry.name))
+        except FileNotFoundError:
+            return []
+
+    def is_replaced(self, save_id: str) -> bool:
+        """Whether the save is kept here although a newer one has its name."""
+        return self._replaced_manifest(save_id) is not None
+
+    def _replaced_manifest(self, save_id: str) -> Manifest | None:
+        try:
+            manifest = self.manifest(f"{REPLACED_DIR}/{save_id}")
+        except (ObjectMissing, ManifestInvalid):
+            return None
+        return manifest if manifest.save_id == save_id else None
+
+    def directory_of(self, checkpoint_id: str, save_id: str) -> str | None:
+        """Where under the root a save lies that was committed here under this id: published, or replaced. None: nowhere.
+
+        Raises:
+            ManifestInvalid: what is published is not believed, and the save is not among those that were replaced.
+        """
+        problem: ManifestInvalid | None = None
+        try:
+            if self.manifest(checkpoint_id).save_id == save_id:
+                return checkpoint_id
+        except ObjectMissing:
+            pass
+        except ManifestInvalid as exc:
+            problem = exc
+        found = self._replaced_manifest(save_id)
+        if found is not None and found.checkpoint_id == checkpoint_id:
+            return f"{REPLACED_DIR}/{save_id}"
+        if problem is not None:
+            raise problem
+        return None
+
     def checkpoint_of(self, save_id: str) -> str | None:
-        """Under which id a save is committed here; None: it is not."""
-        return next((name for name, manifest in self.committed() if manifest.save_id == save_id), None)
+        """Under which id a save is or was committed here; None: it is not, or not any more."""
+        named = ((name, manifest.save_id) for name, manifest in self.committed())
+        replaced = ((manifest.checkpoint_id, manifest.save_id) for manifest in self.replaced())
+        return next((name for name, found in itertools.chain(named, replaced) if found == save_id), None)
 
     def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
         """What the store holds of one checkpoint, or of all. A renamed checkpoint goes by its new name."""
-        found = self.committed()
-        if checkpoint_id is not None:
-            found = ((name, manifest) for name, manifest in self._one(checkpoint_id))
-        return tuple(
-            Holding(
-                node_id,
-                name,
-                manifest.save_id,
-                manifest.sequence,
-                (self.root / name / METADATA_NAME).is_file(),
-                self.shard_sizes(name),
-                created_unix_s=manifest.created_unix_s,
-            )
-            for name, manifest in found
+        found = self.committed() if checkpoint_id is None else self._one(checkpoint_id)
+        published = [self._holding(node_id, name, name, manifest) for name, manifest in found]
+        replaced = [
+            self._holding(node_id, manifest.checkpoint_id, f"{REPLACED_DIR}/{manifest.save_id}", manifest)
+            for manifest in self.replaced()
+            if checkpoint_id in (None, manifest.checkpoint_id)
+        ]
+        return (*published, *replaced)
+
+    def _holding(self, node_id: str, checkpoint_id: str, directory: str, manifest: Manifest) -> Holding:
+        return Holding(
+            node_id,
+            checkpoint_id,
+            manifest.save_id,
+            manifest.sequence,
+            (self.root / directory / METADATA_NAME).is_file(),
+            self.shard_sizes(directory),
+            created_unix_s=manifest.created_unix_s,
+            lineage=manifest.lineage,
+            is_replaced=directory != checkpoint_id,
         )
 
     def _one(self, checkpoint_id: str) -> Iterator[tuple[str, Manifest]]:
@@ -89,9 +148,9 @@ class Catalog:
         except (ObjectMissing, ManifestInvalid):
             return
 
-    def sequence_max(self) -> int:
-        """Largest sequence of any committed checkpoint here; 0 if there is none."""
-        return max((manifest.sequence for _, manifest in self.committed()), default=0)
+    def histories(self, scope: str) -> dict[str, History]:
+        """The lineages of which checkpoints of this directory of ids are committed here."""
+        return histories_of(manifest.version for name, manifest in self.committed() if scope_of(name) == scope)
 
     def shard_sizes(self, checkpoint_id: str) -> Mapping[str, int]:
         """Bytes of each shard file of a checkpoint; empty if the checkpoint is just being replaced or removed."""

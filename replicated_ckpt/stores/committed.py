@@ -4,6 +4,7 @@ An overwrite exchanges whole directories by name. Whoever changes a committed ch
 opened directory, and only after its manifest was seen to be of the save that is meant.
 """
 
+import contextlib
 import json
 import os
 import uuid
@@ -17,6 +18,7 @@ from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
     QUARANTINE_DIR,
+    REPLACED_DIR,
     ShardName,
     is_checkpoint_file,
     is_checkpoint_id,
@@ -180,11 +182,28 @@ def committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterator[tup
     Raises:
         ObjectMissing: the checkpoint is not here, or is of another save. ManifestInvalid
     """
-    with committed_directory(root, checkpoint_id) as directory:
+    with contextlib.ExitStack() as held:
+        directory = held.enter_context(committed_directory(root, checkpoint_id))
         manifest = directory.manifest()
         if manifest.save_id != save_id:
-            raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}")
+            fd = _open_replaced(root, checkpoint_id, save_id)
+            held.callback(os.close, fd)
+            directory = Committed(root, checkpoint_id, fd)
+            manifest = directory.manifest()
+            if (manifest.save_id, manifest.checkpoint_id) != (save_id, checkpoint_id):
+                raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}")
         yield directory, manifest
+
+
+def _open_replaced(root: Path, checkpoint_id: str, save_id: str) -> int:
+    """Descriptor of the directory of a version that a newer save has replaced."""
+    if not is_save_id(save_id):
+        raise ObjectMissing(str(root), "open", checkpoint_id, f"{save_id[:80]!r} is no save id")
+    path = root / REPLACED_DIR / save_id
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as exc:
+        raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}") from exc
 
 
 def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes]:

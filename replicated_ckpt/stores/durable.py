@@ -137,8 +137,8 @@ def read_exactly(fd: int, target: memoryview, offset: int) -> int:
     return done
 
 
-def publish_directory(staged: Path, final: Path, discarded: Path) -> None:
-    """Gives the directory `staged` the name `final` in one step; what had that name before ends in `discarded`.
+def publish_directory(staged: Path, final: Path, before: Path, *, is_kept: bool) -> None:
+    """Gives the directory `staged` the name `final` in one step; what had that name goes to `before`, durably if `is_kept`.
 
     At every instant, and after a crash, `final` names the whole old or the whole new directory. Where the file system
     cannot exchange names there is an instant at which `final` names nothing; recovery then completes the publication.
@@ -149,12 +149,14 @@ def publish_directory(staged: Path, final: Path, discarded: Path) -> None:
         staged.rename(final)
     elif _exchange(staged, final):
         failpoints.reach("commit.replaced")
-        staged.rename(discarded)
+        staged.rename(before)
     else:
-        final.rename(discarded)
+        final.rename(before)
         failpoints.reach("commit.replaced")
         staged.rename(final)
     failpoints.reach("commit.named")
+    if is_kept and before.is_dir():
+        fsync_directory(before.parent)
     fsync_directory(final.parent)
     fsync_directory(staged.parent)
 

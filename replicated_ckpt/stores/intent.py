@@ -7,7 +7,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Intent:
-    """One attempt at one save; lies beside its staging directory."""
+    """One attempt at one save; lies with its staging directory.
+
+    `nodes` are all nodes of the save, `coordinator` the one whose store has the decision before any other; "" where none
+    has, as in an adoption. `replaces` is the save that lay under the name here when this one was opened.
+    """
 
     save_id: str
     checkpoint_id: str
@@ -15,6 +19,9 @@ class Intent:
     overwrite: bool
     adopts: bool = False
     """It replaces, with its own bytes, a checkpoint that stock torch wrote."""
+    nodes: tuple[str, ...] = ()
+    coordinator: str = ""
+    replaces: str = ""
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -24,7 +31,15 @@ class Intent:
         """The intent at `path`; one that names no checkpoint if it cannot be believed."""
         try:
             fields = json.loads(path.read_bytes())
-            adopts = bool(fields.get("adopts", False))
-            return cls(save_id, str(fields["checkpoint_id"]), str(fields["session"]), bool(fields["overwrite"]), adopts)
+            return cls(
+                save_id,
+                str(fields["checkpoint_id"]),
+                str(fields["session"]),
+                bool(fields["overwrite"]),
+                bool(fields.get("adopts", False)),
+                tuple(map(str, fields.get("nodes", ()))),
+                str(fields.get("coordinator", "")),
+                str(fields.get("replaces", "")),
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls(save_id, "", "", overwrite=False)

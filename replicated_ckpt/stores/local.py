@@ -3,6 +3,7 @@
 import fcntl
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from replicated_ckpt import failpoints
@@ -12,6 +13,7 @@ from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
     METADATA_NAME,
     NODE_NAME,
+    REPLACED_DIR,
     STAGING_DIR,
     TRASH_DIR,
     is_checkpoint_file,
@@ -41,6 +43,8 @@ from replicated_ckpt.stores.durable import (
 )
 from replicated_ckpt.stores.identity import made_identity, read_identity
 from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.place import PlaceNotes
+from replicated_ckpt.stores.replaced import check_order, holds_all_shards, keep_replaced, replaced_path, take_back
 from replicated_ckpt.stores.retire import origins
 from replicated_ckpt.stores.vacancy import check_free
 
@@ -64,6 +68,7 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))  # noqa: PTH100 - a symbolic link stays what the user called it
         self.catalog = Catalog(self.root)
+        self.places = PlaceNotes(self.root)
 
     def __repr__(self) -> str:
         return f"LocalStore({str(self.root)!r})"
@@ -120,11 +125,18 @@ class LocalStore:
         staging = self.staging(intent.save_id)
         with translated(str(self.root), "begin", intent.checkpoint_id):
             make_directories(staging.parent, self.root)
-            write_file(self.intent_path(intent.save_id), intent.encoded())
+            replaces = self.published(intent.checkpoint_id)
+            intent = replace(intent, replaces="" if replaces is None else replaces.save_id)
+            if not self._is_intent_kept(intent):
+                write_file(self.intent_path(intent.save_id), intent.encoded())
             failpoints.reach("store.intent-written")
             staging.mkdir(exist_ok=True)
             fsync_directory(staging.parent)
         failpoints.reach("store.opened")
+
+    def _is_intent_kept(self, intent: Intent) -> bool:
+        """Whether the save is staged here already, and its intent names nodes that the new one does not know."""
+        return bool(self.intent_of(intent.save_id).nodes) and not intent.nodes
 
     def held(self, save_id: str) -> int:
         """Marks an open save as being worked on, for as long as the returned file descriptor is open.
@@ -164,8 +176,10 @@ class LocalStore:
                 return held
             manifest = self._decision(save_id)
             final = self.final(manifest.checkpoint_id)
-            intent = self._intent(save_id)
+            intent = self.intent_of(save_id)
             check_free(self.root, manifest.checkpoint_id, intent)
+            before = self.published(manifest.checkpoint_id)
+            check_order(manifest, before, intent)
             failpoints.reach("commit.checked")
             if intent.adopts:
                 carry_over(self.root, manifest, staging)
@@ -175,7 +189,10 @@ class LocalStore:
             make_directories(final.parent, self.root)
             trash = self._trash(save_id)
             remove_moved(trash, final.parent, staging.parent)
-            publish_directory(staging, final, trash)
+            take_back(self.catalog, save_id, staging)
+            is_whole = holds_all_shards(staging, manifest)
+            place = trash if is_whole else replaced_path(self.root, before, save_id)
+            publish_directory(staging, final, place, is_kept=not is_whole)
             failpoints.reach("commit.durable")
             remove_tree(trash)  # a part of it that came back under this save's staged name would be no decision of it
             self._forget(save_id)
@@ -183,13 +200,37 @@ class LocalStore:
         return tuple(sorted(self.catalog.shard_sizes(manifest.checkpoint_id)))
 
     def _is_published(self, save_id: str) -> bool:
-        checkpoint_id = self._intent(save_id).checkpoint_id
+        checkpoint_id = self.intent_of(save_id).checkpoint_id
         if not checkpoint_id:  # who committed it forgot it while somebody else was opening it again, to complete it
             return self.catalog.checkpoint_of(save_id) is not None
         try:
             return self.catalog.manifest(checkpoint_id).save_id == save_id
         except (ObjectMissing, ManifestInvalid):
             return False
+
+    def path_of(self, checkpoint_id: str, save_id: str, name: str) -> Path:
+        """Where a file of a save lies that is or was committed here under this id; under the id's name where none does."""
+        directory = self.catalog.directory_of(checkpoint_id, save_id)
+        return self.root / (directory or checkpoint_id) / name
+
+    def published(self, checkpoint_id: str) -> Manifest | None:
+        """The manifest under that name; None where none lies, or none that is believed."""
+        try:
+            return self.catalog.manifest(checkpoint_id)
+        except (ObjectMissing, ManifestInvalid):
+            return None
+
+    def drop_replaced(self, name: str) -> None:
+        """Removes a version that a newer save has replaced. The caller has seen the newer one whole."""
+        if not is_save_id(name):
+            raise ConfigInvalid(f"{name!r} is no save id.")
+        with translated(str(self.root), "remove", f"{REPLACED_DIR}/{name}"), exclusive(self.root / STAGING_DIR):
+            path = self.root / REPLACED_DIR / name
+            if path.is_dir():
+                trash = self._trash(name)
+                remove_tree(trash)
+                path.rename(trash)
+                remove_moved(trash, path.parent)
 
     def _trash(self, save_id: str) -> Path:
         """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""
@@ -238,9 +279,11 @@ class LocalStore:
 
     def _discard(self, save_id: str) -> None:
         staging = self.staging(save_id)
-        for place in self._places([self._intent(save_id)]):
+        for place in self._places([self.intent_of(save_id)]):
             fsync_directory(place)  # a commit that was cut off may be seen and not be durable: the intent goes last
-        if staging.is_dir():
+        if staging.is_dir() and keep_replaced(self.root, staging, save_id):
+            fsync_directory(staging.parent)
+        elif staging.is_dir():
             trash = self._trash(save_id)
             remove_moved(trash, staging.parent)
             staging.rename(trash)
@@ -265,9 +308,10 @@ class LocalStore:
         """The saves that are not committed. An unreadable intent counts as one without a name."""
         directory = self.root / STAGING_DIR
         names = {path.name.partition(".")[0] for path in directory.iterdir()} if directory.is_dir() else set()
-        return tuple(self._intent(save_id) for save_id in sorted(names) if is_save_id(save_id))
+        return tuple(self.intent_of(save_id) for save_id in sorted(names) if is_save_id(save_id))
 
-    def _intent(self, save_id: str) -> Intent:
+    def intent_of(self, save_id: str) -> Intent:
+        """The intent of a staged save; one without a name where it cannot be believed."""
         return Intent.read(save_id, self.intent_path(save_id))
 
     def intent_path(self, save_id: str) -> Path:
@@ -282,9 +326,11 @@ class LocalStore:
         """
         if not is_checkpoint_file(name):
             raise ObjectMissing(str(self.root), "open", name, "no file of a checkpoint")
-        path = self.final(checkpoint_id) / name
-        if self.catalog.manifest(checkpoint_id).save_id != save_id:
+        self.final(checkpoint_id)  # refuses what is no id
+        directory = self.catalog.directory_of(checkpoint_id, save_id)
+        if directory is None:
             raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", f"not of save {save_id}")
+        path = self.root / directory / name
         with translated(str(self.root), "open", f"{checkpoint_id}/{name}"):
             try:
                 return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

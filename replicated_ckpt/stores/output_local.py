@@ -128,7 +128,7 @@ class LocalOutput(Output):
         with translated(self.label, "publish", self._path.name):
             if self._is_directory:
                 replaced = self._path.with_name(f".{self._path.name}.replaced")
-                publish_directory(self._part, self._path, replaced)
+                publish_directory(self._part, self._path, replaced, is_kept=False)
                 remove_tree(replaced)
             else:
                 (name,) = self.written

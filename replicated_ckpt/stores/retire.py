@@ -21,27 +21,32 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
     """
     if not is_checkpoint_id(checkpoint_id):
         raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
-    final, staging = root / checkpoint_id, root / STAGING_DIR
+    staging = root / STAGING_DIR
     with translated(str(root), "retire", checkpoint_id):
         make_directories(staging, root)
         with exclusive(staging):
-            if not _is_of(root, checkpoint_id, save_id):
+            place = _place_of(root, checkpoint_id, save_id)
+            if place is None:
                 return False
             trash = root / TRASH_DIR / save_id
             trash.parent.mkdir(exist_ok=True)
-            remove_moved(trash, final.parent, staging)
-            final.rename(trash)
+            remove_moved(trash, place.parent, staging)
+            place.rename(trash)
             failpoints.reach("retire.trashed")
-            remove_moved(trash, final.parent)
+            remove_moved(trash, place.parent)
     return True
 
 
-def _is_of(root: Path, checkpoint_id: str, save_id: str) -> bool:
+def _place_of(root: Path, checkpoint_id: str, save_id: str) -> Path | None:
+    """Where the save lies, published or replaced; None: not here, or in a directory that somebody has renamed."""
+    catalog = Catalog(root)
     try:
-        manifest = Catalog(root).manifest(checkpoint_id)
+        directory = catalog.directory_of(checkpoint_id, save_id)
+        if directory is None or catalog.manifest(directory).checkpoint_id != checkpoint_id:
+            return None
     except (ObjectMissing, ManifestInvalid):
-        return False
-    return (manifest.save_id, manifest.checkpoint_id) == (save_id, checkpoint_id)
+        return None
+    return root / directory
 
 
 def origins(root: Path) -> list[Path]:

@@ -188,11 +188,11 @@ def test_the_book_keeps_the_later_policy(tmp_path: Path) -> None:
     assert not book.learn([Policy("", NODES, 7, one)])
     assert not book.learn([Policy("", NODES, 6, two)])
     again = PolicyBook(tmp_path)
-    assert again.of("", NODES) == Policy("", NODES, 7, one)
-    assert again.of("run", "s3://b/x") == Policy("run", "s3://b/x", 5, two)
-    assert again.of("run", NODES) is None
+    assert again.of("", NODES, "") == Policy("", NODES, 7, one)
+    assert again.of("run", "s3://b/x", "") == Policy("run", "s3://b/x", 5, two)
+    assert again.of("run", NODES, "") is None
     assert again.learn([Policy("", NODES, 7, two)])
-    assert again.of("", NODES) == Policy("", NODES, 7, None)
+    assert again.of("", NODES, "") == Policy("", NODES, 7, None)
     for raw in (b"", b"[{}]", b'{"a": 1}', b"[[]]", b"\xff"):
         (tmp_path / "retention.json").write_bytes(raw)
         assert PolicyBook(tmp_path).known() == ()

@@ -14,6 +14,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.core.lineage import History
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import (
     CheckpointExists,
@@ -203,7 +204,7 @@ def test_a_decided_leftover_is_completed_before_the_next_save_begins(tmp_path: P
         service.begin(Intent(save_id(2), "step-1", "session", overwrite=False))
     assert content(store) == b"decided"
     also = staged(store, 3, b"also", checkpoint_id="step-3")
-    assert service.begin(Intent(save_id(4), "step-4", "session", overwrite=False)) == (3, ())
+    assert service.begin(Intent(save_id(4), "step-4", "session", overwrite=False)) == ({"": History(3)}, ())
     assert content(store, "step-3") == b"also"
     assert service.state_of(decided)["state"] == service.state_of(also)["state"] == "committed"
 

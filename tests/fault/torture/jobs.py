@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp import node as node_module
 from replicated_ckpt.dcp import reader as reader_module
-from replicated_ckpt.dcp import survey as survey_module
+from replicated_ckpt.dcp import seen_lineage
 from replicated_ckpt.dcp import world as world_module
 from replicated_ckpt.dcp import writer as writer_module
 from replicated_ckpt.dcp.meeting import _surveyed
@@ -46,7 +46,7 @@ class Job:
         self.copies = copies
         self.actors = [Actor(node, is_agent=False) for node in nodes]
         self.store = dist.HashStore()
-        survey_module._seen_by_root.clear()  # a new process
+        seen_lineage._seen.clear()  # a new process
         self.session = cluster._uuid4().hex
         self._writers: dict[bool, list[ReplicatedWriter]] = {}
 

@@ -1,0 +1,17 @@
+"""A leftover: a save that is staged on this node and that may be over."""
+
+from dataclasses import dataclass
+
+from replicated_ckpt.stores.intent import Intent
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A save that is staged here and over: to be completed if it was decided anywhere, else removed.
+
+    One that `may_live` is left as it is where it was not decided.
+    """
+
+    intent: Intent
+    why: str
+    may_live: bool = False

@@ -1,0 +1,85 @@
+"""Lineages: which run a save belongs to, and which of two saves of one run is the newer."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isnan
+from operator import index
+from typing import Any
+
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_lineage
+
+
+@dataclass(frozen=True)
+class Version:
+    """One save as others compare it. Only versions of one lineage have an order."""
+
+    lineage: str
+    sequence: int
+    created_unix_s: float
+    save_id: str
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """The larger is the newer. The clock decides only between groups of nodes that did not know of each other."""
+        return self.sequence, 0.0 if isnan(self.created_unix_s) else self.created_unix_s, self.save_id
+
+    def is_newer_than(self, other: "Version") -> bool:
+        return self.lineage == other.lineage and self.order > other.order
+
+
+@dataclass(frozen=True)
+class History:
+    """What a store knows of one lineage: its largest sequence, and when its newest save was made by the clock.
+
+    `created_unix_s` 0: it holds none of its saves, and has heard of them only.
+    """
+
+    sequence: int
+    created_unix_s: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sequence": self.sequence, "created_unix_s": self.created_unix_s}
+
+
+Histories = Mapping[str, History]
+"""By lineage."""
+
+
+def histories_of(versions: Iterable[Version]) -> dict[str, History]:
+    """What these saves tell of their lineages."""
+    return merge_histories(
+        {version.lineage: History(min(version.sequence, HEARD_SEQUENCE_MAX), version.order[1])} for version in versions
+    )
+
+
+def merge_histories(told: Iterable[Histories]) -> dict[str, History]:
+    """What several stores know together."""
+    merged: dict[str, History] = {}
+    for histories in told:
+        for lineage, history in histories.items():
+            known = merged.get(lineage, History(0))
+            merged[lineage] = History(
+                max(known.sequence, history.sequence), max(known.created_unix_s, history.created_unix_s)
+            )
+    return merged
+
+
+def histories_from_json(fields: Mapping[str, Any]) -> dict[str, History]:
+    """As nodes and buckets tell them, validated.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: they are none; the caller names who said so.
+    """
+    found = {}
+    for lineage, told in fields.items():
+        history = History(index(told["sequence"]), float(told["created_unix_s"]))
+        if not is_lineage(lineage) or not 0 <= history.sequence <= HEARD_SEQUENCE_MAX:
+            raise ValueError(f"no valid history of lineage {lineage!r}: {history!r}"[:500])
+        found[lineage] = history
+    return found
+
+
+def newest_lineage(histories: Histories) -> str | None:
+    """The lineage whose newest save was made last, by the clock; None where no store holds a save of any."""
+    held = [lineage for lineage, history in histories.items() if history.created_unix_s > 0]
+    return max(held, key=lambda lineage: (histories[lineage].created_unix_s, lineage), default=None)

@@ -1,0 +1,90 @@
+"""Settlement: what becomes of a save that is staged on a node, and what may replace or outlive what.
+
+These are all the decisions of the commit protocol that can lose something (docs/protocol.md). They are functions of what
+was seen, so that the agents and the search of small worlds run the same code.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from replicated_ckpt.core.lineage import Version
+
+
+class Answer(Enum):
+    """What a node says of a save when it is asked to help settle it. No answer is none of these."""
+
+    PUBLISHED = "committed"
+    """It has committed the save."""
+    DECIDED = "decided"
+    """The decision lies there, and the node cannot publish it: a newer save has the name."""
+    WORKING = "working"
+    """The save is staged there, and ranks still work on it."""
+    STAGED = "staged"
+    """The save is staged there without a decision, and no rank of that node works on it."""
+    ABSENT = "unknown"
+    """Nothing of it is there. A coordinator's node that says so never commits it from then on."""
+
+
+class Fate(Enum):
+    COMPLETE = "complete"
+    DROP = "drop"
+    IN_DOUBT = "in doubt"
+    WORKED_ON = "worked on"
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What to do with a staged save. `sources` have published it; `waits_for` are the nodes whose answer is missing."""
+
+    fate: Fate
+    sources: tuple[str, ...] = ()
+    waits_for: tuple[str, ...] = ()
+
+
+def settle_staged(
+    *, own: str, nodes: Iterable[str], coordinator: str, is_worked_on: bool, answers: Mapping[str, Answer]
+) -> Settlement:
+    """What becomes of a save that is staged on node `own` without a decision. `nodes` are those that its intent names.
+
+    It is completed if any node has published it. It is dropped only if it can never have been, and never will be,
+    published anywhere: the coordinator's node, which has the decision before any other, says that it has none and will
+    make none; or every node of the save says that it did not publish. A node that does not answer says nothing.
+    """
+    published = tuple(sorted(node for node, answer in answers.items() if answer is Answer.PUBLISHED))
+    if published:
+        return Settlement(Fate.COMPLETE, sources=published)
+    if is_worked_on or Answer.WORKING in answers.values():
+        return Settlement(Fate.WORKED_ON)
+    if coordinator == own or (coordinator and answers.get(coordinator) is Answer.ABSENT):
+        return Settlement(Fate.DROP)
+    quiet = {node for node, answer in answers.items() if answer in (Answer.STAGED, Answer.ABSENT)}
+    waits_for = tuple(sorted({*nodes} - {own} - quiet))
+    return Settlement(Fate.IN_DOUBT, waits_for=waits_for) if waits_for else Settlement(Fate.DROP)
+
+
+def may_publish(staged: Version, published: Version | None, replaces: str) -> bool:
+    """Whether a decided save may take a name under which `published` lies now.
+
+    `replaces` is the save that lay there when the save was opened: only that one of another lineage gives way, as the
+    user asked for it. Of one lineage the newer save has the name.
+    """
+    if published is None or published.save_id == staged.save_id:
+        return True
+    if published.lineage != staged.lineage:
+        return published.save_id == replaces
+    return staged.is_newer_than(published)
+
+
+def may_be_dropped(old: Version, *, whole: Iterable[Version], published: Version | None) -> bool:
+    """Whether a version that was replaced, or is staged, may go: the save that took its place was seen whole.
+
+    `whole` are the versions of the same checkpoint of which every shard was seen intact at a node that answers;
+    `published` is the one that has the name on this node.
+    """
+    return any(
+        version.is_newer_than(old)
+        or (published is not None and version.save_id == published.save_id and version.lineage != old.lineage)
+        for version in whole
+        if version.save_id != old.save_id
+    )
