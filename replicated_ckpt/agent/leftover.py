@@ -15,3 +15,5 @@ class Leftover:
     intent: Intent
     why: str
     may_live: bool = False
+    is_over: bool = False
+    """Another save has shown that it is: it has overtaken it, or is of the same process group."""

@@ -241,6 +241,7 @@ class Agent:
             **brief,
             "staged": [intent.save_id for intent in self._service.store.staged()],
             "checkpoints": [holding.checkpoint_id for holding in self._service.holdings()],
+            "in_doubt": [doubt.to_json() for doubt in self._service.doubts.known()],
             "greeted": self._hello is not None and not self._hello.is_alive(),
             "restoring": self._reprotector.is_busy,
             "protection": self._reprotector.status(),

@@ -8,6 +8,7 @@ from typing import Any
 from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import Answer, Request, json_answer
 from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.settle import give_up_lost
 from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.policy import Policy
 from replicated_ckpt.core.repair import RepairPlan
@@ -40,6 +41,7 @@ class RepairRoutes:
             "verify": self._verify,
             "repair": self._carry_out,
             "retention": self._retain,
+            "give-up": self._give_up,
         }
         fields = request.document()
         try:
@@ -88,6 +90,15 @@ class RepairRoutes:
         is_new = self._service.policies.learn([Policy.from_json(entry) for entry in fields["policies"]])
         is_due = is_new or fields.get("is_committed")
         return replace(json_answer(), after=self._reprotector.wake) if is_due else json_answer()
+
+    def _give_up(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """The operator says that nodes never come back: a save that is in doubt for them alone is settled."""
+        save_id, lost = fields["save_id"], [str(node) for node in fields["lost"]]
+        if not is_save_id(save_id) or not lost:
+            raise ConfigInvalid("give-up: a save and the nodes that are lost must be named.")
+        with request.heartbeat:
+            waits_for = give_up_lost(self._service, save_id, lost)
+        return replace(json_answer(waits_for=list(waits_for)), after=self._reprotector.wake)
 
     def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """Reads everything here, or one checkpoint, and says what is wrong and what is intact."""

@@ -80,21 +80,26 @@ class Routes:
             case ("GET" | "HEAD", "v1", "files", save_id, name):
                 return self._file(request, query.get("checkpoint_id", ""), save_id, name)
             case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
-                return self._save(request, save_id, rest, settles="settle" in query)
-            case ("POST", "v1", "hello" | "bye" | "hear" | "suspects" | "verify" | "repair" | "retention" as verb):
+                return self._save(request, save_id, rest, settles=query.get("settle", ""))
+            case (
+                "POST",
+                "v1",
+                "hello" | "bye" | "hear" | "suspects" | "verify" | "repair" | "retention" | "give-up" as verb,
+            ):
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
                 return Answer(b"{}\n", after=self._stop)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _save(  # noqa: PLR0911 - one return a verb
-        self, request: Request, save_id: str, rest: list[str], *, settles: bool
+        self, request: Request, save_id: str, rest: list[str], *, settles: str
     ) -> Answer:
         match (request.method, *rest):
             case ("GET",):
                 with request.heartbeat:
-                    told = self._service.answer_to_settle if settles else self._service.state_of
-                    return json_answer(**told(save_id))
+                    if settles:
+                        return json_answer(**self._service.answer_to_settle(save_id, is_over=settles == "over"))
+                    return json_answer(**self._service.state_of(save_id))
             case ("POST",):
                 return self._begin(request, save_id)
             case ("PUT", name):
@@ -171,7 +176,10 @@ class Routes:
         holdings = [holding.to_json() for holding in found]
         standing = self._objects.standing().to_json() if checkpoint_id is None else {}
         node_id = self._service.node_id
-        return json_answer(node_id=node_id, holdings=holdings, unbelieved=unbelieved, standing=standing)
+        in_doubt = [doubt.to_json() for doubt in self._service.doubts.known()]
+        return json_answer(
+            node_id=node_id, holdings=holdings, unbelieved=unbelieved, standing=standing, in_doubt=in_doubt
+        )
 
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""

@@ -1,9 +1,7 @@
 """What an agent does for its node, without HTTP: opens saves, receives copies, commits, says what it holds."""
 
 import contextlib
-import fcntl
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,9 +135,9 @@ class NodeService:
             if by is not None and intent.save_id == by.save_id:
                 continue
             if by is not None and intent.checkpoint_id == by.checkpoint_id:
-                yield Leftover(intent, f"save {by.save_id} of {by.checkpoint_id!r} overtook it")
+                yield Leftover(intent, f"save {by.save_id} of {by.checkpoint_id!r} overtook it", is_over=True)
             elif by is not None and intent.session == session:
-                yield Leftover(intent, "its process group has gone on without it")
+                yield Leftover(intent, "its process group has gone on without it", is_over=True)
             else:
                 may_live = self._is_held(intent) or self.was_opened_within(OPEN_GRACE_S, intent)
                 yield Leftover(intent, "the processes that made it are gone", may_live)
@@ -164,17 +162,7 @@ class NodeService:
     def _is_held(self, intent: Intent) -> bool:
         """Whether a rank of this node still works on the save, or an adoption. Each takes a lock before it writes."""
         self.holds.release_old()
-        try:
-            fd = os.open(self.store.intent_path(intent.save_id), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
+        return self.store.is_held(intent.save_id)
 
     def check_open(self, save_id: str) -> None:
         """Raises SaveAborted: the save is not open here, or was given up."""
@@ -265,8 +253,11 @@ class NodeService:
             return Answer.PUBLISHED
         return Answer.STAGED if self.store.staging(save_id).is_dir() else Answer.ABSENT
 
-    def answer_to_settle(self, save_id: str) -> dict[str, Any]:
+    def answer_to_settle(self, save_id: str, *, is_over: bool) -> dict[str, Any]:
         """As `state_of`, for a node that settles the save: what this node says is what it keeps to.
+
+        `is_over`: another save has overtaken it there, or its own process group has gone on without it; then only a rank
+        that holds it works on it.
 
         A save without a decision that this node coordinated, and that no rank works on, is removed before the answer: from
         then on it cannot be decided any more.
@@ -276,7 +267,9 @@ class NodeService:
             return found
         with self.looking():
             intent = self.store.intent_of(save_id)
-            if self._is_held(intent) or self.was_opened_within(OPEN_GRACE_S, intent):
+            if is_over:
+                self.holds.release(save_id)
+            if self._is_held(intent) or (not is_over and self.was_opened_within(OPEN_GRACE_S, intent)):
                 return {"state": Answer.WORKING.value}
         if intent.coordinator == self.node_id:
             self.abort(save_id, "its coordinator is gone, and another node asks what became of it")

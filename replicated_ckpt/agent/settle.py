@@ -4,14 +4,14 @@ What becomes of it is decided by `core.settlement`; here the nodes are asked and
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from replicated_ckpt.agent.leftover import Leftover
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import decoded_manifest
 from replicated_ckpt.core.settlement import Answer, Fate, Settlement, settle_staged
-from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
 from replicated_ckpt.stores.fanout import FanOut
 from replicated_ckpt.stores.intent import Intent
@@ -36,22 +36,49 @@ def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[
             log.error("could not settle save %s: %s", leftover.intent.save_id, exc)  # noqa: TRY400 - it explains itself
 
 
-def _settle_one(service: NodeService, leftover: Leftover, peers: Sequence[AgentAddress]) -> None:
+def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Sequence[str]:
+    """Settles a save in doubt as if the nodes `lost`, which never come back, had said that they did not publish it.
+
+    Returns the nodes that it waits for all the same; empty: it is completed or removed. A node that answers is never
+    taken for lost.
+
+    Raises:
+        ObjectMissing: no such save is staged here. ConfigInvalid: ranks still work on it.
+    """
+    intent = next((staged for staged in service.store.staged() if staged.save_id == save_id), None)
+    if intent is None:
+        raise ObjectMissing(f"node {service.node_id}", "give up", save_id, "it is not staged here")
+    if service.store.is_held(save_id):
+        raise ConfigInvalid(f"Save {save_id} is not given up: ranks of this node still work on it.")
+    leftover = Leftover(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")
+    with service.completing:
+        _settle_one(service, leftover, service.peers.known(), frozenset(lost))
+    return next((doubt.waits_for for doubt in service.doubts.known() if doubt.intent.save_id == save_id), ())
+
+
+def _settle_one(
+    service: NodeService,
+    leftover: Leftover,
+    peers: Sequence[AgentAddress],
+    lost: frozenset[str] = frozenset(),
+) -> None:
     intent = leftover.intent
     answer = service.answer_of(intent.save_id)
     if answer is Answer.PUBLISHED:
         service.store.abort(intent.save_id)  # it is in place, and stays: only what surrounded it is left
-    if answer in (Answer.PUBLISHED, Answer.DECIDED, Answer.ABSENT):
+    if answer in (Answer.PUBLISHED, Answer.DECIDED):
         service.doubts.settle(intent.save_id)
         return
     addresses = {peer.node_id: peer for peer in peers}
     asked = [node for node in _nodes_of(intent, addresses) if node in addresses]
+    how = "over" if leftover.is_over else "working"
+    answers = _answers(f"{intent.save_id}?settle={how}", [addresses[node] for node in asked])
     settlement = settle_staged(
         own=service.node_id,
-        nodes=_nodes_of(intent, addresses),
+        nodes=tuple(node for node in _nodes_of(intent, addresses) if node not in lost or node in answers),
         coordinator=intent.coordinator,
         is_worked_on=leftover.may_live,
-        answers=_answers(intent.save_id, [addresses[node] for node in asked]),
+        answers=answers,
     )
     _carry_out(service, leftover, settlement, addresses)
 
@@ -61,22 +88,22 @@ def _nodes_of(intent: Intent, addresses: Mapping[str, AgentAddress]) -> Sequence
     return intent.nodes or tuple(addresses)
 
 
-def _answers(save_id: str, addresses: Sequence[AgentAddress]) -> Mapping[str, Answer]:
+def _answers(query: str, addresses: Sequence[AgentAddress]) -> Mapping[str, Answer]:
     """What each node says of the save; one that does not answer, or not sensibly, is left out."""
     by_node = {address.node_id: address for address in addresses}
-    outcome = FanOut[str, Answer]().run(by_node, lambda node: _ask(by_node[node], save_id))
+    outcome = FanOut[str, Answer]().run(by_node, lambda node: _ask(by_node[node], query))
     for node, error in outcome.errors.items():
-        log.info("asked %s about save %s: %s", by_node[node].label, save_id, error)
+        log.info("asked %s about save %s: %s", by_node[node].label, query, error)
     return outcome.results
 
 
-def _ask(address: AgentAddress, save_id: str) -> Answer:
+def _ask(address: AgentAddress, query: str) -> Answer:
     with AgentClient(address, ASK_TIMEOUT_S) as client:
-        state = client.call("GET", f"/v1/saves/{save_id}?settle=1").get("state")
+        state = client.call("GET", f"/v1/saves/{query}").get("state")
     try:
         return Answer(state)
     except ValueError as exc:
-        raise PeerProtocolError(f"{address.label} says of save {save_id} that it is {str(state)[:80]!r}.") from exc
+        raise PeerProtocolError(f"{address.label} says that save {query} is {str(state)[:80]!r}.") from exc
 
 
 def _carry_out(

@@ -7,6 +7,7 @@ from typing import Any
 
 from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.cli import stock
+from replicated_ckpt.cli.doubts import staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.manifest import Manifest
@@ -37,10 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
     rows = [_row(save, _manifest(store, save)) for save in saves_found(holdings)]
     rows += stock.listed(store, {holding.checkpoint_id for holding in holdings})
     if arguments.json:
-        print(json.dumps({"node_id": node_id, "checkpoints": rows, "unreachable": unreachable}, indent=2))
+        staged = [save.to_json() for save in staged_saves(store, node_id)]
+        document = {"node_id": node_id, "checkpoints": rows, "unreachable": unreachable, "staged": staged}
+        print(json.dumps(document, indent=2))
         return ExitCode.OK
     for row in rows:
         print(f"{row['checkpoint_id']:24} {row['copies']:18} on nodes {', '.join(row['nodes'])}")
+    for save in staged_saves(store, node_id):
+        print(f"in doubt: {save}")
     for line in unreachable:
         print(f"not reached: {line}")
     return ExitCode.OK

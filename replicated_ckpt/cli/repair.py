@@ -11,6 +11,7 @@ from replicated_ckpt.agent.audit import Audit, Auditor
 from replicated_ckpt.agent.launch import ensured_agent
 from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.agent.stock_audit import StockAuditor
+from replicated_ckpt.cli.doubts import describe_loss, label_nodes, staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.stock import Adoptions
 from replicated_ckpt.cli.verify import as_json, existing_store
@@ -34,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NODE",
-        help="this node is gone for good: its copies are made anew (may be given several times)",
+        help="this node is gone for good: its copies are made anew, and saves that are in doubt for it alone are given up "
+        "(may be given several times)",
     )
     parser.add_argument(
         "--copies",
@@ -61,22 +63,25 @@ def run(arguments: argparse.Namespace) -> int:
     audits = stock.audited(arguments.checkpoint, audit.checkpoint_ids)
     adoptions = Adoptions(audits, stock.node_ids, arguments.copies)
     if not arguments.json:
+        _print_doubts(store, audit, arguments.lost)
         _print_plan(audit, adoptions)
-    errors = {} if arguments.dry_run else _all_carried_out(store, audit.plan, adoptions, arguments.lost)
+    doubts = {} if arguments.dry_run else _give_up_lost(store, arguments.lost)
+    errors = doubts if arguments.dry_run else doubts | _all_carried_out(store, audit.plan, adoptions, arguments.lost)
     if arguments.json:
         outcome = {"stock": [found.to_json() for found in audits], "dry_run": arguments.dry_run, "failed": errors}
-        print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome}, indent=2))
+        in_doubt = {"in_doubt": [save.to_json() for save in staged_saves(store, store.known_node_id())]}
+        print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome, **in_doubt}, indent=2))
     elif not arguments.dry_run:
         _print_outcome([*audit.plan.actions, *adoptions.plans], errors)
-    return _exit_code(audit, adoptions, errors)
+    return _exit_code(audit, adoptions, errors, has_doubts=bool(staged_saves(store, store.known_node_id())))
 
 
-def _exit_code(audit: Audit, adoptions: Adoptions, errors: Mapping[str, str]) -> ExitCode:
+def _exit_code(audit: Audit, adoptions: Adoptions, errors: Mapping[str, str], *, has_doubts: bool) -> ExitCode:
     if audit.plan.lost:
         return ExitCode.SHARD_LOST
     if errors or audit.plan.short or adoptions.refused:
         return ExitCode.FAILED
-    return ExitCode.UNREACHABLE if audit.unreachable else ExitCode.OK
+    return ExitCode.UNREACHABLE if audit.unreachable or has_doubts else ExitCode.OK
 
 
 def _all_carried_out(store: LocalStore, plan: RepairPlan, adoptions: Adoptions, lost: Sequence[str]) -> dict[str, str]:
@@ -143,6 +148,35 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
+    """Which saves are in doubt on this node, what they wait for, and what `--lost` would lose."""
+    saves = staged_saves(store, store.known_node_id())
+    where = label_nodes(store, saves)
+    for save in saves:
+        print(f"in doubt: {save}")
+        for node in save.nodes:
+            print(f"  {where[node]}")
+        if lost:
+            print(f"to do: {describe_loss(save, lost, [h for reading in audit.readings for h in reading.holdings])}")
+        else:
+            print("  bring back those that do not answer, or name the ones that never come back with --lost NODE")
+
+
+def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
+    """Has this node's agent settle what is in doubt for lost nodes alone; returns what is in doubt all the same."""
+    saves = staged_saves(store, store.known_node_id()) if lost else []
+    if not saves:
+        return {}
+    own = ensured_agent(store, _bind_host(list(PeerBook(store.root_agent_directory()).known()))).local_address()
+    errors = {}
+    for save in saves:
+        with AgentClient(own) as client:
+            answer = client.call("POST", "/v1/give-up", {"save_id": save.save_id, "lost": list(lost)})
+        if answer["waits_for"]:
+            errors[f"give up save {save.save_id}"] = f"it waits for node {', '.join(answer['waits_for'])}, too"
+    return errors
 
 
 def _print_plan(audit: Audit, adoptions: Adoptions) -> None:

@@ -87,6 +87,7 @@ class Inspector:
                 sizes,
                 bad,
                 manifest.created_unix_s,
+                manifest.lineage,
             )
         )
 

@@ -151,6 +151,20 @@ class LocalStore:
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd
 
+    def is_held(self, save_id: str) -> bool:
+        """Whether a process marks a staged save as being worked on."""
+        try:
+            fd = os.open(self.intent_path(save_id), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
     def put_small(self, save_id: str, name: str, data: bytes) -> None:
         """Writes a small file into a staged save, durably."""
         path = self.staged_file(save_id, name)

@@ -60,7 +60,7 @@ def save_in_subgroup(
     """Saves and loads within a group of some ranks; the others do nothing meanwhile."""
     group = dist.new_group(list(ranks))
     result = None
-    if context.rank in ranks:
+    if isinstance(group, dist.ProcessGroup) and context.rank in ranks:  # to the others torch gives no group
         states = build_all(context, kinds, 0)
         writer = ReplicatedWriter(context.root, process_group=group)
         dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer, process_group=group)

@@ -1,0 +1,66 @@
+"""Saves in doubt as the command line shows them, and the way out for nodes that never come back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.core.inventory import Holding, saves_found
+from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.local import LocalStore
+
+
+@dataclass(frozen=True)
+class StagedSave:
+    """A save that is staged on this node and that no process works on: it is settled once the nodes that know answer."""
+
+    save_id: str
+    checkpoint_id: str
+    size_bytes: int
+    nodes: tuple[str, ...]
+    """The other nodes of the save."""
+
+    def __str__(self) -> str:
+        nodes = ", ".join(self.nodes) or "no other"
+        return (
+            f"save {self.save_id} of {self.checkpoint_id} is staged here ({self.size_bytes} bytes) and not committed; "
+            f"the nodes of the save are {nodes}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def staged_saves(store: LocalStore, node_id: str) -> list[StagedSave]:
+    """The saves that are staged in this store and that no rank works on, as the disk shows them now."""
+    return [
+        StagedSave(
+            intent.save_id,
+            intent.checkpoint_id,
+            _staged_bytes(store, intent),
+            tuple(node for node in intent.nodes if node != node_id),
+        )
+        for intent in store.staged()
+        if not store.is_held(intent.save_id)
+    ]
+
+
+def _staged_bytes(store: LocalStore, intent: Intent) -> int:
+    staging = store.staging(intent.save_id)
+    return sum(path.stat().st_size for path in staging.iterdir()) if staging.is_dir() else 0
+
+
+def label_nodes(store: LocalStore, saves: Sequence[StagedSave]) -> Mapping[str, str]:
+    """Where each node that such a save waits for was last."""
+    known = {peer.node_id: peer.label for peer in PeerBook(store.root_agent_directory()).known()}
+    return {node: known.get(node, f"node {node}, never met") for save in saves for node in save.nodes}
+
+
+def describe_loss(save: StagedSave, lost: Sequence[str], holdings: Sequence[Holding]) -> str:
+    """What giving a save up may lose, and what is left of its checkpoint, before it is done."""
+    versions = [found for found in saves_found(holdings) if found.checkpoint_id == save.checkpoint_id]
+    left = ", ".join(f"save {found.save_id} (sequence {found.sequence})" for found in versions) or "no other version"
+    return (
+        f"give up save {save.save_id} of {save.checkpoint_id}, {save.size_bytes} bytes on this node: if node "
+        f"{', '.join(lost)} published it, it cannot be completed any more. Left of {save.checkpoint_id}: {left}"
+    )
