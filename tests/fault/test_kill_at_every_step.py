@@ -226,8 +226,7 @@ def test_a_load_alone_settles_a_killed_job(cluster: Cluster, case: Case) -> None
 def test_a_kill_and_then_the_loss_of_a_node(cluster: Cluster, case: Case, lost: int) -> None:
     """With one node's disk gone as well, what was acknowledged loads bit for bit, and the other is whole or gone.
 
-    Where the lost node is the only one that can have the decision, the other's part is in doubt until the operator says that
-    the node never comes back.
+    Where only the lost node can have the decision, the other's part is in doubt until the operator gives that node up.
     """
     attempt = killed(cluster, case)
     for node in cluster.nodes:
