@@ -53,7 +53,13 @@ def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> S
     leftover = Leftover(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")
     with service.completing:
         _settle_one(service, leftover, service.peers.known(), frozenset(lost))
-    return next((doubt.waits_for for doubt in service.doubts.known() if doubt.intent.save_id == save_id), ())
+    waits_for = next((doubt.waits_for for doubt in service.doubts.known() if doubt.intent.save_id == save_id), ())
+    if not waits_for and service.store.staging(save_id).is_dir():
+        raise ConfigInvalid(
+            f"Save {save_id} is not given up: another node of it says that ranks work on it there, or did a moment ago.",
+            "End the job that saves, then repair again.",
+        )
+    return waits_for
 
 
 def _settle_one(

@@ -16,7 +16,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.stock import Adoptions
 from replicated_ckpt.cli.verify import as_json, existing_store
 from replicated_ckpt.core.repair import RepairPlan
-from replicated_ckpt.errors import PeerProtocolError
+from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
 from replicated_ckpt.stores.local import LocalStore
@@ -172,8 +172,12 @@ def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     own = ensured_agent(store, _bind_host(list(PeerBook(store.root_agent_directory()).known()))).local_address()
     errors = {}
     for save in saves:
-        with AgentClient(own) as client:
-            answer = client.call("POST", "/v1/give-up", {"save_id": save.save_id, "lost": list(lost)})
+        try:
+            with AgentClient(own) as client:
+                answer = client.call("POST", "/v1/give-up", {"save_id": save.save_id, "lost": list(lost)})
+        except ReplicatedCkptError as exc:
+            errors[f"give up save {save.save_id}"] = str(exc)
+            continue
         if answer["waits_for"]:
             errors[f"give up save {save.save_id}"] = f"it waits for node {', '.join(answer['waits_for'])}, too"
     return errors

@@ -1,0 +1,71 @@
+"""The decisions of the commit protocol, one by one and all together in small worlds."""
+
+from itertools import product
+
+import pytest
+
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.settlement import Answer, Fate, Settlement, may_be_dropped, may_publish, settle_staged
+
+NODES = ("a", "b", "c")
+SILENT = None
+
+
+def settled(coordinator: str, answers: dict[str, Answer], *, is_worked_on: bool = False) -> Settlement:
+    return settle_staged(own="a", nodes=NODES, coordinator=coordinator, is_worked_on=is_worked_on, answers=answers)
+
+
+def version(sequence: int, save_id: str = "", lineage: str = "run", created: float = 1.0) -> Version:
+    return Version(lineage, sequence, created, save_id or f"save{sequence}")
+
+
+@pytest.mark.parametrize("coordinator", ["", "a", "b"])
+@pytest.mark.parametrize("is_worked_on", [False, True])
+def test_no_staged_save_is_dropped_that_a_silent_node_may_have_published(coordinator: str, is_worked_on: bool) -> None:
+    """Over all answers of two other nodes: what is dropped can have been published by neither of them."""
+    for told in product([*Answer, SILENT], repeat=2):
+        answers = {node: answer for node, answer in zip("bc", told, strict=True) if answer is not None}
+        found = settled(coordinator, answers, is_worked_on=is_worked_on)
+        if Answer.PUBLISHED in answers.values():
+            assert found.fate is Fate.COMPLETE
+            assert set(found.sources) == {node for node, answer in answers.items() if answer is Answer.PUBLISHED}
+        if found.fate is Fate.DROP:
+            knows = coordinator == "a" or answers.get(coordinator) is Answer.ABSENT
+            assert knows or {answers.get("b"), answers.get("c")} <= {Answer.STAGED, Answer.ABSENT}
+            assert not {Answer.PUBLISHED, Answer.WORKING} & set(answers.values())
+            assert not is_worked_on
+        if found.fate is Fate.IN_DOUBT:
+            quiet = {node for node, answer in answers.items() if answer in (Answer.STAGED, Answer.ABSENT)}
+            assert set(found.waits_for) == {"b", "c"} - quiet != set()
+
+
+def test_a_coordinator_that_says_it_has_none_settles_it_for_all() -> None:
+    """The decision is on its node before any other has it, so nobody else need be waited for."""
+    assert settled("b", {"b": Answer.ABSENT}).fate is Fate.DROP
+    assert settled("b", {"c": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("b",))
+    assert settled("b", {"b": Answer.STAGED}) == Settlement(Fate.IN_DOUBT, waits_for=("c",))
+    assert settled("b", {"b": Answer.WORKING, "c": Answer.ABSENT}).fate is Fate.WORKED_ON
+    assert settled("b", {"b": Answer.DECIDED, "c": Answer.ABSENT}) == Settlement(Fate.IN_DOUBT, waits_for=("b",))
+
+
+def test_of_one_lineage_the_newer_save_has_the_name() -> None:
+    """By sequence, then clock, then id; of another lineage only what the save was opened to replace gives way."""
+    assert may_publish(version(1), None, "")
+    assert may_publish(version(2), version(1), "")
+    assert may_publish(version(2), version(2), "")
+    assert not may_publish(version(1), version(2), "save2")
+    assert not may_publish(version(2, "x", created=1.0), version(2, "y", created=2.0), "")
+    assert may_publish(version(1, lineage="other"), version(9), "save9")
+    assert not may_publish(version(9, lineage="other"), version(1), "")
+    assert not may_publish(version(9, lineage="other"), version(1), "save0")
+
+
+def test_a_version_goes_only_for_a_newer_one_that_was_seen_whole() -> None:
+    """Not for itself, not for an older one, and for one of another lineage only where that has the name."""
+    assert not may_be_dropped(version(1), whole=[], published=version(2))
+    assert not may_be_dropped(version(1), whole=[version(1)], published=version(2))
+    assert not may_be_dropped(version(2), whole=[version(1)], published=version(3))
+    assert may_be_dropped(version(1), whole=[version(2)], published=version(3))
+    other = version(7, lineage="other")
+    assert not may_be_dropped(version(1), whole=[other], published=version(2))
+    assert may_be_dropped(version(1), whole=[other], published=other)

@@ -1,0 +1,382 @@
+"""Faults that combine: half of the nodes publish, the others come back first; two runs meet; a planner is slow.
+
+The agents are real processes, killed with SIGKILL. The ranks' part of a save is done by hand, so that each step can be the
+last: what a coordinator and its ranks send, in their order.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.core.inventory import Holding, saves_found
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.policy import NODES, Policy
+from replicated_ckpt.stores.local import LocalStore
+from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
+from tests.agent.checkpoints import METADATA, findings, shard
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
+QUICK = ("--lost-after-s", "2", "--copy-mib-per-s", "1000")
+PAIRS = {0: (0, 1), 1: (1, 0), 2: (2, 3), 3: (3, 2)}
+RING = {0: (0, 1), 1: (1, 2), 2: (2, 0)}
+RUN, OTHER = "a" * 16, "b" * 16
+
+
+@dataclass
+class Nodes:
+    """Several nodes with agents that come and go. `up` are those that run."""
+
+    folder: Path
+    stack: ExitStack
+    count: int
+    up: dict[int, RunningAgent] = field(default_factory=dict)
+
+    def start(self, *indices: int) -> None:
+        for index in indices:
+            self.up[index] = self.stack.enter_context(running_agent(self.folder / f"node{index}", *QUICK))
+
+    def kill(self, *indices: int, how: int = signal.SIGKILL) -> None:
+        for index in indices:
+            agent = self.up.pop(index)
+            agent.signal(how)
+            agent.process.wait(20)
+
+    def store(self, index: int) -> LocalStore:
+        return LocalStore(self.folder / f"node{index}")
+
+    def call(self, index: int, method: str, path: str, document: Any = None) -> dict[str, Any]:
+        with self.up[index].client() as client:
+            return client.call(method, path, document)
+
+    def meet(self) -> None:
+        """As a load on the nodes that are up begins: they settle what is staged."""
+        document = {"peers": peers_of(*self.up.values()), "session": "a load"}
+        for index in list(self.up):
+            self.call(index, "POST", "/v1/peers", document)
+
+    def status(self, index: int) -> dict[str, Any]:
+        return self.call(index, "GET", "/v1/status")
+
+    def versions(self, checkpoint_id: str = "last") -> dict[str, set[str]]:
+        """Save id and shards of each version that the nodes which are up hold together."""
+        told = [self.call(index, "GET", f"/v1/holdings?checkpoint_id={checkpoint_id}") for index in self.up]
+        holdings = [Holding.from_json(fields) for answer in told for fields in answer["holdings"]]
+        return {save.save_id: {name for h in save.holdings for name in h.sizes} for save in saves_found(holdings)}
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, stack, 4)
+
+
+class Save:
+    """One save by hand, step by step."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        number: int,
+        holders: Mapping[int, Sequence[int]],
+        checkpoint_id: str = "last",
+        lineage: str = RUN,
+    ) -> None:
+        self.nodes, self.holders, self.checkpoint_id = nodes, holders, checkpoint_id
+        self.save_id = f"{number:032x}"
+        self.path = f"/v1/saves/{self.save_id}"
+        self.members = sorted({node for held in holders.values() for node in held})
+        self.lock: int | None = None
+        contents = {shard(rank): os.urandom(300_000) for rank in holders}
+        tables = {name: table_of([data]) for name, data in contents.items()}
+        self.files = {name: contents[name] + tables[name].encoded() for name in contents}
+        ids = {index: nodes.store(index).node_id() for index in self.members}
+        self.manifest = Manifest(
+            save_id=self.save_id,
+            checkpoint_id=checkpoint_id,
+            sequence=number,
+            created_unix_s=1000.0 + number,
+            world_size=len(holders),
+            copies=2,
+            metadata_bytes=len(METADATA),
+            metadata_crc32c=crc32c(METADATA),
+            nodes=tuple(NodeEntry(ids[index], f"host{index}", None, (index,)) for index in self.members),
+            shards={
+                shard(rank): ShardEntry(
+                    tables[shard(rank)].file_bytes,
+                    tables[shard(rank)].file_crc(),
+                    rank,
+                    ids[held[0]],
+                    tuple(ids[index] for index in held),
+                )
+                for rank, held in holders.items()
+            },
+            lineage=lineage,
+        )
+
+    def open(self) -> None:
+        running = [self.nodes.up[index] for index in self.members]
+        document = {
+            "checkpoint_id": self.checkpoint_id,
+            "session": self.save_id,
+            "overwrite": True,
+            "coordinator": self.nodes.store(self.members[0]).node_id(),
+            "peers": peers_of(*running),
+        }
+        for index in self.members:
+            self.nodes.call(index, "POST", self.path, document)
+
+    def hold(self) -> None:
+        """The coordinator's rank works on it."""
+        self.lock = self.nodes.store(self.members[0]).held(self.save_id)
+
+    def end(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+
+    def write(self) -> None:
+        for rank, held in self.holders.items():
+            for index in held:
+                self._put(index, shard(rank), self.files[shard(rank)])
+        for index in self.members:
+            self.nodes.store(index).places.note(self.save_id, self.manifest.lineage, self.manifest.sequence)
+
+    def decide(self) -> None:
+        """On the coordinator's node."""
+        store = self.nodes.store(self.members[0])
+        store.put_small(self.save_id, ".metadata", METADATA)
+        store.put_small(self.save_id, ".manifest.json", self.manifest.encoded())
+
+    def publish(self, *indices: int) -> None:
+        for index in indices:
+            if index != self.members[0]:
+                self._put(index, ".metadata", METADATA)
+                self._put(index, ".manifest.json", self.manifest.encoded())
+            self.nodes.call(index, "POST", f"{self.path}/commit")
+
+    def _put(self, index: int, name: str, data: bytes) -> None:
+        with self.nodes.up[index].client() as client:
+            client.put("PUT", f"{self.path}/{name}", data)
+
+    def acknowledged(self) -> "Save":
+        self.open()
+        self.write()
+        self.decide()
+        self.publish(*self.members)
+        return self
+
+    def decided_only(self) -> "Save":
+        self.open()
+        self.write()
+        self.decide()
+        return self
+
+    @property
+    def shards(self) -> set[str]:
+        return set(self.files)
+
+
+def is_whole_everywhere(nodes: Nodes, save: Save) -> bool:
+    """Whether every node that is up has published the save, nothing else is left of the checkpoint, and all is intact."""
+    stores = [nodes.store(index) for index in nodes.up]
+    named = [store.published(save.checkpoint_id) for store in stores]
+    return (
+        all(manifest is not None and manifest.save_id == save.save_id for manifest in named)
+        and all(store.staged() == () and store.catalog.replaced_names() == [] for store in stores)
+        and nodes.versions(save.checkpoint_id) == {save.save_id: save.shards}
+        and all(findings(store) == [] for store in stores)
+    )
+
+
+@pytest.mark.parametrize("first", ["load", "agents"])
+def test_half_of_the_nodes_come_back_first(nodes: Nodes, first: str) -> None:
+    """A replacement published on one pair only is completed on the other, however long that was alone before."""
+    nodes.start(0, 1, 2, 3)
+    old = Save(nodes, 1, PAIRS).acknowledged()
+    new = Save(nodes, 2, PAIRS).decided_only()
+    nodes.kill(2, 3)
+    new.publish(0, 1)
+    nodes.kill(0, 1)
+    nodes.start(2, 3)
+    nodes.meet()
+    if first == "load":
+        nodes.meet()
+    else:  # re-protection settles what was opened a minute ago; the agents are new, so it is asked to by hand
+        time.sleep(3)
+    for index in (2, 3):
+        assert [intent.save_id for intent in nodes.store(index).staged()] == [new.save_id]
+        (doubt,) = nodes.status(index)["in_doubt"]
+        assert set(doubt["waits_for"]) >= {nodes.store(0).node_id(), nodes.store(1).node_id()}
+    assert nodes.versions()[old.save_id] == {shard(2), shard(3)}
+    nodes.start(0, 1)
+    nodes.meet()
+    wait_for(lambda: is_whole_everywhere(nodes, new), 30, "the new version on all nodes")
+
+
+def test_the_old_version_is_kept_until_the_new_one_is_seen_whole(nodes: Nodes) -> None:
+    """The pair that publishes keeps what it replaces: without the other pair's part the new version could not be loaded."""
+    nodes.start(0, 1, 2, 3)
+    old = Save(nodes, 1, PAIRS).acknowledged()
+    new = Save(nodes, 2, PAIRS).decided_only()
+    nodes.kill(2, 3)
+    new.publish(0, 1)
+    time.sleep(3)  # rounds of re-protection, in which the silent pair is given up
+    assert nodes.versions() == {new.save_id: {shard(0), shard(1)}, old.save_id: {shard(0), shard(1)}}
+    nodes.start(2, 3)
+    assert nodes.versions()[old.save_id] == old.shards
+    nodes.meet()
+    wait_for(lambda: is_whole_everywhere(nodes, new), 30, "the new version on all nodes")
+
+
+def test_a_goodbye_makes_no_version_give_way(nodes: Nodes) -> None:
+    """Two of three go on with the old version and leave in good order; whoever comes back, the new one is completed."""
+    nodes.start(0, 1, 2)
+    old = Save(nodes, 1, RING).acknowledged()
+    new = Save(nodes, 2, RING).decided_only()
+    nodes.kill(1, 2)
+    new.publish(0)
+    nodes.kill(0)
+    nodes.start(1, 2)
+    nodes.meet()
+    assert nodes.versions() == {old.save_id: old.shards}
+    nodes.kill(1, 2, how=signal.SIGTERM)
+    nodes.start(2, 0)
+    nodes.meet()
+    time.sleep(3)
+    assert nodes.versions()[new.save_id] == new.shards
+    nodes.start(1)
+    nodes.meet()
+    wait_for(lambda: is_whole_everywhere(nodes, new), 30, "the new version on all nodes")
+
+
+def test_a_save_that_was_never_decided_goes_once_its_coordinator_says_so(nodes: Nodes) -> None:
+    """Nodes that come back alone keep their part; with the coordinator's node there is nothing to wait for."""
+    nodes.start(0, 1, 2, 3)
+    old = Save(nodes, 1, PAIRS).acknowledged()
+    new = Save(nodes, 2, PAIRS)
+    new.open()
+    new.write()
+    nodes.kill(0, 1, 2, 3)
+    nodes.start(2, 3)
+    nodes.meet()
+    assert [len(nodes.store(index).staged()) for index in (2, 3)] == [1, 1]
+    nodes.start(0)
+    nodes.meet()
+    nodes.meet()
+    assert [len(nodes.store(index).staged()) for index in (0, 2, 3)] == [0, 0, 0]
+    nodes.start(1)
+    nodes.meet()
+    wait_for(lambda: is_whole_everywhere(nodes, old), 30, "the old version on all nodes")
+
+
+def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
+    """`ls` and `repair` say what is in doubt; `repair --lost` says what is lost and left, and ends it."""
+    nodes.start(0, 1, 2)
+    old = Save(nodes, 1, RING).acknowledged()
+    new = Save(nodes, 2, RING)
+    new.open()
+    new.write()
+    nodes.kill(0)
+    nodes.meet()
+    root, lost = str(nodes.store(1).root), nodes.store(0).node_id()
+    main(["ls", "--root", root])
+    assert f"in doubt: save {new.save_id} of last" in capsys.readouterr().out
+    assert main(["repair", "--root", root]) != 0
+    shown = capsys.readouterr().out
+    assert f"in doubt: save {new.save_id}" in shown
+    assert "--lost" in shown
+    time.sleep(5)  # the other node of it says for that long that ranks may still come
+    main(["repair", "--root", root, "--lost", lost])
+    shown = capsys.readouterr().out
+    assert f"give up save {new.save_id}" in shown
+    assert old.save_id in shown
+    assert nodes.store(1).staged() == ()
+    assert nodes.versions()[old.save_id] == old.shards
+
+
+def test_no_slow_planner_is_taken_for_a_dead_one(nodes: Nodes) -> None:
+    """While the coordinator's rank lives, loads leave the save alone on every node, however long ago it was opened."""
+    nodes.start(0, 1)
+    old = Save(nodes, 1, {0: (0, 1), 1: (1, 0)}).acknowledged()
+    new = Save(nodes, 2, {0: (0, 1), 1: (1, 0)})
+    new.open()
+    new.hold()
+    time.sleep(5.5)
+    nodes.meet()
+    new.write()
+    new.decide()
+    new.publish(0, 1)
+    new.end()
+    wait_for(lambda: is_whole_everywhere(nodes, new), 30, "the new version on both nodes")
+    assert old.save_id not in nodes.versions()
+
+
+def test_an_adoption_that_is_slow_does_not_replace_a_newer_save(nodes: Nodes) -> None:
+    """What re-protection has opened for the old version and publishes late is refused: the new one stays."""
+    nodes.start(0, 1)
+    old = Save(nodes, 1, {0: (0, 1), 1: (1, 0)}).acknowledged()
+    new = Save(nodes, 2, {0: (0, 1), 1: (1, 0)}).acknowledged()
+    store = nodes.store(1)
+    adoption = "0" * 31 + "1"
+    assert adoption == old.save_id
+    nodes.call(1, "POST", old.path, {"checkpoint_id": "last", "session": "repair", "overwrite": True, "peers": []})
+    store.put_small(old.save_id, ".metadata", METADATA)
+    store.put_small(old.save_id, ".manifest.json", old.manifest.encoded())
+    assert nodes.call(1, "GET", old.path)["state"] == "decided"
+    named = store.published("last")
+    assert named is not None
+    assert named.save_id == new.save_id
+
+
+def test_another_runs_store_neither_counts_nor_goes_nor_removes(nodes: Nodes) -> None:
+    """A node joins with another run's checkpoints of larger sequences: this run's policy keeps this run's newest two."""
+    nodes.start(2)
+    foreign = [Save(nodes, 20 + n, {0: (2,)}, f"debug-{n}", OTHER).acknowledged() for n in range(3)]
+    nodes.start(0, 1)
+    ours = [Save(nodes, n, {0: (0, 1), 1: (1, 0)}, f"step-{n}").acknowledged() for n in (1, 2, 3)]
+    nodes.meet()
+    policy = Policy("", NODES, 3, Retention(keep_last=2), RUN)
+    for index in (0, 1):
+        nodes.call(index, "POST", "/v1/retention", {"policies": [policy.to_json()], "is_committed": True})
+    wait_for(lambda: nodes.versions("step-1") == {}, 30, "the oldest of this run to go")
+    time.sleep(3)
+    for save in (*ours[1:], *foreign):
+        assert nodes.versions(save.checkpoint_id) == {save.save_id: save.shards}
+
+
+def test_what_a_load_was_told_to_read_is_not_retired(nodes: Nodes) -> None:
+    """A policy that gives it up waits while it is read; checkpoints that no load reads go."""
+    nodes.start(0, 1)
+    saves = [Save(nodes, n, {0: (0, 1), 1: (1, 0)}, f"step-{n}").acknowledged() for n in (1, 2, 3)]
+    for index in (0, 1):
+        document = {"lineage": RUN, "sequence": 3, "save_id": saves[0].save_id}
+        nodes.call(index, "POST", "/v1/hear", document)
+        policy = Policy("", NODES, 3, Retention(keep_last=1), RUN)
+        nodes.call(index, "POST", "/v1/retention", {"policies": [policy.to_json()], "is_committed": True})
+    wait_for(lambda: nodes.versions("step-2") == {}, 30, "what nobody reads to go")
+    assert nodes.versions("step-1") == {saves[0].save_id: saves[0].shards}
+
+
+def test_the_lock_of_a_dead_coordinator_is_free(nodes: Nodes) -> None:
+    """The lock is the process's: a descriptor that is closed, as by SIGKILL, leaves nothing that looks alive."""
+    nodes.start(0)
+    save = Save(nodes, 1, {0: (0,)})
+    save.open()
+    save.hold()
+    assert nodes.store(0).is_held(save.save_id)
+    save.end()
+    assert not nodes.store(0).is_held(save.save_id)
+    with nodes.store(0).intent_path(save.save_id).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert json.loads(nodes.store(0).intent_path(save.save_id).read_text())["coordinator"]

@@ -1,0 +1,180 @@
+"""Publishing compares what is published, on every path; what is replaced is kept until it may go."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.errors import ObjectMissing, SaveSuperseded
+from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.retire import retire
+from replicated_ckpt.stores.shard_file import FileSink
+
+RUN, OTHER = "a" * 16, "b" * 16
+HERE, ELSEWHERE = "__0_0.distcp", "__1_0.distcp"
+METADATA = b"metadata"
+
+
+def open_save(store: LocalStore, number: int, lineage: str = RUN, *, is_whole: bool = True) -> Manifest:
+    """Stages and decides a save of "last"; its second shard lies here only if `is_whole`."""
+    contents = {name: f"{number}{name}".encode() * 100 for name in (HERE, ELSEWHERE)}
+    tables = {name: table_of([data]) for name, data in contents.items()}
+    node = store.node_id()
+    shards = {name: ShardEntry(table.file_bytes, table.file_crc(), 0, node, (node,)) for name, table in tables.items()}
+    manifest = Manifest(
+        save_id=f"{number:032x}",
+        checkpoint_id="last",
+        sequence=number,
+        created_unix_s=float(number),
+        world_size=1,
+        copies=1,
+        metadata_bytes=len(METADATA),
+        metadata_crc32c=crc32c(METADATA),
+        nodes=(NodeEntry(node, "host", None, (0,)),),
+        shards=shards,
+        lineage=lineage,
+    )
+    store.begin(Intent(manifest.save_id, "last", "test", overwrite=True))
+    for name in (HERE, ELSEWHERE) if is_whole else (HERE,):
+        sink = FileSink(store.staged_file(manifest.save_id, name))
+        sink.write(memoryview(contents[name] + tables[name].encoded()))
+        sink.finish(tables[name])
+    store.put_small(manifest.save_id, ".metadata", METADATA)
+    store.put_small(manifest.save_id, ".manifest.json", manifest.encoded())
+    return manifest
+
+
+def published(store: LocalStore) -> str:
+    found = store.published("last")
+    assert found is not None
+    return found.save_id
+
+
+def read(store: LocalStore, manifest: Manifest, name: str) -> bytes:
+    with open(store.open_file("last", manifest.save_id, name), "rb") as file:  # noqa: PTH123 - a descriptor
+        return file.read()
+
+
+def test_an_older_save_never_takes_the_name_of_a_newer_one(tmp_path: Path) -> None:
+    """However late it comes: it was opened before, is decided, and stays staged."""
+    store = LocalStore(tmp_path)
+    old, new = open_save(store, 1), open_save(store, 2)
+    store.commit(new.save_id)
+    for _ in range(2):
+        with pytest.raises(SaveSuperseded, match=new.save_id):
+            store.commit(old.save_id)
+    assert published(store) == new.save_id
+    assert [intent.save_id for intent in store.staged()] == [old.save_id]
+
+
+def test_another_run_is_replaced_only_where_the_user_saw_it(tmp_path: Path) -> None:
+    """A save of another lineage takes the name from the version that lay there when it was opened, and from no other."""
+    store = LocalStore(tmp_path)
+    store.commit(open_save(store, 5).save_id)
+    other = open_save(store, 1, OTHER)
+    store.commit(other.save_id)
+    assert published(store) == other.save_id
+    late = open_save(store, 9, RUN)
+    store.commit(open_save(store, 2, OTHER).save_id)
+    with pytest.raises(SaveSuperseded, match="lineage"):
+        store.commit(late.save_id)
+
+
+def test_a_replaced_version_is_read_until_it_is_dropped(tmp_path: Path) -> None:
+    """While the new one is not whole here both are holdings of their own saves; a drop leaves the new one alone."""
+    store = LocalStore(tmp_path)
+    old = open_save(store, 1)
+    store.commit(old.save_id)
+    before = read(store, old, ELSEWHERE)
+    new = open_save(store, 2, is_whole=False)
+    store.commit(new.save_id)
+    assert published(store) == new.save_id
+    assert read(store, old, ELSEWHERE) == before
+    held = {holding.save_id: holding for holding in store.catalog.holdings("n", "last")}
+    assert {save_id: holding.is_replaced for save_id, holding in held.items()} == {
+        old.save_id: True,
+        new.save_id: False,
+    }
+    assert set(held[old.save_id].sizes) == {HERE, ELSEWHERE}
+    store.drop_replaced(old.save_id)
+    with pytest.raises(ObjectMissing):
+        read(store, old, HERE)
+    assert read(store, new, HERE)
+    assert not any((tmp_path / ".trash").iterdir())
+
+
+def test_what_is_whole_here_waits_for_no_other_node(tmp_path: Path) -> None:
+    """All shards lie on this disk: the version that was replaced goes at once, as on one node or on two."""
+    store = LocalStore(tmp_path)
+    store.commit(open_save(store, 1).save_id)
+    store.commit(open_save(store, 2).save_id)
+    assert store.catalog.replaced_names() == []
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.mark.parametrize("point", ["commit.replaced", "commit.named", "commit.durable"])
+def test_a_crash_in_the_exchange_keeps_both_versions(tmp_path: Path, point: str) -> None:
+    """After the restart the new one has the name and the old one is kept, wherever the crash has left it."""
+    store = LocalStore(tmp_path)
+    old = open_save(store, 1)
+    store.commit(old.save_id)
+    new = open_save(store, 2, is_whole=False)
+
+    def die(_: str) -> None:
+        raise Killed
+
+    with failpoints.armed(point, die), pytest.raises(Killed):
+        store.commit(new.save_id)
+    again = LocalStore(tmp_path)
+    again.commit(new.save_id)
+    assert published(again) == new.save_id
+    assert read(again, old, ELSEWHERE)
+    assert again.staged() == ()
+
+
+def test_a_version_that_comes_back_has_its_shards_back(tmp_path: Path) -> None:
+    """A replaced version that is published again, as the newer one was removed, is not there twice."""
+    store = LocalStore(tmp_path)
+    old = open_save(store, 1)
+    store.commit(old.save_id)
+    new = open_save(store, 2, is_whole=False)
+    store.commit(new.save_id)
+    assert retire(tmp_path, "last", new.save_id)
+    store.begin(Intent(old.save_id, "last", "repair", overwrite=True))
+    store.put_small(old.save_id, ".metadata", METADATA)
+    store.put_small(old.save_id, ".manifest.json", old.encoded())
+    store.commit(old.save_id)
+    assert set(store.catalog.shard_sizes("last")) == {HERE, ELSEWHERE}
+    assert store.catalog.replaced_names() == []
+
+
+def test_retention_reaches_replaced_versions(tmp_path: Path) -> None:
+    """One that the policy gives up goes, too, and the published one stays."""
+    store = LocalStore(tmp_path)
+    old = open_save(store, 1)
+    store.commit(old.save_id)
+    new = open_save(store, 2, is_whole=False)
+    store.commit(new.save_id)
+    assert retire(tmp_path, "last", old.save_id)
+    assert store.catalog.replaced_names() == []
+    assert published(store) == new.save_id
+
+
+def test_the_place_of_a_staged_save_is_known_to_the_next(tmp_path: Path) -> None:
+    """What a rank has noted counts; a torn or foreign note counts for nothing, and goes with its save."""
+    store = LocalStore(tmp_path)
+    manifest = open_save(store, 3)
+    store.places.note(manifest.save_id, RUN, 41)
+    assert replace(store.places.known()[manifest.save_id], created_unix_s=0.0).order == (41, 0.0, manifest.save_id)
+    for raw in ("", "[]", '{"lineage": "x", "sequence": 1}', '{"lineage": "", "sequence": -1}'):
+        (tmp_path / ".staging" / f"{9:032x}.place.json").write_text(raw)
+        assert set(store.places.known()) == {manifest.save_id}
+    store.abort(manifest.save_id)
+    assert store.places.known() == {}
