@@ -1,13 +1,17 @@
 """Steps: saves that are unlike a plain one: cached plans, subgroups, odd names, many in a row."""
 
 import gc
+import http.client
 import json
 import os
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -139,3 +143,20 @@ def footprint(pid: int) -> dict[str, int]:
         "rss_kib": int(status["VmRSS"].split()[0]),
         "children": len(children),
     }
+
+
+def count_messages(context: Context, kinds: list[str], checkpoint_id: str, times: int) -> dict[str, int]:
+    """Saves again and again; what this rank asked agents for in the last save, by verb and path."""
+    counted: Counter[str] = Counter()
+    ask = http.client.HTTPConnection.putrequest
+
+    def count(connection: http.client.HTTPConnection, method: str, url: str, *args: Any, **how: Any) -> None:
+        counted[f"{method} {re.sub('[0-9a-f]{32}', 'SAVE', url)}"] += 1
+        ask(connection, method, url, *args, **how)
+
+    with mock.patch.object(http.client.HTTPConnection, "putrequest", count):
+        writer = context.writer(overwrite=True)
+        for seed in range(times):
+            counted.clear()
+            dcp.save(dict(build_all(context, kinds, seed)), checkpoint_id=checkpoint_id, storage_writer=writer)
+    return dict(counted)
