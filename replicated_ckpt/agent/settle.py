@@ -76,9 +76,8 @@ def _settle_one(
         service.doubts.settle(intent.save_id)
         return
     addresses = {peer.node_id: peer for peer in peers}
-    asked = [node for node in _nodes_of(intent, addresses) if node in addresses]
     how = "over" if leftover.is_over else "working"
-    answers = _answers(f"{intent.save_id}?settle={how}", [addresses[node] for node in asked])
+    answers = _answers(f"{intent.save_id}?settle={how}", list(addresses.values()))
     settlement = settle_staged(
         own=service.node_id,
         nodes=tuple(node for node in _nodes_of(intent, addresses) if node not in lost or node in answers),
