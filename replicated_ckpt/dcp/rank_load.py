@@ -97,7 +97,7 @@ class RankLoad:
 
     def _new_spool(self) -> Spool | None:
         try:
-            return Spool(self._store.agent_directory(), self._world.size, CELL_BYTES)
+            return Spool(self._store.root_agent_directory(), self._world.size, CELL_BYTES)
         except OSError as exc:
             log.warning("this rank fetches for itself alone: %s", exc)
             return None
@@ -151,7 +151,7 @@ class RankLoad:
     def _joined(self, shared: object, spool: Spool | None, windows: Sequence[Window]) -> Exchange | None:
         if spool is None or not isinstance(shared, NodeSharing):
             return None
-        directory = self._store.agent_directory()
+        directory = self._store.root_agent_directory()
         exchange = joined(shared, self._world.rank, spool, directory, self._world.size, windows)
         if exchange is None:
             spool.close()

@@ -1,13 +1,13 @@
-"""Patience: how long one process waits, in all, for others of its node that give no sign of life."""
+"""Patience: how long one process waits, once in a load, for others of its node that give no sign of life."""
 
-import threading
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from replicated_ckpt.stores.spool import OtherSpool
 
 PATIENCE_S = 5.0
-"""In all, for one load."""
 QUIET_S = 1.0
 """A sign of life that is younger is good; a process that is slow or waits for the processor looks no worse."""
 _STEP_MAX_S = 0.1
@@ -26,21 +26,11 @@ class Pause:
         self._pause_s = min(2 * self._pause_s, _POLL_MAX_S)
 
 
+@dataclass
 class Patience:
-    """What one process has left of it. Safe for concurrent use: threads that wait at once spend it once."""
+    """Whether one process has waited PATIENCE_S in vain. From then on in this load it waits for no silence to end."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spent_s = 0.0
-        self._spent_until_s = 0.0
-
-    def spend(self, step_s: float) -> bool:
-        """Another step was waited. Whether the patience is over."""
-        now = time.monotonic()
-        with self._lock:
-            self._spent_s += max(0.0, now - max(now - step_s, self._spent_until_s))
-            self._spent_until_s = now
-            return self._spent_s > PATIENCE_S
+    is_over: bool = False
 
 
 class Wait:
@@ -56,14 +46,19 @@ class Wait:
         now = time.monotonic()
         step_s = min(now - self._last_s, _STEP_MAX_S)
         self._last_s = now
-        ages = {rank: now - spool.board.pulse_ns / 1e9 for rank, spool in spools.items()}
-        quiet = [rank for rank, age in ages.items() if not 0 <= age < QUIET_S]
-        if not quiet:
-            return []
-        self._quiet_s += step_s
-        is_spent = self._patience.spend(step_s)
-        has_waited = self._quiet_s > QUIET_S  # it may have been stopped with this process, and be about to go on
-        return [
-            rank for rank in quiet
-            if is_spent or (has_waited and ages[rank] > PATIENCE_S) or not spools[rank].is_locked()
-        ]  # fmt: skip
+        age_by_rank = {rank: _age_s(spool, now) for rank, spool in spools.items()}
+        quiet = [rank for rank, age_s in age_by_rank.items() if age_s >= QUIET_S]
+        self._quiet_s = self._quiet_s + step_s if quiet else 0.0
+        has_waited = self._quiet_s > QUIET_S  # they may have been stopped with this process, and be about to go on
+        is_over = self._patience.is_over
+        silent = {rank for rank in quiet if is_over or (has_waited and age_by_rank[rank] >= PATIENCE_S)}
+        dead = {rank for rank in quiet if not spools[rank].is_locked()}
+        if silent - dead:
+            self._patience.is_over = True
+        return [rank for rank in quiet if rank in silent | dead]
+
+
+def _age_s(spool: OtherSpool, now: float) -> float:
+    """How old its owner's last sign of life is. One of the future is of another host's clock, and worth nothing."""
+    age_s = now - spool.board.pulse_ns / 1e9
+    return age_s if age_s >= 0 else math.inf

@@ -300,6 +300,7 @@ def test_a_rank_that_hangs_costs_one_time_out_in_all(tmp_path: Path) -> None:
     assert PATIENCE_S - 0.1 < time.monotonic() - started < PATIENCE_S + QUIET_S + ALIVE
     again = time.monotonic()
     assert remote.exchange.take(remote.units[1]) is None
+    assert remote.exchange._patience.is_over
     assert remote.spool.board.passed(1) > SLOTS
     assert time.monotonic() - again < ALIVE
     remote.process.send_signal(signal.SIGCONT)
