@@ -1,17 +1,19 @@
 """Fetching ahead: a few threads bring the windows that lie on other nodes while the rank works on those before them."""
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.core.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.shard_reader import ShardReader
-from replicated_ckpt.dcp.sharing import OwnUnits
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.exchange import Exchange
 
 THREADS = 3
 BUFFERS = 5
 """Of 4 MiB each: fetched, or being fetched, and not used yet."""
 _PULSE_S = 0.5
-_STOP_WITHIN_S = 10.0
+STOP_WITHIN_S = 1.0
 
 
 class FetchAhead:
@@ -21,33 +23,40 @@ class FetchAhead:
     """
 
     def __init__(
-        self, reader: ShardReader, windows: Sequence[Window], units: Mapping[Window, int], own_units: OwnUnits | None
+        self, reader: ShardReader, windows: Sequence[Window], numbers: Mapping[Window, int], exchange: Exchange | None
     ) -> None:
-        """`units`: which of `windows` are pieces of the spool, and their numbers there."""
+        """`numbers`: which of `windows` are pieces of the spool, and their numbers there."""
         self._reader = reader
         self._windows = list(windows)
-        self._units = units
-        self._own_units = own_units
+        self._numbers = numbers
+        self._exchange = exchange
         self._next = 0
         self._changed = threading.Condition()
         self._buffers: list[memoryview] | None = None
         self._lent: dict[Window, memoryview] = {}
         self._results: dict[Window, memoryview | BaseException] = {}
+        self._reads_under_way = 0
+        self._failure: BaseException | None = None
         self._is_stopped = False
-        self._threads = [
-            threading.Thread(target=self._work, name="replicated_ckpt-fetch", daemon=True)
-            for _ in range(min(THREADS, len(windows)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for _ in range(min(THREADS, len(windows))):
+                thread = threading.Thread(target=self._work, name="replicated_ckpt-fetch", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.stop()
+            raise
 
     def take(self, window: Window) -> memoryview:
         """The window's bytes, verified; valid until `done`. Raises what went wrong with it."""
         with self._changed:
             while window not in self._results:
+                if self._failure is not None:
+                    raise self._failure
+                if self._exchange is not None and self._reads_under_way:
+                    self._exchange.pulse()
                 self._changed.wait(_PULSE_S)
-                if self._own_units is not None:
-                    self._own_units.pulse()
             found = self._results.pop(window)
         if isinstance(found, BaseException):
             raise found
@@ -66,21 +75,19 @@ class FetchAhead:
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
+        until = time.monotonic() + STOP_WITHIN_S
         for thread in self._threads:
-            thread.join(_STOP_WITHIN_S)
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
         reader = self._reader.sibling()
         try:
             while (task := self._next_task()) is not None:
-                window, memory = task
-                try:
-                    found: memoryview | BaseException = self._fetched(reader, window, memory)
-                except Exception as exc:  # noqa: BLE001 - raised by the thread that takes the window
-                    found = exc
-                with self._changed:
-                    self._results[window] = found
-                    self._changed.notify_all()
+                self._fetch(reader, *task)
+        except Exception as exc:  # noqa: BLE001 - raised by the thread that takes the windows
+            with self._changed:
+                self._failure = exc
+                self._changed.notify_all()
         finally:
             reader.close()
 
@@ -91,16 +98,38 @@ class FetchAhead:
                 self._buffers = [memoryview(bytearray(CELL_BYTES)) for _ in range(BUFFERS)]
             while not self._is_stopped and self._next < len(self._windows):
                 window = self._windows[self._next]
-                if window in self._units or self._buffers:
+                if window in self._numbers or self._buffers:
                     self._next += 1
-                    if window in self._units:
+                    if window in self._numbers:
                         return window, None
                     self._lent[window] = self._buffers.pop()
                     return window, self._lent[window]
                 self._changed.wait()
         return None
 
-    def _fetched(self, reader: ShardReader, window: Window, memory: memoryview | None) -> memoryview:
-        if self._own_units is None or window not in self._units:
+    def _fetch(self, reader: ShardReader, window: Window, memory: memoryview | None) -> None:
+        if self._exchange is None or window not in self._numbers:
+            self._tell(window, self._read(reader, window, memory))
+            return
+        number = self._numbers[window]
+        if not self._exchange.wait_for_slot(number, lambda: self._is_stopped):
+            return
+        found = self._read(reader, window, self._exchange.slot(number))
+        given = self._exchange.put(number, found if isinstance(found, memoryview) else None)
+        self._tell(window, given if isinstance(found, memoryview) else found)
+
+    def _tell(self, window: Window, found: memoryview | BaseException) -> None:
+        with self._changed:
+            self._results[window] = found
+            self._changed.notify_all()
+
+    def _read(self, reader: ShardReader, window: Window, memory: memoryview | None) -> memoryview | BaseException:
+        with self._changed:
+            self._reads_under_way += 1
+        try:
             return reader.read(window.shard, window.offset, window.length, memory)
-        return self._own_units.fetched(self._units[window], window, reader, lambda: self._is_stopped)
+        except ReplicatedCkptError as exc:
+            return exc
+        finally:
+            with self._changed:
+                self._reads_under_way -= 1

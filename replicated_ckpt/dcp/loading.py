@@ -13,9 +13,9 @@ from replicated_ckpt.dcp.fetch_ahead import FetchAhead
 from replicated_ckpt.dcp.item_feed import Feed
 from replicated_ckpt.dcp.items import ItemReader
 from replicated_ckpt.dcp.shard_reader import ShardReader
-from replicated_ckpt.dcp.sharing import Sharing
 from replicated_ckpt.dcp.stored_tensor import StoredTensor
 from replicated_ckpt.dcp.torch_private import StorageInfo
+from replicated_ckpt.stores.exchange import Exchange
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class ShardItems:
 class Loading:
     """Reads the windows of one rank: its own disk's at once, others ahead of time, shared ones from who fetched them."""
 
-    def __init__(self, reader: ShardReader, is_remote: Callable[[str], bool], sharing: Sharing | None) -> None:
+    def __init__(self, reader: ShardReader, is_remote: Callable[[str], bool], exchange: Exchange | None) -> None:
         self._reader = reader
         self._is_remote = is_remote
-        self._sharing = sharing
+        self._exchange = exchange
 
     def run(self, windows: Sequence[Window], shards: Sequence[str], feed: Callable[[Window, memoryview], None]) -> None:
         """Gives each window, verified, to `feed`, in order. Its memory is valid for the time of the call.
@@ -117,44 +117,42 @@ class Loading:
         ahead = self._ahead(windows, shards)
         try:
             for cell, group in groupby(windows, key=lambda window: window.cell):
-                unit = self._unit(of_cell := list(group))
-                if not self._is_remote(cell[0]):
-                    found = self._local(of_cell)
+                of_cell, unit = list(group), self._unit(cell)
+                if unit is not None:
+                    found = self._shared(of_cell, unit, ahead)
                 else:
-                    found = self._private(of_cell, ahead) if unit is None else self._shared(of_cell, unit, ahead)
+                    found = self._private(of_cell, ahead) if self._is_remote(cell[0]) else self._local(of_cell)
                 for window, raw in found:
                     feed(window, raw)
                     self._pulse()
-            if self._sharing is not None:
-                self._sharing.own.linger()
+        except BaseException:
+            if self._exchange is not None:
+                self._exchange.leave()
+            raise
         finally:
-            if self._sharing is not None:
-                self._sharing.own.close_for_others()
             ahead.stop()
+        if self._exchange is not None:
+            self._exchange.leave()
+            self._exchange.wait_until_opened()
 
     def _pulse(self) -> None:
-        if self._sharing is not None:
-            self._sharing.own.pulse()
+        if self._exchange is not None:
+            self._exchange.pulse()
 
-    def _unit(self, windows: Sequence[Window]) -> Unit | None:
-        """The shared unit that all of these windows of one cell lie in."""
-        if self._sharing is None:
-            return None
-        units = {self._sharing.unit_of(window) for window in windows}
-        return units.pop() if len(units) == 1 else None
+    def _unit(self, cell: tuple[str, int]) -> Unit | None:
+        return None if self._exchange is None else self._exchange.unit_of(cell)
 
     def _ahead(self, windows: Sequence[Window], shards: Sequence[str]) -> FetchAhead:
         tasks: list[Window] = []
         numbers: dict[Window, int] = {}
         for cell, group in groupby(windows, key=lambda window: window.cell):
-            unit = self._unit(of_cell := list(group))
-            if self._sharing is None or unit is None:
-                tasks += of_cell if self._is_remote(cell[0]) else []
-            elif self._sharing.is_own(unit):
+            unit = self._unit(cell)
+            if self._exchange is None or unit is None:
+                tasks += group if self._is_remote(cell[0]) else []
+            elif self._exchange.is_own(unit):
                 tasks.append(unit.window)
-                numbers[unit.window] = self._sharing.number_of(unit)
-        own = None if self._sharing is None else self._sharing.own
-        return FetchAhead(self._reader, in_order(tasks, shards), numbers, own)
+                numbers[unit.window] = self._exchange.number_of(unit)
+        return FetchAhead(self._reader, in_order(tasks, shards), numbers, self._exchange)
 
     def _local(self, windows: Sequence[Window]) -> Iterator[tuple[Window, memoryview]]:
         for window in windows:
@@ -167,14 +165,16 @@ class Loading:
             ahead.done(window)
 
     def _shared(self, windows: Sequence[Window], unit: Unit, ahead: FetchAhead) -> Iterator[tuple[Window, memoryview]]:
-        sharing, hull = self._sharing, unit.window
-        assert sharing is not None
-        raw = ahead.take(hull) if sharing.is_own(unit) else sharing.taken_from_other(unit)
+        exchange, hull = self._exchange, unit.window
+        assert exchange is not None
+        is_own = exchange.is_own(unit)
+        raw = ahead.take(hull) if is_own else exchange.take(unit)
         for window in windows:
             if raw is None:
                 yield window, self._reader.read(window.shard, window.offset, window.length)
                 continue
-            if not sharing.is_own(unit):
+            if not is_own:
                 self._reader.findings.traffic.bytes_shared += window.length
             yield window, raw[window.offset - hull.offset : window.end - hull.offset]
-        sharing.done(unit)
+        if is_own:
+            exchange.done(unit)

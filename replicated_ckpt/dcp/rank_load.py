@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import cached_property
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -9,17 +10,20 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from replicated_ckpt.core.mark import own_prefix
 from replicated_ckpt.core.sources import ByteRange
+from replicated_ckpt.core.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.items import ItemReader
 from replicated_ckpt.dcp.loading import Loading, ShardItems, Wanted, windows_for
 from replicated_ckpt.dcp.shard_reader import ShardReader, Traffic
-from replicated_ckpt.dcp.sharing import NodeSharing, RemoteNeeds, Sharing
+from replicated_ckpt.dcp.sharing import NodeSharing, RemoteNeeds, joined
 from replicated_ckpt.dcp.stored_tensor import StoredTensors, needed
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.dcp.torch_private import StorageInfo
 from replicated_ckpt.dcp.world import World
 from replicated_ckpt.errors import ManifestInvalid, ShardLost
 from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.stores.exchange import Exchange
 from replicated_ckpt.stores.local import LocalStore, is_nowhere
+from replicated_ckpt.stores.spool import Spool
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +58,7 @@ class RankLoad:
         self._items = items
         self._places = places
         self._prefix = own_prefix(survey.found.save_id)
+        self._spool: Spool | None = None
 
     def check(self, plan: LoadPlan) -> None:
         """Every item of the plan lies in a shard of the save that has a copy somewhere.
@@ -76,13 +81,26 @@ class RankLoad:
             raise ShardLost(found.checkpoint_id, owners, self._survey.searched)
 
     def remote_needs(self, plan: LoadPlan) -> RemoteNeeds | None:
-        """What this rank would fetch from elsewhere, if other ranks of its node may need the same."""
+        """What this rank would fetch from elsewhere, if other ranks of its node may need the same.
+
+        Its spool is there when this returns: the others learn of the name with the plan, and need not wait for the file.
+        """
         if self._world.blackboard is None or is_nowhere(self._store):
             return None
         remote = {shard for shard in map(self._shard, plan.items) if self._is_remote(shard)}
         wanted = self._wanted(item for item in plan.items if self._shard(item) in remote)
         windows = windows_for(wanted, lambda _: True, sorted(self._survey.manifest.shards))
-        return RemoteNeeds(self._own_node, tuple(windows)) if windows else None
+        if not windows:
+            return None
+        self._spool = self._new_spool()
+        return RemoteNeeds(self._own_node, tuple(windows), None if self._spool is None else self._spool.name)
+
+    def _new_spool(self) -> Spool | None:
+        try:
+            return Spool(self._store.root_agent_directory(), self._world.size, CELL_BYTES)
+        except OSError as exc:
+            log.warning("this rank fetches for itself alone: %s", exc)
+            return None
 
     def read(self, plan: LoadPlan, planner: LoadPlanner, bucket: Bucket | None) -> Traffic:
         """Reads every item of the plan, verified, into the planner's tensors; says where the bytes came from.
@@ -90,41 +108,54 @@ class RankLoad:
         Raises:
             ShardLost: no intact copy is left. And what the planner raises.
         """
+        spool, self._spool = self._spool, None
+        try:
+            return self._read(plan, planner, bucket, spool)
+        finally:
+            if spool is not None:
+                spool.close()
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner, bucket: Bucket | None, spool: Spool | None) -> Traffic:
         wanted = self._wanted(plan.items)
         key = f"rank {self._world.rank}"
         reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
         try:
-            self._read(reader, wanted, planner, plan.storage_data)
+            self._read_windows(reader, wanted, planner, plan.storage_data, spool)
         finally:
             reader.close()
             reader.tell_suspects()
         return reader.findings.traffic
 
-    def _read(
-        self, reader: ShardReader, wanted: Mapping[str, list[Wanted]], planner: LoadPlanner, shared: object
+    def _read_windows(
+        self,
+        reader: ShardReader,
+        wanted: Mapping[str, list[Wanted]],
+        planner: LoadPlanner,
+        shared: object,
+        spool: Spool | None,
     ) -> None:
         shards = sorted(self._survey.manifest.shards)
         remote = {shard for shard in wanted if self._is_remote(shard)}
         windows = windows_for(wanted, remote.__contains__, shards)
         items = {shard: ShardItems(shard, ones, reader, self._items, planner) for shard, ones in wanted.items()}
-        sharing = self._opened_sharing(shared)
-        try:
-            loading = Loading(reader, remote.__contains__, sharing)
+        with ExitStack() as stack:
+            exchange = self._joined(shared, spool, windows)
+            if exchange is not None:
+                stack.enter_context(closing(exchange))
+                reader.findings.exchange = exchange
+            loading = Loading(reader, remote.__contains__, exchange)
             loading.run(windows, shards, lambda window, raw: items[window.shard].take(window, raw))
             for ones in items.values():
                 ones.finish()
-        finally:
-            if sharing is not None:
-                sharing.close()
 
-    def _opened_sharing(self, shared: object) -> Sharing | None:
-        if not isinstance(shared, NodeSharing) or self._world.rank not in shared.ranks:
+    def _joined(self, shared: object, spool: Spool | None, windows: Sequence[Window]) -> Exchange | None:
+        if spool is None or not isinstance(shared, NodeSharing):
             return None
-        try:
-            return Sharing(shared, self._world.rank, self._store.agent_directory())
-        except OSError as exc:
-            log.warning("this rank fetches for itself alone: %s", exc)
-            return None
+        directory = self._store.root_agent_directory()
+        exchange = joined(shared, self._world.rank, spool, directory, self._world.size, windows)
+        if exchange is None:
+            spool.close()
+        return exchange
 
     def _wanted(self, items: Iterable[ReadItem]) -> dict[str, list[Wanted]]:
         wanted: dict[str, list[Wanted]] = {}

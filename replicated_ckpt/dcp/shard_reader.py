@@ -17,6 +17,7 @@ from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptE
 from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.bucket import Bucket
+from replicated_ckpt.stores.exchange import Exchange
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.object_shard import ObjectShard, UncheckedShard
 from replicated_ckpt.stores.peer import PeerShard
@@ -54,6 +55,7 @@ class Findings:
         self._failed: dict[str, dict[str, str]] = {}
         self._suspects: set[tuple[str, str]] = set()
         self._silent: set[str] = set()
+        self.exchange: Exchange | None = None
 
     def count(self, node: str, own_node: str, size_bytes: int) -> None:
         with self._lock:
@@ -71,6 +73,8 @@ class Findings:
                 self._suspects.add((node, shard))
             if isinstance(error, StoreUnavailable):
                 self._silent.add(node)
+                if self.exchange is not None:
+                    self.exchange.tell_silent(node)
             failed = self._failed.setdefault(shard, {})
             if node in failed:
                 return False
@@ -79,8 +83,8 @@ class Findings:
             return True
 
     def is_silent(self, node: str) -> bool:
-        """Whether it would cost a time-out again to ask it."""
-        return node in self._silent
+        """Whether it would cost a time-out again to ask it, as this rank or another one of the node found out."""
+        return node in self._silent or (self.exchange is not None and self.exchange.is_silent(node))
 
     def failures(self, shard: str) -> tuple[str, ...]:
         with self._lock:

@@ -1,7 +1,7 @@
 """One shard at several sources: every range from the first that has it intact, block by block if none has all of it."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
@@ -52,7 +52,7 @@ class AnySource:
         return self._assembled(offset, length)
 
     def _whole(self, offset: int, length: int) -> memoryview | None:
-        for source in sorted(self._sources, key=lambda one: self._is_silent(one.node_id)):
+        for source in self._in_order():
             try:
                 opened = self._of(source)
                 if self._memory is not None:
@@ -68,6 +68,14 @@ class AnySource:
             self.last_node = source.node_id
             return found
         return None
+
+    def _in_order(self) -> Iterator[Source]:
+        """The sources as they are listed, but for those that are silent by the time that their turn comes."""
+        left = list(self._sources)
+        while left:
+            source = next((one for one in left if not self._is_silent(one.node_id)), left[0])
+            left.remove(source)
+            yield source
 
     def _assembled(self, offset: int, length: int) -> memoryview | None:
         """Every block from any source."""
@@ -105,7 +113,7 @@ class AnySource:
 
     def any_opened(self) -> VerifiedShard | None:
         """A source that could be opened: its footer has been held against the manifest."""
-        for source in tuple(self._sources):
+        for source in self._in_order():
             try:
                 return self._of(source)
             except ReplicatedCkptError as exc:

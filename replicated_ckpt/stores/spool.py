@@ -1,218 +1,264 @@
 """A spool: verified pieces that one process of a node has fetched, for other processes of the node to take.
 
-A file in the agent's directory, mapped by all of them: a few slots, used in turn. Its header has a pulse (the process
-lives and waits or works), how many pieces were put, whether it is closed, how far each taker has come, and for each slot
-which piece lies there, its size and its CRC32C, which every taker compares. A slot is used again only when all takers of
-its piece have said that they are done with it; so a taker that is stopped and goes on never meets other bytes.
+A file in the agent's directory, mapped by all of them. Only its owner writes it: a few slots, used in turn, and a board
+of words that says how the owner is. Each taker copies a piece and compares the copy with its CRC32C: whatever becomes of
+the slot meanwhile, it never uses other bytes. The owner holds a lock on the file for as long as it lives.
 """
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
 import threading
 import time
+import uuid
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.stores.address import address_of
 
 SLOTS = 4
-PATIENCE_S = 10.0
-"""Without a sign of life for so long, another process is not waited for any more."""
+OVER = 1 << 62
+"""More pieces than any spool has: passed by a process that takes no more of them."""
 _PREFIX = "spool-"
-_PULSE, _PUT, _CLOSED, _TAKERS = 1, 2, 3, 8
-_SLOT_WORDS = 4
-_POLL_S = 0.0005
-_POLL_MAX_S = 0.01
+_TRIES = 16
+_PULSE, _LEFT, _SILENT, _ENTRIES = 0, 1, 2, 10
+_ENTRY_WORDS = 4
 
 
-class Pause:
-    """Waits that grow from half a millisecond to ten."""
+class Board:
+    """The words of one spool. Every process sees what the owner wrote last, each word by itself.
 
-    def __init__(self) -> None:
-        self._pause_s = _POLL_S
+    An entry says which piece lies in a slot, where it begins there, its size and its CRC32C. A torn one is found by that.
+    """
 
-    def __call__(self) -> None:
-        time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _POLL_MAX_S)
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+        self._passed = _ENTRIES + _ENTRY_WORDS * SLOTS
+
+    @staticmethod
+    def word_count(ranks: int) -> int:
+        return _ENTRIES + _ENTRY_WORDS * SLOTS + ranks
+
+    @property
+    def pulse_ns(self) -> int:
+        """When the owner last worked, or waited for a source and not for another rank; by the host's monotonic clock."""
+        return int(self._words[_PULSE])
+
+    def pulse(self, at_ns: int) -> None:
+        self._words[_PULSE] = max(at_ns, self.pulse_ns)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the owner puts nothing more and takes nothing more."""
+        return bool(self._words[_LEFT])
+
+    def leave(self) -> None:
+        self._words[_LEFT] = 1
+
+    def passed(self, fetcher: int) -> int:
+        """How many pieces of rank `fetcher`'s spool the owner needs no more, from the first on; -1: not opened yet."""
+        return int(self._words[self._passed + fetcher]) - 1
+
+    def pass_pieces(self, fetcher: int, count: int) -> None:
+        self._words[self._passed + fetcher] = count + 1
+
+    def entry(self, number: int) -> tuple[int, int, int, int]:
+        """Of the slot of piece `number`: the piece in it or -1, where that begins, its size and its CRC32C."""
+        start = _ENTRIES + _ENTRY_WORDS * (number % SLOTS)
+        there, begin, size_bytes, crc = self._words[start : start + _ENTRY_WORDS]
+        return there - 1, begin, size_bytes, crc
+
+    def set_entry(self, number: int, begin: int, size_bytes: int, crc: int) -> None:
+        start = _ENTRIES + _ENTRY_WORDS * (number % SLOTS)
+        self._words[start + 1] = begin
+        self._words[start + 2] = size_bytes
+        self._words[start + 3] = crc
+        self._words[start] = number + 1
+
+    def tell_silent(self, node: str) -> None:
+        """Tells the node's other ranks that `node` let a time-out pass. What does not fit is not told."""
+        mark = _mark(node)
+        for index in range(_SILENT, _ENTRIES):
+            if self._words[index] in {0, mark}:
+                self._words[index] = mark
+                return
+
+    def says_silent(self, node: str) -> bool:
+        return bool(self._words[_SILENT]) and _mark(node) in self._words[_SILENT:_ENTRIES]
+
+    def release(self) -> None:
+        self._words.release()
 
 
-class _Mapped:
-    """A spool's file in memory."""
-
-    def __init__(self, fd: int, takers: int, slot_bytes: int) -> None:
-        words = _TAKERS + takers + _SLOT_WORDS * SLOTS
-        self._header_bytes = -(-8 * words // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._slot_bytes = slot_bytes
-        self.size_bytes = self._header_bytes + SLOTS * slot_bytes
-        if os.fstat(fd).st_size == 0:
-            os.posix_fallocate(fd, 0, self.size_bytes)
-        self._map = mmap.mmap(fd, self.size_bytes)
-        self.words = memoryview(self._map).cast("Q")
-        self._slot_words = _TAKERS + takers
-
-    def slot(self, index: int) -> memoryview:
-        start = self._header_bytes + (index % SLOTS) * self._slot_bytes
-        return memoryview(self._map)[start : start + self._slot_bytes]
-
-    def entry(self, index: int) -> tuple[int, int, int, int]:
-        """Of the slot of piece `index`: number of the piece in it plus one, where it begins there, its size, its CRC32C."""
-        start = self._slot_words + _SLOT_WORDS * (index % SLOTS)
-        number, begin, size_bytes, crc = self.words[start : start + _SLOT_WORDS]
-        return number, begin, size_bytes, crc
-
-    def set_entry(self, index: int, begin: int, size_bytes: int, crc: int) -> None:
-        start = self._slot_words + _SLOT_WORDS * (index % SLOTS)
-        self.words[start + 1] = begin
-        self.words[start + 2] = size_bytes
-        self.words[start + 3] = crc
-        self.words[start] = index + 1
-
-    def close(self) -> None:
-        self.words.release()
-        with contextlib.suppress(BufferError):  # somebody still looks at a slot: it goes with the last view
-            self._map.close()
+def _mark(node: str) -> int:
+    return 1 << 32 | crc32c(node.encode())
 
 
-def spool_path(directory: Path, nonce: str, rank: int) -> Path:
-    return directory / f"{_PREFIX}{nonce}-{rank}"
+class _Shape:
+    """Where what lies in a spool's file."""
+
+    def __init__(self, ranks: int, slot_bytes: int) -> None:
+        self.word_bytes = 8 * Board.word_count(ranks)
+        self.header_bytes = -(-self.word_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.slot_bytes = slot_bytes
+        self.size_bytes = self.header_bytes + SLOTS * slot_bytes
+
+    def board(self, mapped: mmap.mmap) -> Board:
+        return Board(memoryview(mapped)[: self.word_bytes].cast("Q"))
+
+    def slot(self, mapped: mmap.mmap, number: int) -> memoryview:
+        start = self.header_bytes + (number % SLOTS) * self.slot_bytes
+        return memoryview(mapped)[start : start + self.slot_bytes]
 
 
 class Spool:
-    """This process's own spool. Pieces are numbered in the order in which they are announced, from 0."""
+    """This process's own spool. Its pieces are numbered from 0, in the order in which they were announced."""
 
-    def __init__(self, path: Path, takers: int, slot_bytes: int) -> None:
-        """Raises OSError: no room, or no right to write there."""
-        _sweep(path.parent)
-        self._path = path
+    def __init__(self, directory: Path, ranks: int, slot_bytes: int) -> None:
+        """`ranks`: of the load. When this returns the spool has its name, `name` in `directory`, until it is closed.
+
+        Raises:
+            OSError: no room, no right to write there, or nothing can be locked there.
+        """
+        _sweep(directory)
+        path, self._fd = _locked_file(directory)
+        self._close = weakref.finalize(self, _removed, path, self._fd, os.getpid())
+        self.name = path.name
+        self._shape = _Shape(ranks, slot_bytes)
+        try:
+            os.ftruncate(self._fd, self._shape.size_bytes)
+            os.posix_fallocate(self._fd, 0, self._shape.header_bytes)
+            self._map = mmap.mmap(self._fd, self._shape.size_bytes)
+        except OSError:
+            self._close()
+            raise
+        self.board = self._shape.board(self._map)
+        self.board.pulse(time.monotonic_ns())
+
+    def reserve(self, pieces: int) -> None:
+        """Takes the room for so many pieces, or for as many as there are slots. Raises OSError."""
+        if pieces:
+            size_bytes = min(pieces, SLOTS) * self._shape.slot_bytes
+            os.posix_fallocate(self._fd, self._shape.header_bytes, size_bytes)
+
+    def slot(self, number: int) -> memoryview:
+        """Where to put piece `number`, once nobody needs the piece that lies there."""
+        return self._shape.slot(self._map, number)
+
+    def put(self, number: int, piece: memoryview | None) -> memoryview:
+        """Gives piece `number` to the takers; returns it as it lies in its slot. None: each of them has to fetch it."""
+        slot = self._shape.slot(self._map, number)
+        if piece is None:
+            self.board.set_entry(number, 0, 0, 0)
+            return slot[:0]
+        size = len(piece)
+        begin = address_of(piece) - address_of(slot) if size else 0
+        if not 0 <= begin <= len(slot) - size:
+            slot[:size] = piece
+            begin = 0
+        given = slot[begin : begin + size]
+        self.board.set_entry(number, begin, size, crc32c(given))
+        return given
+
+    def close(self) -> None:
+        """Leaves, and takes the name away. A process that has opened the spool keeps what lies in it."""
+        if self._close.alive:
+            self.board.leave()
+            self._close()
+            self.board.release()
+            with contextlib.suppress(BufferError):  # a thread still fetches into a slot: it goes with the last view
+                self._map.close()
+
+
+class OtherSpool:
+    """Another process's spool, as one of its takers sees it. Safe for concurrent use, but for `close`."""
+
+    def __init__(self, path: Path, ranks: int, slot_bytes: int) -> None:
+        """Raises OSError, ValueError: there is no such spool any more."""
+        self._shape = _Shape(ranks, slot_bytes)
+        self._lock = threading.Lock()
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            self._map = mmap.mmap(self._fd, self._shape.size_bytes, access=mmap.ACCESS_READ)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.board = self._shape.board(self._map)
+
+    def is_locked(self) -> bool:
+        """Whether its owner lives, and has not closed it. A process that is stopped lives."""
+        with self._lock:
+            if self._fd < 0:
+                return False
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            return False
+
+    def copy(self, number: int, memory: memoryview) -> memoryview | None:
+        """Piece `number`, copied into `memory`; None: it does not lie there whole."""
+        there, begin, size, crc = self.board.entry(number)
+        if there != number or not 0 < size <= min(len(memory), self._shape.slot_bytes - begin):
+            return None
+        piece = memory[:size]
+        piece[:] = self._shape.slot(self._map, number)[begin : begin + size]
+        return piece if crc32c(piece) == crc else None
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._fd)
+            self._fd = -1
+        self.board.release()
+        with contextlib.suppress(BufferError):  # a thread still looks at a word of it
+            self._map.close()
+
+
+def _locked_file(directory: Path) -> tuple[Path, int]:
+    """A new file with its descriptor, locked and named.
+
+    In the instant before it is locked, a sweep takes it for one that was left behind: then another one is made.
+    """
+    for _ in range(_TRIES):
+        path = directory / f"{_PREFIX}{uuid.uuid4().hex}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            self._lock_fd = os.dup(fd)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._mapped = _Mapped(fd, takers, slot_bytes)
-        except OSError:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return path, fd
+            os.close(fd)
+        except OSError as exc:
+            os.close(fd)
             path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-
-    def pulse(self) -> None:
-        self._mapped.words[_PULSE] += 1
-
-    def slot(self, index: int) -> memoryview:
-        """Where to put piece `index`; only once `is_free`."""
-        return self._mapped.slot(index)
-
-    def has_taken(self, taker: int, index: int) -> bool:
-        return self._mapped.words[_TAKERS + taker] > index
-
-    def take_own(self, taker: int, index: int) -> None:
-        """The owner is a taker, too: it needs nothing before piece `index + 1` any more."""
-        self._mapped.words[_TAKERS + taker] = index + 1
-
-    def put(self, index: int, piece: memoryview | None) -> None:
-        """Gives piece `index` to the takers; it lies in its slot or is copied there. None: they have to fetch it."""
-        begin = size = crc = 0
-        if piece is not None:
-            slot, size = self._mapped.slot(index), len(piece)
-            begin = address_of(piece) - address_of(slot)
-            if not 0 <= begin <= len(slot) - size:
-                slot[:size] = piece
-                begin = 0
-            crc = crc32c(slot[begin : begin + size])
-        self._mapped.set_entry(index, begin, size, crc)
-        self._mapped.words[_PUT] += 1
-
-    def close_for_others(self) -> None:
-        """Nothing more will be put."""
-        self._mapped.words[_CLOSED] = 1
-
-    def close(self) -> None:
-        self._path.unlink(missing_ok=True)
-        self._mapped.close()
-        os.close(self._lock_fd)
+            if not isinstance(exc, BlockingIOError):  # as a sweep holds it
+                raise
+    raise OSError(errno.EAGAIN, "every new spool was swept away", str(directory))
 
 
-class TakenSpool:
-    """Another process's spool, seen by one of its takers. One thread, but for `lives`."""
-
-    def __init__(self, path: Path, taker: int, takers: int, slot_bytes: int) -> None:
-        self._path = path
-        self._taker = taker
-        self._shape = (takers, slot_bytes)
-        self._mapped: _Mapped | None = None
-        self._sign_by_word = dict.fromkeys((_PULSE, _PUT), (-1, time.monotonic()))
-        self._is_given_up = False
-        self._lock = threading.Lock()
-
-    def _opened(self) -> _Mapped | None:
-        with self._lock:
-            if self._mapped is None:
-                with contextlib.suppress(OSError, ValueError):
-                    self._mapped = self._map()
-            return self._mapped
-
-    def _map(self) -> _Mapped | None:
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            return _Mapped(fd, *self._shape) if os.fstat(fd).st_size else None
-        finally:
-            os.close(fd)
-
-    def _shows(self, word: int) -> bool:
-        """Whether `word` has changed within the last PATIENCE_S."""
-        mapped = self._opened()
-        value = -1 if mapped is None else mapped.words[word]
-        last, since = self._sign_by_word[word]
-        if value != last:
-            since = time.monotonic()
-            self._sign_by_word[word] = (value, since)
-        return time.monotonic() - since < PATIENCE_S
-
-    def lives(self) -> bool:
-        """Whether its process gave a sign of life lately."""
-        return self._shows(_PULSE)
-
-    def peek(self, index: int) -> memoryview | bool | None:
-        """Piece `index`; None while it is not there yet; False if it will not come, and has to be fetched."""
-        if self._is_given_up:
-            return False
-        mapped = self._opened()
-        if mapped is not None:
-            number, begin, size, crc = mapped.entry(index)
-            if number == index + 1:
-                piece = mapped.slot(index)[begin : begin + size]
-                return piece if size and crc32c(piece) == crc else False
-            if mapped.words[_CLOSED]:
-                return False
-        if not self._shows(_PUT):
-            self._is_given_up = True
-            return False
-        return None
-
-    def taken(self, index: int) -> None:
-        """Nothing before piece `index + 1` is needed here any more."""
-        if self._mapped is not None:
-            self._mapped.words[_TAKERS + self._taker] = index + 1
-
-    def wait_begins(self) -> None:
-        """Signs of life count from now on."""
-        self._sign_by_word[_PUT] = (self._sign_by_word[_PUT][0], time.monotonic())
-
-    def close(self) -> None:
-        if self._mapped is not None:
-            self._mapped.close()
-            self._mapped = None
+def _removed(path: Path, fd: int, owner_pid: int) -> None:
+    """Takes a spool's name away, then its lock. A process that was forked from its owner only closes its descriptor."""
+    if os.getpid() == owner_pid:
+        path.unlink(missing_ok=True)
+    os.close(fd)
 
 
 def _sweep(directory: Path) -> None:
     """Removes the spools of processes that were killed: nobody holds their lock."""
     for path in directory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
-            finally:
-                os.close(fd)
+        with contextlib.suppress(OSError), _opened(path) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

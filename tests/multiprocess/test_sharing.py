@@ -1,31 +1,81 @@
-"""Ranks of one node that need the same bytes: they cross the network once, and nobody depends on who fetches them."""
+"""Ranks of one node that need the same bytes: they cross the network once, and no rank depends on who fetches them."""
 
-from tests.multiprocess.cluster import call
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.stores.patience import PATIENCE_S
+from tests.multiprocess.cluster import Cluster, call
 from tests.multiprocess.conftest import ClusterOf
 
 COUNT = 12  # MiB for each rank that saved
 SAVED = 2 * COUNT << 20
 EDGES = 2 * (256 << 10)  # of the two shards: what else is in the last blocks that are needed
+UNDISTURBED_S = 4.0  # that one rank reads, at most, on a busy machine
 
 
-def test_each_byte_comes_to_a_node_once(cluster_of: ClusterOf) -> None:
-    """Two ranks of a blank node need everything: together they fetch it once, and one that stalls holds nobody up."""
+@pytest.fixture
+def cluster(cluster_of: ClusterOf) -> Cluster:
+    """Two nodes that saved; the first has lost its disk since, and has three ranks from now on."""
     cluster = cluster_of(2)
-    whole = {"checkpoint_id": "step-1", "count": COUNT, "ranks": 2}
     cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=COUNT)], nodes=[0, 1])
     cluster.nodes[0].lose()
-    results = cluster.launch([call("peers.load_pieces", **whole)], nodes=[0, 1], ranks=[2, 1])
-    first, second, there = (value["report"] for value in results.of(0))
-    assert all(value["same"] for value in results.of(0))
-    assert SAVED <= first["bytes_peer"] + second["bytes_peer"] <= SAVED + EDGES
-    assert min(first["bytes_peer"], second["bytes_peer"]) > SAVED // 4
-    assert first["bytes_peer"] + first["bytes_shared"] >= SAVED
-    assert second["bytes_peer"] + second["bytes_shared"] >= SAVED
-    assert (there["bytes_peer"], there["bytes_shared"]) == (0, 0)
-    cluster.nodes[0].lose()
-    stalling = call("sharing.load_while_one_stalls", **whole, staller=0)
-    results = cluster.launch([stalling], nodes=[0, 1], ranks=[2, 1])
-    stalled, waiting, _ = results.of(0)
-    assert all(value["same"] for value in results.of(0))
-    assert waiting["report"]["bytes_peer"] > second["bytes_peer"]
-    assert stalled["seconds"] < 60
+    return cluster
+
+
+def load(cluster: Cluster, trouble: str, at: int = 1, ranks: int = 3, **arguments: Any) -> list[dict[str, Any]]:
+    step = call(
+        "sharing.load_with_trouble",
+        checkpoint_id="step-1", count=COUNT, ranks=2, trouble=trouble, at=at, **arguments,
+    )  # fmt: skip
+    return cluster.launch([step], nodes=[0, 1], ranks=[ranks, 1]).of(0)
+
+
+def spools_of(cluster: Cluster) -> list[Path]:
+    return [path for node in cluster.nodes for path in node.disk.glob(".agent/spool-*")]
+
+
+def test_each_byte_comes_to_a_node_once(cluster: Cluster) -> None:
+    """Ranks of a blank node that need everything fetch it once together; their spools go with the load."""
+    *blank, there = load(cluster, "")
+    assert all(all(value["same"]) for value in [*blank, there])
+    reports = [value["report"] for value in blank]
+    assert SAVED <= sum(report["bytes_peer"] for report in reports) <= SAVED + EDGES
+    assert all(report["bytes_peer"] > SAVED // 6 for report in reports)
+    assert all(report["bytes_peer"] + report["bytes_shared"] >= SAVED for report in reports)
+    assert (there["report"]["bytes_peer"], there["report"]["bytes_shared"]) == (0, 0)
+    assert spools_of(cluster) == []
+
+
+@pytest.mark.fault
+def test_a_rank_that_stops_costs_the_others_one_time_out(cluster: Cluster) -> None:
+    """They wait once, and read on while it is still stopped; when it goes on it has all its bytes, too."""
+    stop_s = 2 * PATIENCE_S + UNDISTURBED_S
+    first, stopped, third, _ = load(cluster, "stops", stop_s=stop_s)
+    assert all(all(value["same"]) for value in (first, stopped, third))
+    assert stopped["seconds"] > stop_s
+    assert max(first["seconds"], third["seconds"]) < PATIENCE_S + UNDISTURBED_S
+    assert spools_of(cluster) == []
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("trouble", "waited_s"), [("raises", 0.0), ("raises before", PATIENCE_S)])
+def test_a_rank_that_fails_holds_no_other_up(cluster: Cluster, trouble: str, waited_s: float) -> None:
+    """What raises while it reads tells the others; what never comes to reading is waited for once."""
+    outcomes = load(cluster, trouble)
+    assert all(outcome["ranks"] == [1] for outcome in outcomes), outcomes
+    assert all("breaks" in outcome["message"] for outcome in outcomes)
+    assert max(outcome["seconds"] for outcome in outcomes) < waited_s + UNDISTURBED_S
+    assert spools_of(cluster) == []
+
+
+@pytest.mark.fault
+def test_a_plan_that_changes_after_the_ranks_agreed_costs_no_time_out(cluster: Cluster) -> None:
+    """A planner that drops items of one rank in the global plan: that rank fetches for itself, the others share on."""
+    dropped, first, second, _ = load(cluster, "drops", at=0)
+    assert dropped["same"].count(True) == len(dropped["same"]) // 2
+    assert all(first["same"] + second["same"])
+    assert dropped["report"]["bytes_shared"] == 0
+    assert first["report"]["bytes_shared"] > 0
+    assert max(value["seconds"] for value in (dropped, first, second)) < UNDISTURBED_S

@@ -1,5 +1,7 @@
 """One shard at several nodes: whoever fell silent is not asked again while another has the bytes."""
 
+from collections.abc import Callable
+
 from replicated_ckpt.core.checksum import crc32c, table_of
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.any_source import AnySource, Source
@@ -15,11 +17,13 @@ class Copy(VerifiedShard):
     def __init__(self, node: str) -> None:
         self.reads = 0
         self.is_cut_off = False
+        self.on_cut: Callable[[], object] = lambda: None
         super().__init__(node, "shard", Expected(len(RAW), crc32c(RAW)))
 
     def _fill(self, target: memoryview, offset: int) -> None:
         self.reads += 1
         if self.is_cut_off:
+            self.on_cut()
             raise StoreUnavailable(self._store, "read", "shard", "timed out")
         target[:] = RAW[offset : offset + len(target)]
 
@@ -64,3 +68,16 @@ def test_a_silent_node_is_asked_where_nobody_else_is_left() -> None:
     assert read(source, 4096, 10) == DATA[4096:4106]
     assert source.last_node == "a"
     assert failures == ["b"]
+
+
+def test_a_node_that_falls_silent_while_another_is_asked_comes_last() -> None:
+    """The order is looked up again for each source: what was learned during the last time-out counts."""
+    copies, silent, failures = {node: Copy(node) for node in "abc"}, set[str](), list[str]()
+    source = sources_of(copies, silent, failures)
+    assert read(source, 0, 10) == DATA[0:10]
+    copies["a"].is_cut_off = True
+    copies["a"].on_cut = lambda: silent.add("b")
+    before = copies["b"].reads
+    assert read(source, 4096, 10) == DATA[4096:4106]
+    assert source.last_node == "c"
+    assert copies["b"].reads == before

@@ -1,95 +1,174 @@
-"""The spool: what one process puts the others take, whole and in order, and nobody waits for one that is gone."""
+"""The spool: what one process puts the others take, whole and in order, under a name that only its end takes away."""
 
-from collections.abc import Iterator
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.stores import spool
-from replicated_ckpt.stores.spool import SLOTS, Spool, TakenSpool, spool_path
+from replicated_ckpt.stores.spool import SLOTS, OtherSpool, Spool
 
-SLOT = 1 << 16
+SLOT = 1 << 12
+Process = subprocess.Popen[str]
+Holder = Callable[[int], tuple[Process, str]]
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Spool]:
-    made = Spool(spool_path(tmp_path, "n", 0), 2, SLOT)
+    made = Spool(tmp_path, 2, SLOT)
+    made.reserve(SLOTS)
     yield made
     made.close()
 
 
 @pytest.fixture
-def taker(tmp_path: Path) -> Iterator[TakenSpool]:
-    made = TakenSpool(spool_path(tmp_path, "n", 0), 1, 2, SLOT)
+def other(tmp_path: Path, own: Spool) -> Iterator[OtherSpool]:
+    made = OtherSpool(tmp_path / own.name, 2, SLOT)
     yield made
     made.close()
 
 
-def taken(found: memoryview | bool | None) -> bytes:
-    assert isinstance(found, memoryview)
-    return bytes(found)
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    """Starts processes that hold a spool with some pieces, and tells its name; each is ended with its test."""
+    with ExitStack() as stack:
+
+        def start(pieces: int) -> tuple[Process, str]:
+            process = started("hold", tmp_path, pieces)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            return process, process.stdout.readline().strip()
+
+        yield start
 
 
-def test_pieces_are_taken_as_they_were_put(own: Spool, taker: TakenSpool) -> None:
-    """A piece may lie in its slot already, or elsewhere; a slot is used again, and each taker says when it is done."""
-    assert taker.peek(0) is None
+def started(what: str, directory: Path, argument: float) -> Process:
+    command = [sys.executable, "-m", "tests.stores.spooling", what, str(directory), str(argument)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def copied(spool: OtherSpool, number: int) -> bytes | None:
+    found = spool.copy(number, memoryview(bytearray(SLOT)))
+    return None if found is None else bytes(found)
+
+
+def test_pieces_are_taken_as_they_were_put(own: Spool, other: OtherSpool) -> None:
+    """A piece may lie in its slot already, or elsewhere; a slot that was used again has the later one only."""
+    assert copied(other, 0) is None
     inside = own.slot(0)[100:105]
     inside[:] = b"slot0"
-    own.put(0, inside)
-    own.put(1, memoryview(bytearray(b"elsewhere")))
-    assert taken(taker.peek(0)) == b"slot0"
-    assert taken(taker.peek(1)) == b"elsewhere"
-    assert not own.has_taken(1, 0)
-    taker.taken(1)
-    assert own.has_taken(1, 0)
-    assert own.has_taken(1, 1)
-    assert not own.has_taken(0, 0)
-    assert taker.peek(SLOTS) is None
+    assert bytes(own.put(0, inside)) == b"slot0"
+    assert bytes(own.put(1, memoryview(bytearray(b"elsewhere")))) == b"elsewhere"
+    assert copied(other, 0) == b"slot0"
+    assert copied(other, 1) == b"elsewhere"
+    assert other.board.entry(SLOTS)[0] == 0
+    assert copied(other, SLOTS) is None
     own.put(SLOTS, memoryview(bytearray(b"again")))
-    assert taken(taker.peek(SLOTS)) == b"again"
+    assert copied(other, SLOTS) == b"again"
+    assert copied(other, 0) is None
 
 
-def test_a_piece_that_changed_is_not_taken(own: Spool, taker: TakenSpool) -> None:
-    """Bytes in the spool are believed by their checksum only."""
+def test_a_piece_that_changed_is_not_taken(own: Spool, other: OtherSpool) -> None:
+    """Bytes in the spool are believed by their checksum only; so is the entry that says where they are."""
     own.put(0, memoryview(bytearray(b"intact")))
     own.slot(0)[2] ^= 1
-    assert taker.peek(0) is False
+    assert copied(other, 0) is None
+    own.put(1, None)
+    assert copied(other, 1) is None
+    for begin, size in [(SLOT - 2, 6), (1 << 40, 6), (0, 1 << 40)]:
+        own.board.set_entry(2, begin, size, 0)
+        assert copied(other, 2) is None
 
 
-def test_what_does_not_come_is_said(own: Spool, taker: TakenSpool) -> None:
-    """A piece that could not be fetched, and all that follow once the spool is closed, are fetched by each taker."""
-    own.put(0, None)
-    assert taker.peek(0) is False
-    assert taker.peek(1) is None
-    own.close_for_others()
-    assert taker.peek(1) is False
+def test_words_are_seen_by_the_others(own: Spool, other: OtherSpool) -> None:
+    """How far a rank has come, that it left, and the nodes that did not answer it: eight of them, no more."""
+    assert (other.board.passed(1), other.board.has_left) == (-1, False)
+    own.board.pass_pieces(1, 7)
+    own.board.leave()
+    assert (other.board.passed(1), other.board.has_left) == (7, True)
+    assert not other.board.says_silent("node-0")
+    for index in range(9):
+        own.board.tell_silent("node-0")
+        own.board.tell_silent(f"node-{index}")
+    assert [other.board.says_silent(f"node-{index}") for index in range(10)] == [True] * 8 + [False] * 2
+    at = other.board.pulse_ns
+    own.board.pulse(at - 1)
+    assert other.board.pulse_ns == at
 
 
-@pytest.mark.parametrize("is_made", [True, False])
-def test_nobody_waits_for_one_that_gives_no_sign(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_made: bool
-) -> None:
-    """A process that died, or never came, is given up after the patience is over, for good."""
-    monkeypatch.setattr(spool, "PATIENCE_S", 0.0)
-    own = Spool(spool_path(tmp_path, "n", 0), 2, SLOT) if is_made else None
-    taker = TakenSpool(spool_path(tmp_path, "n", 0), 1, 2, SLOT)
-    taker.peek(0)
-    assert taker.peek(0) is False
-    assert not taker.lives()
-    if own is not None:
-        own.put(0, memoryview(bytearray(b"too late")))
-        own.close()
-    assert taker.peek(0) is False
-    taker.close()
-
-
-def test_spools_of_the_dead_are_removed(tmp_path: Path) -> None:
-    """The next spool in a directory removes those whose processes are gone, and no other."""
-    living = Spool(spool_path(tmp_path, "m", 0), 1, SLOT)
-    dead = spool_path(tmp_path, "m", 1)
-    dead.write_bytes(b"left behind")
-    last = Spool(spool_path(tmp_path, "n", 0), 1, SLOT)
-    assert {path.name for path in tmp_path.iterdir()} == {"spool-m-0", "spool-n-0"}
-    living.close()
-    last.close()
+def test_what_was_opened_stays_when_its_owner_has_closed_it(tmp_path: Path) -> None:
+    """The name goes with its owner; a process that has opened the spool takes what lies in it."""
+    own = Spool(tmp_path, 2, SLOT)
+    own.reserve(1)
+    own.put(0, memoryview(bytearray(b"piece")))
+    other = OtherSpool(tmp_path / own.name, 2, SLOT)
+    assert other.is_locked()
+    own.close()
+    own.close()
     assert list(tmp_path.iterdir()) == []
+    assert (other.board.has_left, other.is_locked()) == (True, False)
+    assert copied(other, 0) == b"piece"
+    other.close()
+    assert not other.is_locked()
+    with pytest.raises(OSError, match="No such file"):
+        OtherSpool(tmp_path / own.name, 2, SLOT)
+
+
+def test_a_spool_that_is_dropped_takes_its_name_away(tmp_path: Path) -> None:
+    """A load that fails between its plans and its reads closes nothing: neither a file nor a descriptor is left."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        Spool(tmp_path, 2, SLOT)
+    assert list(tmp_path.iterdir()) == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_forked_process_does_not_take_the_name_away(tmp_path: Path) -> None:
+    """A worker that was forked in the middle of a load may end whenever it likes."""
+    own = Spool(tmp_path, 2, SLOT)
+    child = os.fork()
+    if child == 0:
+        own._close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / own.name).exists()
+    own.close()
+
+
+def test_new_spools_keep_their_names_while_others_sweep(tmp_path: Path) -> None:
+    """Four processes make spools as fast as they can, each sweeping before: none loses the name that others wait for."""
+    processes = [started("keep-making", tmp_path, 1.5) for _ in range(4)]
+    counts = [tuple(map(int, process.communicate(timeout=60)[0].split())) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    assert all(made > 20 and lost == 0 for made, lost in counts), counts
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_dead_are_told_from_the_stopped(tmp_path: Path, holder: Holder) -> None:
+    """A process that is stopped holds its lock, one that was killed does not; what it put can still be taken."""
+    process, name = holder(2)
+    spool = OtherSpool(tmp_path / name, 2, SLOT)
+    process.send_signal(signal.SIGSTOP)
+    assert spool.is_locked()
+    process.kill()
+    process.wait()
+    assert not spool.is_locked()
+    assert copied(spool, 1) == bytes([2] * 8)
+    spool.close()
+
+
+def test_spools_of_the_dead_are_removed(tmp_path: Path, holder: Holder) -> None:
+    """The next spool in a directory removes those whose processes are gone, and no other."""
+    killed, _ = holder(0)
+    _, living = holder(0)
+    killed.kill()
+    killed.wait()
+    (tmp_path / "spool-left-behind").write_bytes(b"")
+    last = Spool(tmp_path, 1, SLOT)
+    assert {path.name for path in tmp_path.iterdir()} == {living, last.name}
+    last.close()

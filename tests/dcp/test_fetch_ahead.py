@@ -1,0 +1,95 @@
+"""Fetching ahead: windows come in order, in bounded memory, and whatever goes wrong in a thread reaches the rank."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Self
+
+import pytest
+
+from replicated_ckpt.core.windows import CELL_BYTES, Window
+from replicated_ckpt.dcp import fetch_ahead
+from replicated_ckpt.dcp.fetch_ahead import BUFFERS, THREADS, FetchAhead
+from replicated_ckpt.errors import ShardLost
+
+WINDOWS = [Window("shard", index * CELL_BYTES, 8) for index in range(3 * BUFFERS)]
+
+
+class Bytes:
+    """A reader whose windows hold their number; `on_read` is called before each read."""
+
+    def __init__(self, on_read: Callable[[int], None]) -> None:
+        self._on_read = on_read
+
+    def sibling(self) -> Self:
+        return self
+
+    def read(self, shard: str, offset: int, length: int, memory: memoryview) -> memoryview:
+        number = offset // CELL_BYTES
+        self._on_read(number)
+        memory[:length] = bytes([number] * length)
+        return memory[:length]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def ahead_of(on_read: Callable[[int], None]) -> FetchAhead:
+    return FetchAhead(Bytes(on_read), WINDOWS, {}, None)  # type: ignore[arg-type]
+
+
+def take_all(ahead: FetchAhead) -> None:
+    for window in WINDOWS:
+        ahead.take(window)
+        ahead.done(window)
+
+
+def test_windows_come_in_order_and_not_too_early() -> None:
+    """No more than the buffers hold is fetched before it is used."""
+    read: list[int] = []
+    ahead = ahead_of(read.append)
+    for number, window in enumerate(WINDOWS):
+        assert ahead.take(window) == bytes([number] * 8)
+        time.sleep(0.01)
+        assert max(read) < number + BUFFERS
+        ahead.done(window)
+    ahead.stop()
+    assert sorted(read) == list(range(len(WINDOWS)))
+
+
+@pytest.mark.parametrize("error", [ShardLost("c", {"shard": "node"}, ()), OSError(24, "Too many open files")])
+def test_what_goes_wrong_with_a_window_is_raised(error: Exception) -> None:
+    """An error of ours is that window's; any other one is the rank's."""
+
+    def on_read(number: int) -> None:
+        if number == 4:
+            raise error
+
+    ahead = ahead_of(on_read)
+    with pytest.raises(type(error)):
+        take_all(ahead)
+    ahead.stop()
+
+
+def test_threads_that_cannot_work_do_not_leave_the_rank_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no memory for buffers the rank learns it, instead of waiting for windows that never come."""
+    monkeypatch.setattr(fetch_ahead, "CELL_BYTES", 1 << 62)
+    ahead = ahead_of(lambda _: None)
+    with pytest.raises(MemoryError):
+        ahead.take(WINDOWS[0])
+    ahead.stop()
+
+
+def test_threads_that_hang_hold_the_end_up_for_a_second() -> None:
+    """All together, not each of them: an error has to reach the other ranks."""
+    hanging = threading.Event()
+
+    def on_read(_: int) -> None:
+        hanging.wait(20)
+
+    ahead = ahead_of(on_read)
+    time.sleep(0.1)
+    started = time.monotonic()
+    ahead.stop()
+    assert time.monotonic() - started < THREADS
+    hanging.set()

@@ -1,0 +1,338 @@
+"""Small worlds of an exchange: the ranks of one node, a few cells, and every order in which their threads may act.
+
+The exchanges and spools are real ones. What drives them is written anew, as plainly as it can be: each rank has the steps
+that a load has (`dcp/loading.py`, `dcp/fetch_ahead.py`), and `search` takes them in every order, from every state once.
+Time is left out: a rank may be given up whenever it is stopped or dead, and never while it runs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+from replicated_ckpt.core.windows import CELL_BYTES, Unit, Window
+from replicated_ckpt.stores import spool as spools
+from replicated_ckpt.stores.exchange import Exchange, Found
+from replicated_ckpt.stores.spool import OVER, OtherSpool, Spool
+
+SLOT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Which ranks need it, and which of them fetches it. One that only one rank needs goes through no spool."""
+
+    takers: tuple[int, ...]
+    fetcher: int
+
+
+def worlds(ranks: int, cells: int) -> Iterator[tuple[Cell, ...]]:
+    """Every way in which ranks may need cells, and every choice of the one that fetches each."""
+    subsets = [tuple(rank for rank in range(ranks) if bits >> rank & 1) for bits in range(1, 1 << ranks)]
+    return product([Cell(takers, fetcher) for takers in subsets for fetcher in takers], repeat=cells)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one thread of one rank does next; of a cell, if it does something with one."""
+
+    rank: int
+    what: str
+    cell: int = -1
+    thread: int = -1
+    other: int = -1
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Where one rank is. Of its threads that fetch ahead: what each one does, and with which cell."""
+
+    life: str = "runs"
+    has_joined: bool = False
+    has_left: bool = False
+    position: int = 0
+    uses: int = -1
+    next_task: int = 0
+    threads: tuple[tuple[str, int], ...] = ()
+    fetched: frozenset[int] = frozenset()
+    failed: frozenset[int] = frozenset()
+    buffers: int = 1
+    lost: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class State:
+    """Of the whole world; `deaths`, `stops` and `failures` are what may still go wrong."""
+
+    ranks: tuple[RankState, ...]
+    deaths: int
+    stops: int
+    failures: int
+    memory: tuple[bytes, ...] = ()
+
+    def with_rank(self, rank: int, **fields: object) -> "State":
+        changed = replace(self.ranks[rank], **fields)  # type: ignore[arg-type]
+        return replace(self, ranks=(*self.ranks[:rank], changed, *self.ranks[rank + 1 :]))
+
+
+class World:
+    """One world on real spools. Its state can be taken and put back."""
+
+    def __init__(self, directory: Path, ranks: int, cells: Sequence[Cell], threads: int) -> None:
+        self.threads = threads
+        windows = [Window("shard", index * CELL_BYTES, SLOT_BYTES) for index in range(len(cells))]
+        self.unit = {i: Unit(windows[i], cell.fetcher, cell.takers) for i, cell in enumerate(cells) if cell.takers[1:]}
+        self.cells_of = [[i for i, cell in enumerate(cells) if rank in cell.takers] for rank in range(ranks)]
+        self.tasks_of = [[i for i in mine if cells[i].fetcher == rank] for rank, mine in enumerate(self.cells_of)]
+        self.spools = [Spool(directory, ranks, SLOT_BYTES) for _ in range(ranks)]
+        self.exchanges = []
+        for rank, own in enumerate(self.spools):
+            own.reserve(spools.SLOTS)
+            others = {
+                other: OtherSpool(directory / spool.name, ranks, SLOT_BYTES)
+                for other, spool in enumerate(self.spools)
+                if other != rank
+            }
+            self.exchanges.append(Exchange(rank, own, others, list(self.unit.values())))
+
+    def close(self) -> None:
+        for exchange, spool in zip(self.exchanges, self.spools, strict=True):
+            exchange.close()
+            spool.close()
+
+    def first(self, deaths: int, stops: int, failures: int) -> State:
+        ranks = tuple(RankState(threads=(("idle", -1),) * self.threads) for _ in self.spools)
+        return State(ranks, deaths, stops, failures, self._memory())
+
+    def _memory(self) -> tuple[bytes, ...]:
+        return tuple(bytes(part) for spool in self.spools for part in (_board(spool), _slots(spool)))
+
+    def restore(self, state: State) -> None:
+        for rank, spool in enumerate(self.spools):
+            _board(spool)[:] = memoryview(state.memory[2 * rank]).cast("Q")
+            _slots(spool)[:] = state.memory[2 * rank + 1]
+            self.exchanges[rank]._lost = set(state.ranks[rank].lost)
+
+    def _number(self, cell: int) -> int:
+        return self.exchanges[0].number_of(self.unit[cell])
+
+    # What can be done next, in a state that has been put back ------------------------------------------------------
+
+    def steps(self, state: State) -> Iterator[Step]:
+        for rank, one in enumerate(state.ranks):
+            if one.life == "stopped":
+                yield Step(rank, "goes on")
+            elif one.life == "runs":
+                yield from self._faults(rank, one, state)
+                yield from self._steps_of(rank, one, state) if one.has_joined else [Step(rank, "joins")]
+
+    @staticmethod
+    def _faults(rank: int, one: RankState, state: State) -> Iterator[Step]:
+        if state.deaths:
+            yield Step(rank, "dies")
+        if state.stops:
+            yield Step(rank, "stops")
+        if state.failures and not one.has_joined:
+            yield Step(rank, "stays out")
+
+    def _steps_of(self, rank: int, one: RankState, state: State) -> Iterator[Step]:
+        for thread, (what, cell) in enumerate(one.threads):
+            yield from self._steps_of_thread(Step(rank, what, cell, thread), one, state.failures)
+        yield from self._own_steps(rank, one)
+        for other in self.awaited(rank, one):
+            if state.ranks[other].life in {"stopped", "dead"}:
+                yield Step(rank, "gives up", other=other)
+
+    def _steps_of_thread(self, at: Step, one: RankState, failures: int) -> Iterator[Step]:
+        if at.what == "idle" and one.next_task < len(self.tasks_of[at.rank]):
+            cell = self.tasks_of[at.rank][one.next_task]
+            if cell in self.unit or one.buffers:
+                yield replace(at, what="begins", cell=cell)
+        elif at.what == "waits" and not self.exchanges[at.rank].slot_awaits(self._number(at.cell)):
+            yield replace(at, what="has a slot")
+        elif at.what == "reads":
+            yield replace(at, what="has fetched")
+            if failures:
+                yield replace(at, what="cannot fetch")
+
+    def _own_steps(self, rank: int, one: RankState) -> Iterator[Step]:
+        if one.uses >= 0:
+            yield Step(rank, "has used", one.uses)
+        elif one.position == len(self.cells_of[rank]):
+            if not one.has_left:
+                yield Step(rank, "leaves")
+            elif not self.exchanges[rank].not_opened_by():
+                yield Step(rank, "is done")
+        else:
+            cell = self.cells_of[rank][one.position]
+            if cell not in self.tasks_of[rank]:
+                if self.exchanges[rank].find(self.unit[cell]) is not Found.NOT_YET:
+                    yield Step(rank, "takes", cell)
+            elif cell in one.fetched | one.failed:
+                yield Step(rank, "uses" if cell in one.fetched else "fails", cell)
+
+    def awaited(self, rank: int, one: RankState) -> set[int]:
+        """The ranks that this one waits for now."""
+        found: set[int] = set()
+        for what, cell in one.threads:
+            found |= set(self.exchanges[rank].slot_awaits(self._number(cell))) if what == "waits" else set()
+        if one.has_left:
+            found |= set(self.exchanges[rank].not_opened_by())
+        elif one.position < len(self.cells_of[rank]):
+            cell = self.cells_of[rank][one.position]
+            if cell not in self.tasks_of[rank] and self.exchanges[rank].find(self.unit[cell]) is Found.NOT_YET:
+                found.add(self.unit[cell].fetcher)
+        return found - {rank}
+
+    # What a step does -----------------------------------------------------------------------------------------------
+
+    def after(self, state: State, step: Step) -> tuple[State, bool]:
+        """The state after a step, and whether a rank had to fetch what another one was to fetch for it."""
+        rank, one, exchange = step.rank, state.ranks[step.rank], self.exchanges[step.rank]
+        is_alone = False
+        if step.thread >= 0:
+            state = self._after_thread(state, step)
+        elif step.what == "takes":
+            piece = exchange.take(self.unit[step.cell])
+            assert piece is None or bytes(piece) == content(step.cell), "wrong bytes were taken"
+            is_alone = piece is None
+            state = state.with_rank(rank, position=one.position + 1)
+        elif step.what == "has used":
+            given = exchange.slot(self._number(step.cell))
+            assert bytes(given) == content(step.cell), "a slot was used again while its owner used it"
+            exchange.done(self.unit[step.cell])
+            state = state.with_rank(rank, uses=-1, position=one.position + 1)
+        elif step.what == "uses":
+            shared = step.cell in self.unit
+            after = {"uses": step.cell} if shared else {"position": one.position + 1, "buffers": one.buffers + 1}
+            state = state.with_rank(rank, fetched=one.fetched - {step.cell}, **after)
+        else:
+            state = self._after_life(state, step)
+        return replace(state, memory=self._memory()), is_alone
+
+    def _after_thread(self, state: State, step: Step) -> State:
+        rank, one = step.rank, state.ranks[step.rank]
+        fields: dict[str, object] = {}
+        does = ("idle", -1)
+        if step.what == "begins":
+            fields["next_task"] = one.next_task + 1
+            if step.cell not in self.unit:
+                fields["buffers"] = one.buffers - 1
+            does = ("waits" if step.cell in self.unit else "reads", step.cell)
+        elif step.what == "has a slot":
+            does = ("reads", step.cell)
+        else:
+            is_there = step.what == "has fetched"
+            if step.cell in self.unit:
+                piece = memoryview(bytearray(content(step.cell))) if is_there else None
+                self.exchanges[rank].put(self._number(step.cell), piece)
+            fields["fetched" if is_there else "failed"] = (one.fetched if is_there else one.failed) | {step.cell}
+            state = state if is_there else replace(state, failures=state.failures - 1)
+        return state.with_rank(
+            rank, threads=(*one.threads[: step.thread], does, *one.threads[step.thread + 1 :]), **fields
+        )
+
+    def _after_life(self, state: State, step: Step) -> State:
+        rank, exchange = step.rank, self.exchanges[step.rank]
+        fields: dict[str, object] = {}
+        match step.what:
+            case "dies":
+                state, fields = replace(state, deaths=state.deaths - 1), {"life": "dead", "threads": ()}
+            case "stops":
+                state, fields = replace(state, stops=state.stops - 1), {"life": "stopped"}
+            case "goes on":
+                fields = {"life": "runs"}
+            case "joins":
+                fields = {"has_joined": True, "lost": self._join(state, rank)}
+            case "gives up":
+                exchange.give_up(step.other)
+                fields = {"lost": frozenset(exchange._lost)}
+            case "leaves":
+                exchange.leave()
+                fields = {"has_left": True}
+            case "stays out" | "fails":
+                exchange.leave()
+                state = replace(state, failures=state.failures - (step.what == "stays out"))
+                fields = {"life": "failed", "threads": ()}
+            case "is done":
+                fields = {"life": "done", "threads": ()}
+        return state.with_rank(rank, **fields)
+
+    def _join(self, state: State, rank: int) -> frozenset[int]:
+        """The ranks whose spools had lost their names by then, and cannot be opened any more."""
+        gone = frozenset(i for i, one in enumerate(state.ranks) if i != rank and one.life in {"failed", "done"})
+        for other in range(len(state.ranks)):
+            self.spools[rank].board.pass_pieces(other, OVER if other in gone else 0)
+        return gone
+
+
+@dataclass
+class Outcome:
+    """What a search has met."""
+
+    states: int = 0
+    fetched_alone: int = 0
+    ends: set[tuple[str, ...]] = field(default_factory=set)
+
+
+def search(world: World, first: State) -> Outcome:
+    """Goes from `first` to every state that can be reached.
+
+    Raises:
+        AssertionError: ranks that run cannot go on, or bytes are wrong; with the steps that lead there.
+    """
+    outcome = Outcome()
+    came_by: dict[State, tuple[State, Step] | None] = {first: None}
+    waiting = [first]
+    while waiting:
+        state = waiting.pop()
+        outcome.states += 1
+        world.restore(state)
+        can_go_on = False
+        for step in list(world.steps(state)):
+            world.restore(state)
+            try:
+                after, is_alone = world.after(state, step)
+            except AssertionError as exc:
+                raise AssertionError(f"{exc} after {[*_path(came_by, state), step]}") from exc
+            outcome.fetched_alone += is_alone
+            can_go_on |= after != state and step.what not in {"dies", "stops", "goes on"}
+            if after not in came_by:
+                came_by[after] = (state, step)
+                waiting.append(after)
+        if not can_go_on:
+            outcome.ends.add(tuple(one.life for one in state.ranks))
+            stuck = [rank for rank, one in enumerate(state.ranks) if one.life == "runs"]
+            assert not stuck, f"ranks {stuck} cannot go on after {_path(came_by, state)}"
+    return outcome
+
+
+def _path(came_by: Mapping[State, tuple[State, Step] | None], state: State) -> list[Step]:
+    steps = []
+    while (came := came_by[state]) is not None:
+        state, step = came
+        steps.append(step)
+    return steps[::-1]
+
+
+@contextmanager
+def opened(directory: Path, ranks: int, cells: Sequence[Cell], threads: int) -> Iterator[World]:
+    world = World(directory, ranks, cells, threads)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def content(cell: int) -> bytes:
+    return bytes([cell + 1] * SLOT_BYTES)
+
+
+def _board(spool: Spool) -> memoryview:
+    return spool.board._words
+
+
+def _slots(spool: Spool) -> memoryview:
+    start = spool._shape.header_bytes
+    return memoryview(spool._map)[start : start + spools.SLOTS * SLOT_BYTES]

@@ -1,0 +1,94 @@
+"""Patience: silence costs a rank one time-out in a load, whoever is silent, and however often."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.stores import patience
+from replicated_ckpt.stores.patience import Patience, Wait
+from replicated_ckpt.stores.spool import OtherSpool, Spool
+
+SLOT = 1 << 12
+PATIENCE_S, QUIET_S = 2.0, 0.3
+"""Shorter than they are."""
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(patience, "QUIET_S", QUIET_S)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Iterator[list[tuple[Spool, OtherSpool]]]:
+    """Three ranks that live, and were heard just now."""
+    spools = [Spool(tmp_path, 3, SLOT) for _ in range(3)]
+    others = [OtherSpool(tmp_path / spool.name, 3, SLOT) for spool in spools]
+    yield list(zip(spools, others, strict=True))
+    for spool, other in zip(spools, others, strict=True):
+        other.close()
+        spool.close()
+
+
+def seconds_until_lost(wait: Wait, spools: dict[int, OtherSpool], within_s: float) -> tuple[float, list[int]]:
+    started = time.monotonic()
+    while (waited_s := time.monotonic() - started) < within_s:
+        if lost := wait.lost(spools):
+            return waited_s, lost
+        time.sleep(0.005)
+    return within_s, []
+
+
+def test_the_second_silence_costs_no_second_time_out(pairs: list[tuple[Spool, OtherSpool]]) -> None:
+    """One that is silent since the first was is given up at once, one that falls silent later as soon as it is noticed."""
+    spent = Patience()
+    waited_s, lost = seconds_until_lost(Wait(spent), {0: pairs[0][1]}, 5)
+    assert lost == [0]
+    assert waited_s == pytest.approx(PATIENCE_S, abs=1.0)
+    assert spent.is_over
+    assert Wait(spent).lost({1: pairs[1][1]}) == [1]
+    pairs[2][0].board.pulse(time.monotonic_ns())
+    waited_s, lost = seconds_until_lost(Wait(spent), {2: pairs[2][1]}, 5)
+    assert lost == [2]
+    assert waited_s == pytest.approx(QUIET_S, abs=1.0)
+
+
+def test_a_rank_that_gives_signs_now_and_then_is_not_given_up(pairs: list[tuple[Spool, OtherSpool]]) -> None:
+    """However long the wait is, and although each silence is noticed."""
+    spent = Patience()
+    wait = Wait(spent)
+    for _ in range(4):
+        assert seconds_until_lost(wait, {0: pairs[0][1]}, PATIENCE_S / 2)[1] == []
+        pairs[0][0].board.pulse(time.monotonic_ns())
+    assert not spent.is_over
+
+
+def test_what_this_process_was_stopped_for_is_nobodys_silence(pairs: list[tuple[Spool, OtherSpool]]) -> None:
+    """A whole node that was frozen goes on; each rank has some time to show that it lives."""
+    spent = Patience()
+    wait = Wait(spent)
+    time.sleep(PATIENCE_S + QUIET_S)
+    assert wait.lost({0: pairs[0][1]}) == []
+    assert not spent.is_over
+    pairs[0][0].board.pulse(time.monotonic_ns())
+    assert seconds_until_lost(wait, {0: pairs[0][1]}, PATIENCE_S / 2)[1] == []
+
+
+def test_a_clock_of_another_host_is_not_waited_for(pairs: list[tuple[Spool, OtherSpool]]) -> None:
+    """Where one directory is mounted by two hosts, a pulse of the future is no sign of life."""
+    pairs[0][0].board.pulse(time.monotonic_ns() + 10**15)
+    waited_s, lost = seconds_until_lost(Wait(Patience()), {0: pairs[0][1]}, 5)
+    assert lost == [0]
+    assert waited_s < PATIENCE_S
+
+
+def test_death_costs_no_patience(pairs: list[tuple[Spool, OtherSpool]]) -> None:
+    """A rank whose lock is free is given up as soon as its silence is noticed, and the patience is kept for others."""
+    spent = Patience()
+    pairs[0][0].close()
+    waited_s, lost = seconds_until_lost(Wait(spent), {0: pairs[0][1]}, 5)
+    assert lost == [0]
+    assert waited_s == pytest.approx(QUIET_S, abs=1.0)
+    assert not spent.is_over
