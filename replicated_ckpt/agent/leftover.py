@@ -17,3 +17,5 @@ class Leftover:
     may_live: bool = False
     is_over: bool = False
     """Another save has shown that it is: it has overtaken it, or is of the same process group."""
+    is_left: bool = False
+    """Its own coordinator has gone on to another save: whatever locks its ranks have left, it decides this one no more."""

@@ -98,7 +98,8 @@ class Routes:
             case ("GET",):
                 with request.heartbeat:
                     if settles:
-                        return json_answer(**self._service.answer_to_settle(save_id, is_over=settles == "over"))
+                        how = {"is_over": settles in ("over", "left"), "is_left": settles == "left"}
+                        return json_answer(**self._service.answer_to_settle(save_id, **how))
                     return json_answer(**self._service.state_of(save_id))
             case ("POST",):
                 return self._begin(request, save_id)

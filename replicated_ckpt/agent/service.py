@@ -135,9 +135,14 @@ class NodeService:
             if by is not None and intent.save_id == by.save_id:
                 continue
             if by is not None and intent.checkpoint_id == by.checkpoint_id:
-                yield Leftover(intent, f"save {by.save_id} of {by.checkpoint_id!r} overtook it", is_over=True)
+                yield Leftover(
+                    intent,
+                    f"save {by.save_id} of {by.checkpoint_id!r} overtook it",
+                    is_over=True,
+                    is_left=intent.session == session,
+                )
             elif by is not None and intent.session == session:
-                yield Leftover(intent, "its process group has gone on without it", is_over=True)
+                yield Leftover(intent, "its process group has gone on without it", is_over=True, is_left=True)
             else:
                 may_live = self._is_held(intent) or self.was_opened_within(OPEN_GRACE_S, intent)
                 yield Leftover(intent, "the processes that made it are gone", may_live)
@@ -253,11 +258,11 @@ class NodeService:
             return Answer.PUBLISHED
         return Answer.STAGED if self.store.staging(save_id).is_dir() else Answer.ABSENT
 
-    def answer_to_settle(self, save_id: str, *, is_over: bool) -> dict[str, Any]:
+    def answer_to_settle(self, save_id: str, *, is_over: bool, is_left: bool) -> dict[str, Any]:
         """As `state_of`, for a node that settles the save: what this node says is what it keeps to.
 
         `is_over`: another save has overtaken it there, or its own process group has gone on without it; then only a rank
-        that holds it works on it.
+        that holds it works on it. `is_left`: its coordinator itself has gone on, so that not even such a rank does.
 
         A save without a decision that this node coordinated, and that no rank works on, is removed before the answer: from
         then on it cannot be decided any more.
@@ -269,7 +274,8 @@ class NodeService:
             intent = self.store.intent_of(save_id)
             if is_over:
                 self.holds.release(save_id)
-            if self._is_held(intent) or (not is_over and self.was_opened_within(OPEN_GRACE_S, intent)):
+            is_young = not is_over and self.was_opened_within(OPEN_GRACE_S, intent)
+            if not is_left and (is_young or self._is_held(intent)):
                 return {"state": Answer.WORKING.value}
         if intent.coordinator == self.node_id:
             self.abort(save_id, "its coordinator is gone, and another node asks what became of it")

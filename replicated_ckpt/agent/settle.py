@@ -76,7 +76,7 @@ def _settle_one(
         service.doubts.settle(intent.save_id)
         return
     addresses = {peer.node_id: peer for peer in peers}
-    how = "over" if leftover.is_over else "working"
+    how = "left" if leftover.is_left else "over" if leftover.is_over else "working"
     answers = _answers(f"{intent.save_id}?settle={how}", list(addresses.values()))
     settlement = settle_staged(
         own=service.node_id,

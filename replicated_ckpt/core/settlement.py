@@ -54,10 +54,12 @@ def settle_staged(
     published = tuple(sorted(node for node, answer in answers.items() if answer is Answer.PUBLISHED))
     if published:
         return Settlement(Fate.COMPLETE, sources=published)
-    if is_worked_on or Answer.WORKING in answers.values():
+    if is_worked_on:
         return Settlement(Fate.WORKED_ON)
     if coordinator == own or (coordinator and answers.get(coordinator) is Answer.ABSENT):
         return Settlement(Fate.DROP)
+    if Answer.WORKING in answers.values():
+        return Settlement(Fate.WORKED_ON)
     quiet = {node for node, answer in answers.items() if answer in (Answer.STAGED, Answer.ABSENT)}
     waits_for = tuple(sorted({*nodes} - {own} - quiet))
     return Settlement(Fate.IN_DOUBT, waits_for=waits_for) if waits_for else Settlement(Fate.DROP)
