@@ -130,13 +130,19 @@ class Job:
         surveys: list[Survey] = []
 
         def met(
-            store: LocalStore, world: World, given_id: str | None, _: object, prepared: Callable[[Survey], Survey]
+            store: LocalStore,
+            world: World,
+            given_id: str | None,
+            _: object,
+            prepared: Callable[[Survey], Survey],
+            *,
+            lineage: str,
         ) -> Survey:
             if not surveys:
                 posts = [
                     {"checkpoint_id": given_id, "node": self._post(rank).to_json()} for rank in range(len(self.nodes))
                 ]
-                surveys.append(prepared(_surveyed(store, world, posts)))
+                surveys.append(prepared(_surveyed(store, world, posts, lineage=lineage)))
             return surveys[0]
 
         found = []
