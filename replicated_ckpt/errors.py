@@ -173,6 +173,12 @@ class MeetingFailed(ReplicatedCkptError):
     default_hint = "All ranks of the group must call save or load; for a load on one rank alone pass no_dist=True."
 
 
+class RankFailed(ReplicatedCkptError):
+    """A rank has ended, or failed with an error that is none of ours: the other ranks of the save or load raise this."""
+
+    default_hint = "Look at the log of that rank: it has the error with its traceback."
+
+
 class UploadFailed(ReplicatedCkptError):
     """A checkpoint is not in the object store, and waiting longer does not help or was not asked for. Its copies stand."""
 

@@ -1,5 +1,6 @@
 """The endpoint: where this node's agent listens, and its token, in a file that only this user may read."""
 
+import errno
 import fcntl
 import json
 import os
@@ -9,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from replicated_ckpt.stores.agent_client import AgentAddress
-from replicated_ckpt.stores.durable import write_file
+from replicated_ckpt.stores.durable import translated, write_file
 
 _ENDPOINT_NAME = "endpoint.json"
 _IDENTITY_NAME = "identity.json"
-_LOCK_NAME = "lock"
 _CLIENTS_NAME = "clients"
+LOCK_NAME = "lock"
 LOG_NAME = "log"
 
 
@@ -109,8 +110,18 @@ class FileLock:
 
     @classmethod
     def taken(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
-        """The lock, or None if somebody else holds it now."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """The lock, or None if somebody else holds it now. A disk that has become read-only can still be locked.
+
+        Raises:
+            StoreError: the file cannot be opened or made.
+        """
+        with translated(str(path.parent), "lock", path.name):
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as exc:
+                if exc.errno != errno.EROFS:
+                    raise
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -131,7 +142,16 @@ class FileLock:
 
 def single_agent_lock(directory: Path) -> FileLock | None:
     """Held by the one agent of a root for as long as it lives."""
-    return FileLock.taken(directory / _LOCK_NAME)
+    return FileLock.taken(directory / LOCK_NAME)
+
+
+def is_free(directory: Path) -> bool:
+    """Whether no agent holds the root now, neither one that serves nor one that has just been started."""
+    lock = single_agent_lock(directory)
+    if lock is None:
+        return False
+    lock.release()
+    return True
 
 
 def client_lock(directory: Path) -> FileLock | None:

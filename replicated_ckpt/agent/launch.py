@@ -1,6 +1,8 @@
 """Finding this node's agent, or starting it: the first process that needs one does, all others use it."""
 
 import contextlib
+import json
+import logging
 import os
 import subprocess
 import sys
@@ -8,21 +10,36 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from replicated_ckpt.agent.endpoint import LOG_NAME, Endpoint, FileLock, client_lock, read_endpoint, single_agent_lock
-from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError
-from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.agent.endpoint import (
+    LOCK_NAME,
+    LOG_NAME,
+    Endpoint,
+    FileLock,
+    client_lock,
+    is_free,
+    read_endpoint,
+    single_agent_lock,
+)
+from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.agent_client import PROGRESS_TIMEOUT_S, AgentClient
+from replicated_ckpt.stores.durable import translated
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.version import __version__
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 20.0
 OTHERS_START_S = 5.0
 STOP_TIMEOUT_S = 10.0
+SILENT_TIMEOUT_S = 1.0
+"""An agent that has not answered this process before is asked for this long, whether it does again."""
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
 IDLE_EXIT_S = 60.0
 TLS_CERT_ENV = "REPLICATED_CKPT_TLS_CERT"
 TLS_KEY_ENV = "REPLICATED_CKPT_TLS_KEY"
 _POLL_S = 0.005
 _client_lock_by_root: dict[Path, FileLock] = {}
+_silent_by_directory: dict[Path, int] = {}
 
 
 def ensured_agent(store: LocalStore, bind_host: str) -> Endpoint:
@@ -31,18 +48,45 @@ def ensured_agent(store: LocalStore, bind_host: str) -> Endpoint:
     `bind_host` is where an agent that is started listens. One that listens on loopback only is replaced if other hosts
     must reach it, one that speaks plain HTTP if a certificate is set, and one of an older version by this one; each
     first finishes what it is asked at that moment, and the new one has its address. Safe to call from several processes
-    and threads.
+    and threads: all of them ask at once, and one starts it.
 
     Raises:
-        AgentUnavailable: it could not be started or does not answer.
+        AgentUnavailable: it could not be started, or it runs and does not answer.
     """
     directory = store.agent_directory()
     _stay_client(store.root, directory)
     endpoint = _answering(directory, bind_host)
     if endpoint is not None:
         return endpoint
-    with _starting(directory):
-        return _answering(directory, bind_host) or _started(store, directory, bind_host)
+    began = time.time()
+    with _starting(directory) as lock:
+        endpoint = _answering(directory, bind_host)
+        if endpoint is not None:
+            return endpoint
+        _raise_failure_since(began, lock.path)
+        try:
+            with translated(str(store.root), "start", "agent"):
+                return _started(store, directory, bind_host)
+        except AgentUnavailable as exc:
+            lock.path.write_text(json.dumps({"unix_s": time.time(), "why": exc.message}))
+            raise
+
+
+def running_agent(store: LocalStore) -> Endpoint | None:
+    """This node's agent, if one runs; nothing is started nor written.
+
+    Raises:
+        AgentUnavailable: it runs and does not answer.
+    """
+    return _asked(store.root_agent_directory())
+
+
+def can_hold_agent(store: LocalStore) -> bool:
+    """Whether an agent can be started for this store: its root is no read-only file system, and this user may write it."""
+    place = store.root_agent_directory()
+    while not place.exists():
+        place = place.parent
+    return os.access(place, os.W_OK | os.X_OK)
 
 
 def _stay_client(root: Path, directory: Path) -> None:
@@ -58,7 +102,7 @@ def _stay_client(root: Path, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _starting(directory: Path) -> Iterator[None]:
+def _starting(directory: Path) -> Iterator[FileLock]:
     """Held by the one process that starts the agent; the others wait until it has."""
     deadline = time.monotonic() + 2 * START_TIMEOUT_S
     while (lock := FileLock.taken(directory / "start")) is None:
@@ -66,29 +110,69 @@ def _starting(directory: Path) -> Iterator[None]:
             raise AgentUnavailable(f"Another process has been starting the agent of {directory.parent} for too long.")
         time.sleep(_POLL_S)
     try:
-        yield
+        yield lock
     finally:
         lock.release()
 
 
-def _answering(directory: Path, bind_host: str) -> Endpoint | None:
-    """The agent if it runs, answers, and listens where it must."""
+def _raise_failure_since(began: float, path: Path) -> None:
+    """Raises what another process met that tried to start the agent while this one waited: it costs a node one time-out."""
+    try:
+        found = json.loads(path.read_bytes() or b"{}")
+    except ValueError:  # its process was killed while it wrote
+        return
+    if began <= found.get("unix_s", 0) <= time.time():
+        raise AgentUnavailable(found["why"])
+
+
+def _asked(directory: Path) -> Endpoint | None:
+    """The agent if it runs and answers.
+
+    Raises:
+        AgentUnavailable: it runs and does not answer. The next question of this process to it waits less.
+    """
     endpoint = read_endpoint(directory)
     if endpoint is None:
         return None
+    timeout_s = PROGRESS_TIMEOUT_S if _silent_by_directory.get(directory) != endpoint.pid else SILENT_TIMEOUT_S
     try:
-        with AgentClient(endpoint.local_address()) as client:
-            if client.call("GET", "/v1/status?brief=1").get("pid") != endpoint.pid:
-                return None  # the one that has just started there, with the same token, has not written its own yet
-            is_deaf = endpoint.host in ("127.0.0.1", "::1") and endpoint.host != bind_host
-            is_plain = bool(os.environ.get(TLS_CERT_ENV)) and not endpoint.tls_sha256
-            if is_deaf or is_plain or _is_older(endpoint.version, __version__):
-                client.call("POST", "/v1/shutdown")
-                _wait_until_gone(directory)
-                return None
+        with AgentClient(endpoint.local_address(), timeout_s) as client:
+            pid = client.call("GET", "/v1/status?brief=1").get("pid")
+    except StoreUnavailable as exc:
+        if not isinstance(exc.__cause__, TimeoutError) or is_free(directory):
+            return None
+        _silent_by_directory[directory] = endpoint.pid
+        raise _silence(directory, endpoint) from exc
     except ReplicatedCkptError:
         return None
-    return endpoint
+    _silent_by_directory.pop(directory, None)
+    return endpoint if pid == endpoint.pid else None  # the next one, with the same token, has not written its own yet
+
+
+def _silence(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
+    return AgentUnavailable(
+        f"The agent of node {endpoint.node_id} (pid {endpoint.pid}) does not answer; it may be stopped.",
+        f"`kill -CONT {endpoint.pid}` if it is stopped; if it hangs, `kill -9 {endpoint.pid}`, and the next save or load "
+        f"starts another. Its log is {directory / LOG_NAME}.",
+    )
+
+
+def _answering(directory: Path, bind_host: str) -> Endpoint | None:
+    """The agent if it runs, answers, and listens where it must. Raises AgentUnavailable: it runs and does not answer."""
+    endpoint = _asked(directory)
+    if endpoint is None:
+        return None
+    is_deaf = endpoint.host in ("127.0.0.1", "::1") and endpoint.host != bind_host
+    is_plain = bool(os.environ.get(TLS_CERT_ENV)) and not endpoint.tls_sha256
+    if not (is_deaf or is_plain or _is_older(endpoint.version, __version__)):
+        return endpoint
+    try:
+        with AgentClient(endpoint.local_address()) as client:
+            client.call("POST", "/v1/shutdown")
+        _wait_until_gone(directory)
+    except ReplicatedCkptError as exc:
+        log.warning("the agent of %s is replaced: %s", directory.parent, exc)
+    return None
 
 
 def _is_older(version: str, than: str) -> bool:
@@ -127,11 +211,21 @@ def _started(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
         )
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        endpoint = _answering(directory, bind_host)
+        try:
+            endpoint = _answering(directory, bind_host)
+        except AgentUnavailable:
+            if process.poll() is not None:  # another one
+                raise
+            continue
         if endpoint is not None:
             return endpoint
         if process.poll() is not None and process.returncode != 0:
-            if not _is_nobody_there(directory) and time.monotonic() < deadline - START_TIMEOUT_S + OTHERS_START_S:
+            if not is_free(directory):
+                if time.monotonic() > deadline - START_TIMEOUT_S + OTHERS_START_S:
+                    raise AgentUnavailable(
+                        f"An agent of {store.root} has been starting for too long; it may be stopped.",
+                        f"`fuser -v {directory / LOCK_NAME}` names its process: continue it, or kill it.",
+                    )
                 time.sleep(_POLL_S)
                 continue
             raise _unavailable(directory, f"it ended with exit code {process.returncode}")
@@ -139,15 +233,6 @@ def _started(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
     process.kill()
     process.wait()
     raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s")
-
-
-def _is_nobody_there(directory: Path) -> bool:
-    """Whether no agent holds the root: one that has just been started by somebody else is waited for."""
-    lock = single_agent_lock(directory)
-    if lock is None:
-        return False
-    lock.release()
-    return True
 
 
 def _unavailable(directory: Path, why: str) -> AgentUnavailable:

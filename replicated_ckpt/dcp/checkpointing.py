@@ -1,17 +1,18 @@
 """What every training script would write around `dcp.save` and `dcp.load`: when, which one, and what if told to leave."""
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from replicated_ckpt.config import ManagerConfig, Retention
+from replicated_ckpt.dcp.lent_group import borrow_group
 from replicated_ckpt.dcp.object_tier import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.preemption import Preemption
 from replicated_ckpt.dcp.reader import ReplicatedReader
@@ -38,7 +39,7 @@ class CheckpointManager:
         writer_options: whatever else ReplicatedWriter takes: copies, ack, domain, on_degraded, object_retention, ...
             A step that was saved before is replaced, as after a loss beyond repair, unless {"overwrite": False}.
 
-    It belongs to one thread. Its process groups end with the default one.
+    It belongs to one thread. `close` gives its process groups to the next manager; they end with the default one.
 
     Raises:
         ConfigInvalid: an argument cannot work.
@@ -60,11 +61,10 @@ class CheckpointManager:
         where: dict[str, Any] = {"object_store": object_store, "storage_options": storage_options}
         how = {"overwrite": True, "retention": retention, "object_every": object_every, **(writer_options or {})}
         self._writer = ReplicatedWriter(root, **where, **how)
-        self._group: Any = None
-        if dist.is_available() and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
-        self._reader = ReplicatedReader(root, process_group=self._group, **where)
         self._preemption = Preemption(self.config.preempt_on)
+        self._lent = borrow_group()
+        self._group = None if self._lent is None else self._lent.group
+        self._reader = ReplicatedReader(root, process_group=self._group, **where)
         self._announced = False
         self._in_flight: Future[Any] | None = None
 
@@ -106,14 +106,14 @@ class CheckpointManager:
         """
         checkpoint_id = _id_of(step)
         self._settle()
-        no_dist = self._group is None
-        dcp.save(
-            dict(state),
-            checkpoint_id=checkpoint_id,
-            storage_writer=self._writer,
-            process_group=self._group,
-            no_dist=no_dist,
-        )
+        with self._used_group() as group:
+            dcp.save(
+                dict(state),
+                checkpoint_id=checkpoint_id,
+                storage_writer=self._writer,
+                process_group=group,
+                no_dist=group is None,
+            )
 
     def async_save(self, step: int, state: Mapping[str, Any]) -> None:
         """Copies the state and returns; the rest is done in the background. Waits for the one before first.
@@ -140,15 +140,15 @@ class CheckpointManager:
         if found is None:
             return None
         step = _step_of(found)
-        no_dist = self._group is None
-        dcp.load(
-            state,
-            checkpoint_id=found,
-            storage_reader=self._reader,
-            planner=planner,
-            process_group=self._group,
-            no_dist=no_dist,
-        )
+        with self._used_group() as group:
+            dcp.load(
+                state,
+                checkpoint_id=found,
+                storage_reader=self._reader,
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
+            )
         return step
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
@@ -167,12 +167,22 @@ class CheckpointManager:
             CheckpointException, ReplicatedCkptError: the asynchronous save failed.
         """
         self._preemption.close()
-        self._settle()
+        try:
+            self._settle()
+        finally:
+            if self._lent is not None:
+                self._lent.close()
+
+    @contextlib.contextmanager
+    def _used_group(self) -> Iterator[Any]:
+        with contextlib.nullcontext() if self._lent is None else self._lent.used():
+            yield self._group
 
     def _settle(self) -> None:
         future, self._in_flight = self._in_flight, None
         if future is not None:
-            future.result()
+            with self._used_group():
+                future.result()
 
 
 def _id_of(step: int) -> str:

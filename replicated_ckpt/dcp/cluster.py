@@ -4,10 +4,11 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Protocol, TypeVar
 
 from replicated_ckpt.agent.endpoint import read_endpoint
 from replicated_ckpt.agent.service import NodeService
@@ -25,6 +26,7 @@ from replicated_ckpt.stores.local import LocalStore
 
 COMMIT_TIMEOUT_S = 10.0
 COMMIT_DEADLINE_S = 120.0
+Result = TypeVar("Result")
 
 
 class Cluster(Protocol):
@@ -74,11 +76,26 @@ class Committed:
 
 
 class AgentCluster:
-    """Nodes with agents. All calls go to all nodes at once."""
+    """Nodes with agents. All calls go to all nodes at once, but for those whose own ranks have found no answer."""
 
-    def __init__(self, addresses: Sequence[AgentAddress], own_node: str) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[AgentAddress],
+        own_node: str,
+        silence_by_node: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`silence_by_node`: what is wrong with the agents that are not asked, as the ranks of their nodes found."""
         self._by_node = {address.node_id: address for address in addresses}
+        self._silent = {
+            node: StoreUnavailable(self._by_node[node].label, "ask", "agent", why)
+            for node, why in silence_by_node.items()
+        }
         self._own_node = own_node
+
+    def _run(self, call: Callable[[str], Result]) -> FanOut[str, Result]:
+        outcome = FanOut[str, Result]().run([node for node in self._by_node if node not in self._silent], call)
+        outcome.errors.update(self._silent)
+        return outcome
 
     def begin(self, intent: Intent) -> Opened:
         document = {
@@ -98,7 +115,7 @@ class AgentCluster:
             except (KeyError, TypeError, ValueError, AttributeError) as exc:
                 raise PeerProtocolError(f"{self._by_node[node].label} opened a save wrongly: {exc!r}.") from exc
 
-        outcome = FanOut[str, tuple[Histories, bool]]().run(self._by_node, opened)
+        outcome = self._run(opened)
         for node, error in outcome.errors.items():
             if node == self._own_node or not isinstance(error, StoreUnavailable):
                 raise error
@@ -128,7 +145,7 @@ class AgentCluster:
                     client.put("PUT", f"{path}/{MANIFEST_NAME}", manifest)
                 return tuple(client.call("POST", f"{path}/commit")["held"])
 
-        outcome = FanOut[str, tuple[str, ...]]().run(self._by_node, committed)
+        outcome = self._run(committed)
         return Committed(outcome.results, outcome.errors)
 
     def abort(self, save_id: str, why: str) -> None:
@@ -136,12 +153,13 @@ class AgentCluster:
             with AgentClient(self._by_node[node]) as client:
                 client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why})
 
-        FanOut[str, None]().run(self._by_node, aborted)
+        self._run(aborted)
 
 
 def cluster_of(decision: SaveDecision, rank: int) -> AgentCluster:
     """The nodes of a decided save, as a rank of it reaches them."""
-    return AgentCluster([node.address for node in decision.nodes], decision.node_of(rank).node_id)
+    silence = {node.node_id: node.silence for node in decision.nodes if node.silence}
+    return AgentCluster([node.address for node in decision.nodes], decision.node_of(rank).node_id, silence)
 
 
 class LoneNode:

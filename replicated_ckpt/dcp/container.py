@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from replicated_ckpt.dcp.memory import tensor_over
 from replicated_ckpt.stores.address import address_of
 
 TEMPLATE_BYTES_MAX = 1 << 20
@@ -130,12 +131,25 @@ class TensorReader:
         tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"a container of {type(tensor).__name__}, not of a tensor")  # noqa: TRY004 - of bytes
-        room = len(self._layout_by_head) < _TEMPLATES_MAX
-        plain = is_plain(tensor) and fills_storage(tensor) and tensor.numel() * tensor.element_size() == size
-        if start and size and room and plain:
-            layout = _Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), size)
+        has_no_scale = _has_no_scale(tensor)
+        plain = (is_plain(tensor) or has_no_scale) and fills_storage(tensor)
+        if not start or not size or not plain or tensor.numel() * tensor.element_size() != size:
+            return tensor
+        layout = _Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), size)
+        if len(self._layout_by_head) < _TEMPLATES_MAX:
             self._layout_by_head[bytes(raw[:start])] = layout
-        return tensor
+        return _viewed(raw[start : start + size], layout) if has_no_scale else tensor
+
+
+def _has_no_scale(tensor: torch.Tensor) -> bool:
+    """Whether it was numbers seen as a quantized type: `torch.load` makes a quantized tensor without a scale of them."""
+    if not tensor.is_quantized:
+        return False
+    try:
+        tensor.qscheme()
+    except RuntimeError:
+        return True
+    return False
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:
@@ -159,4 +173,4 @@ def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 def _viewed(data: memoryview, layout: _Layout) -> torch.Tensor:
     if address_of(data) % layout.dtype.itemsize:
         data = memoryview(bytearray(data))
-    return torch.frombuffer(data, dtype=layout.dtype).as_strided(layout.shape, layout.stride)
+    return tensor_over(data, layout.dtype).as_strided(layout.shape, layout.stride)

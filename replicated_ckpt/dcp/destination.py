@@ -7,6 +7,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from replicated_ckpt.core.sources import ByteRange
+from replicated_ckpt.dcp.memory import tensor_over
 from replicated_ckpt.dcp.pinned import PinnedCopies
 from replicated_ckpt.dcp.stored_tensor import StoredTensor
 from replicated_ckpt.dcp.torch_private import narrowed
@@ -66,7 +67,7 @@ class Rows:
     def _flush(self) -> None:
         count = self._filled // self._row_bytes
         if count:
-            rows = torch.frombuffer(self._gathered, dtype=self._dtype, count=self._filled // self._dtype.itemsize)
+            rows = tensor_over(self._gathered[: self._filled], self._dtype)
             rows = rows.view(count, *self._row_shape)
             rows = narrowed(rows, (0, *self._offsets), (count, *self._lengths))
             self._target.narrow(0, self._row, count).copy_(rows)
@@ -93,5 +94,5 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
     )

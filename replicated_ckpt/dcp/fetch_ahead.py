@@ -84,7 +84,7 @@ class FetchAhead:
         try:
             while (task := self._next_task()) is not None:
                 self._fetch(reader, *task)
-        except Exception as exc:  # noqa: BLE001 - raised by the thread that takes the windows
+        except BaseException as exc:  # noqa: BLE001 - raised by the thread that takes the windows
             with self._changed:
                 self._failure = exc
                 self._changed.notify_all()

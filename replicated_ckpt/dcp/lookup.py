@@ -1,16 +1,22 @@
 """The question before a load: is there a checkpoint? Every rank gets the same answer, or every rank the same error."""
 
+from collections.abc import Callable
+
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.meeting import AgreedError, met
 from replicated_ckpt.dcp.world import World
-from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.errors import CheckpointNotFound, StoreUnavailable
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.local import LocalStore
 
 
 def looked_up(
-    store: LocalStore, world: World, checkpoint_id: str, bucket: Bucket | None, lineage: str = NEWEST_LINEAGE
+    store: LocalStore,
+    world: World,
+    checkpoint_id: str,
+    opened_bucket: Callable[[], Bucket | None],
+    lineage: str = NEWEST_LINEAGE,
 ) -> str | None:
     """The id of the committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None without one.
 
@@ -21,7 +27,7 @@ def looked_up(
         and there are checkpoints, none of them whole. ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
     """
     try:
-        return met(store, world, checkpoint_id, bucket, lineage=lineage).found.checkpoint_id
+        return met(store, world, checkpoint_id, opened_bucket, lineage=lineage).found.checkpoint_id
     except AgreedError as exc:
         _check_is_not_there(exc.error, checkpoint_id)
     except CheckpointNotFound as exc:
@@ -29,7 +35,7 @@ def looked_up(
     return None
 
 
-def _check_is_not_there(error: ReplicatedCkptError, checkpoint_id: str) -> None:
+def _check_is_not_there(error: BaseException, checkpoint_id: str) -> None:
     if not isinstance(error, CheckpointNotFound):
         raise error
     if error.unreached:

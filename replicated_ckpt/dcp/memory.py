@@ -1,8 +1,30 @@
-"""A tensor's memory as bytes, without numpy, which torch does not need."""
+"""A tensor's memory as bytes, and bytes as a tensor, without numpy, which torch does not need."""
 
 import ctypes
 
 import torch
+
+_NUMBERS_BY_NAME = {  # torch retires these types one by one
+    "qint8": torch.int8,
+    "quint8": torch.uint8,
+    "qint32": torch.int32,
+    "quint4x2": torch.uint8,
+    "quint2x4": torch.uint8,
+}
+_NUMBERS = {getattr(torch, name): numbers for name, numbers in _NUMBERS_BY_NAME.items() if hasattr(torch, name)}
+"""What torch makes of these types has no scale, and crashes when it is used: here they are seen through numbers."""
+
+
+def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A tensor on the CPU that is to be filled, or never touched; nothing but its elements, whatever the type."""
+    if stride is None:
+        return torch.empty(shape, dtype=_NUMBERS.get(dtype, dtype)).view(dtype)
+    return torch.empty_strided(shape, stride, dtype=_NUMBERS.get(dtype, dtype)).view(dtype)
+
+
+def tensor_over(raw: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """The elements that lie in `raw`, without a copy."""
+    return torch.frombuffer(raw, dtype=_NUMBERS.get(dtype, dtype)).view(dtype)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

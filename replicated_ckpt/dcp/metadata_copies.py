@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -29,6 +30,16 @@ class _Copy:
     expected_crc: int | None
     address: AgentAddress | None = None
     is_bucket: bool = False
+
+
+class UnreadMetadata(Metadata):
+    """Stands for metadata that could not be read: whoever looks at it gets the error."""
+
+    def __init__(self, error: Exception) -> None:
+        object.__setattr__(self, "_error", error)
+
+    def __getattribute__(self, name: str) -> Any:
+        raise object.__getattribute__(self, "_error")
 
 
 def verified_metadata(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> Metadata:

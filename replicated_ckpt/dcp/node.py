@@ -4,15 +4,17 @@ import ipaddress
 import logging
 import os
 import socket
-from dataclasses import asdict, dataclass
+import warnings
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.endpoint import read_endpoint
-from replicated_ckpt.agent.launch import ensured_agent
-from replicated_ckpt.errors import AgentUnavailable
+from replicated_ckpt.agent.launch import can_hold_agent, ensured_agent, running_agent
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptWarning
 from replicated_ckpt.stores.agent_client import AgentAddress
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local import NO_NODE, LocalStore
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +25,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class NodePost:
-    """A node as one of its ranks presents it. `store_inode` tells apart two stores that one host sees."""
+    """A node as one of its ranks presents it. `store_inode` tells apart two stores that one host sees.
+
+    `silence` says why nothing is asked of its agent; empty: it answers.
+    """
 
     node_id: str
     host: str
@@ -31,6 +36,7 @@ class NodePost:
     store_inode: str
     domain: str | None
     address: AgentAddress
+    silence: str = ""
 
     def __repr__(self) -> str:
         return f"NodePost(node {self.node_id} on {self.host})"
@@ -47,37 +53,74 @@ class NodePost:
             fields["store_inode"],
             fields["domain"],
             AgentAddress.from_json(fields["address"]),
+            str(fields.get("silence", "")),
         )
 
 
-def current_address(store: LocalStore, domain: str | None, known: AgentAddress) -> AgentAddress:
-    """Where this node's agent is now; it may have died and been started again. `known` if it does not answer."""
-    try:
-        return node_post(store, domain).address
-    except AgentUnavailable as exc:
-        log.warning("this node will publish the checkpoint later: %s", exc)
-        return known
+@dataclass(frozen=True)
+class SeenStore:
+    """The store of a node whose agent cannot be asked, as its own ranks see it; `why` says what is wrong with the agent."""
+
+    why: str
+    holdings: tuple[Holding, ...]
 
 
 def node_post(store: LocalStore, domain: str | None) -> NodePost:
-    """Presents this node; its agent runs when this returns, or hangs: then it is presented where it should answer.
+    """Presents this node; its agent runs when this returns, or hangs: then it is presented with its `silence`.
 
     Raises:
         AgentUnavailable, StoreError, ConfigInvalid
     """
     host = advertised_host()
     try:
-        endpoint = ensured_agent(store, host if _is_loopback(host) else _any_address(host))
+        endpoint, silence = ensured_agent(store, host if _is_loopback(host) else _any_address(host)), ""
     except AgentUnavailable as exc:
         known = read_endpoint(store.agent_directory())
         if known is None:
             raise
         log.warning("this node's agent does not answer, and the others go on without it: %s", exc)
-        endpoint = known
+        endpoint, silence = known, str(exc)
+    return _post(store, endpoint.address(host, domain), silence)
+
+
+def present_again(store: LocalStore, before: NodePost) -> NodePost:
+    """Presents this node once more in the same save: its agent may have died and been started again, or hang now."""
+    try:
+        return node_post(store, before.domain)
+    except AgentUnavailable as exc:
+        log.warning("this node will publish the checkpoint later: %s", exc)
+        return replace(before, silence=str(exc))
+
+
+def reading_post(store: LocalStore) -> NodePost | None:
+    """Presents this node for a load, which needs its agent only for what other nodes read here. None: there is no store.
+
+    Raises:
+        StoreError, ConfigInvalid
+    """
+    try:
+        if can_hold_agent(store):
+            post = node_post(store, None)
+            if post.silence:
+                warnings.warn(post.silence, ReplicatedCkptWarning, stacklevel=2)
+            return post
+        endpoint, silence = running_agent(store), f"{store.root} cannot be written, and no agent runs there."
+        if endpoint is not None:
+            return _post(store, endpoint.address(advertised_host()), "")
+    except AgentUnavailable as exc:
+        silence = str(exc)
+        warnings.warn(silence, ReplicatedCkptWarning, stacklevel=2)
+    node_id = store.known_node_id()
+    if node_id == NO_NODE:
+        return None
+    log.warning("only the ranks of this node read its store: %s", silence)
+    return _post(store, AgentAddress(node_id, "", 0, ""), silence)
+
+
+def _post(store: LocalStore, address: AgentAddress, silence: str) -> NodePost:
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
-    return NodePost(
-        endpoint.node_id, socket.gethostname(), boot_id, _inode(store), domain, endpoint.address(host, domain)
-    )
+    name = socket.gethostname()
+    return NodePost(address.node_id, name, boot_id, _inode(store), address.domain, address, silence)
 
 
 def lone_post(store: LocalStore, domain: str | None) -> NodePost:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from replicated_ckpt.dcp.lent_group import LentGroup, borrow_group
 from replicated_ckpt.errors import ConfigInvalid
 
 
@@ -27,7 +28,7 @@ class Preemption:
         self._is_signalled = False
         self._flag = torch.zeros((), dtype=torch.int64)
         self._previous: dict[int, Any] = {}
-        self._group: Any = None
+        self._lent: LentGroup | None = None
         if not names:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -35,8 +36,7 @@ class Preemption:
                 f"Only the main thread can catch {', '.join(names)}.",
                 "Make the CheckpointManager in the main thread, or pass preempt_on=().",
             )
-        if dist.is_available() and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
+        self._lent = borrow_group()
         for name in names:
             number = signal.Signals[name]
             self._previous[number] = signal.signal(number, self._caught)
@@ -55,13 +55,16 @@ class Preemption:
         """
         if self._previous and not self.is_agreed:
             self._flag.fill_(int(self._is_signalled))
-            if self._group is not None:
-                dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._group)
+            if self._lent is not None:
+                with self._lent.used():
+                    dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._lent.group)
             self.is_agreed = bool(self._flag)
         return self.is_agreed
 
     def close(self) -> None:
         """Signals mean what they meant before, but for handlers that Python did not set and cannot set again."""
+        if self._lent is not None:
+            self._lent.close()
         while self._previous:
             number, previous = self._previous.popitem()
             if previous is not None:

@@ -21,19 +21,17 @@ from replicated_ckpt.dcp.items import ItemReader
 from replicated_ckpt.dcp.lineage_choice import describe_lineage
 from replicated_ckpt.dcp.lookup import looked_up
 from replicated_ckpt.dcp.meeting import AgreedError, met
-from replicated_ckpt.dcp.metadata_copies import scanned, verified_metadata
+from replicated_ckpt.dcp.metadata_copies import UnreadMetadata, scanned, verified_metadata
+from replicated_ckpt.dcp.presence import announce
 from replicated_ckpt.dcp.rank_load import RankLoad, places_of
 from replicated_ckpt.dcp.report import LoadReport
 from replicated_ckpt.dcp.sharing import planned
 from replicated_ckpt.dcp.stored_tensor import StoredTensors
 from replicated_ckpt.dcp.survey import Survey
+from replicated_ckpt.dcp.tellable import make_tellable
 from replicated_ckpt.dcp.torch_private import calling
 from replicated_ckpt.dcp.world import world_of_call
-from replicated_ckpt.errors import (
-    CheckpointNotFound,
-    ReplicatedCkptError,
-    ReplicatedCkptWarning,
-)
+from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptWarning
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.local import NOWHERE, LocalStore
 from replicated_ckpt.stores.object_open import opened_client
@@ -43,6 +41,7 @@ from replicated_ckpt.stores.object_url import ObjectTarget
 log = logging.getLogger(__name__)
 
 
+@make_tellable
 class ReplicatedReader(StorageReader):
     """Loads a checkpoint from whatever survived: own store first, then any peer that holds a copy, then the object store.
 
@@ -87,15 +86,17 @@ class ReplicatedReader(StorageReader):
         self._store = LocalStore(self.config.root or NOWHERE)
         self._target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self._bucket: Bucket | None = None
-        self._given_id: str | None = None
+        self._given_id: str | os.PathLike[str] | None = None
         self._items = ItemReader()
         self._stored = StoredTensors()
         self._forget()
+        if not no_dist:
+            announce()
 
     def _forget(self) -> None:
         self._survey: Survey | None = None
         self._is_met = False
-        self._failure: ReplicatedCkptError | None = None
+        self._failure: BaseException | None = None
         self._places: Mapping[str, Sequence[ByteRange]] | None = None
         self._started_at = time.monotonic()
 
@@ -120,7 +121,7 @@ class ReplicatedReader(StorageReader):
     def _looked_up(self, checkpoint_id: str) -> str | None:
         try:
             world = world_of_call(self._process_group, self._no_dist)
-            return looked_up(self._store, world, checkpoint_id, self._opened_bucket(), self.config.lineage)
+            return looked_up(self._store, world, checkpoint_id, self._opened_bucket, self.config.lineage)
         finally:
             self._close_bucket()
 
@@ -134,7 +135,7 @@ class ReplicatedReader(StorageReader):
             every rank alike. What went wrong on this rank alone is raised later, where DCP tells all ranks.
         """
         if checkpoint_id is not None:
-            self._given_id = os.fspath(checkpoint_id)
+            self._given_id = checkpoint_id
         self._forget()
         if calling() is not None:
             self._meet()
@@ -143,43 +144,54 @@ class ReplicatedReader(StorageReader):
         self._is_met = True
         self._world = world_of_call(self._process_group, self._no_dist)
         try:
-            bucket, lineage = self._opened_bucket(), self.config.lineage
-            self._survey = met(self._store, self._world, self._given_id, bucket, self._scanned, lineage=lineage)
+            how = (self._opened_bucket, self._scanned)
+            self._survey = met(self._store, self._world, self._given_id, *how, lineage=self.config.lineage)
         except AgreedError as exc:
             self._failure = exc.error
             raise exc.error from None
-        except ReplicatedCkptError as exc:
-            self._failure = exc
+        except BaseException as exc:
+            self._failure = exc  # this rank's alone: raised where DCP tells all ranks
             if self._world.blackboard is None:
                 raise
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's `.metadata`, verified and safely unpickled. DCP tries twice; the second try repeats the error.
+        """The checkpoint's `.metadata`, verified and safely unpickled.
+
+        Called by DCP, what went wrong is raised a moment later, by `set_up_storage_reader` or whatever looks at the
+        metadata before: DCP would take it for metadata that every rank has for itself, and raise an AssertionError.
 
         Raises:
             ReplicatedCkptError
         """
         del args
-        if "rank" not in kwargs and not self._is_met:  # no reset came first: DCP calls it only with a checkpoint_id
-            self._forget()
-            self._meet()
-        self._is_met = False
+        try:
+            if "rank" not in kwargs and not self._is_met:  # no reset came first: DCP calls it only with a checkpoint_id
+                self._forget()
+                self._meet()
+            self._is_met = False
+            return self._read_metadata()
+        except Exception as exc:
+            self._failure = exc
+            if calling() is None:
+                raise
+            return UnreadMetadata(exc)
+
+    def _read_metadata(self) -> Metadata:
         if self._failure is not None:
             raise self._failure
-        try:
-            metadata = verified_metadata(self._store, self._surveyed, self._opened_bucket(), self._reader_key)
-        except ReplicatedCkptError as exc:
-            self._failure = exc
-            raise
+        metadata = verified_metadata(self._store, self._surveyed, self._opened_bucket(), self._reader_key)
         self._places = places_of(metadata) if self._surveyed.stock_warning else None
         if self._surveyed.stock_warning and self._world.is_coordinator:
-            warnings.warn(self._surveyed.stock_warning, ReplicatedCkptWarning, stacklevel=2)
+            warnings.warn(self._surveyed.stock_warning, ReplicatedCkptWarning, stacklevel=3)
         if len(self._surveyed.lineages) > 1:
-            warnings.warn(_lineages_warning(self._surveyed), ReplicatedCkptWarning, stacklevel=2)
+            warnings.warn(_lineages_warning(self._surveyed), ReplicatedCkptWarning, stacklevel=3)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Prepares to read what `read_metadata` gave. Raises what kept it from reading."""
         del is_coordinator, args, kwargs
+        if self._failure is not None:
+            raise self._failure
         self._stored.describe(metadata)
         self._load = RankLoad(
             self._store, self._world, self._surveyed, metadata.storage_data, self._stored, self._items, self._places
@@ -256,7 +268,7 @@ class ReplicatedReader(StorageReader):
         """The checkpoint that was found; before that, the id as it was given, or the root."""
         if self._survey is not None:
             return self._survey.found.checkpoint_id
-        return self._given_id or self.config.root or self.config.object_store or ""
+        return str(self._given_id or self.config.root or self.config.object_store or "")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -1,12 +1,18 @@
-"""What the ranks wrote, gathered by the coordinator before the commit."""
+"""What the ranks wrote, posted by each and gathered by the coordinator before the commit."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replicated_ckpt.dcp.cluster import AgentCluster
 from replicated_ckpt.dcp.decision import Receipt, SaveDecision
+from replicated_ckpt.dcp.node import NodePost
 from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.agent_client import AgentAddress
+
+
+def receipt_post(receipt: Receipt, save_id: str, node: NodePost) -> dict[str, Any]:
+    """What a rank posts once it has written; `node` as it is by then."""
+    return {**receipt.to_json(), "save_id": save_id, "address": node.address.to_json(), "silence": node.silence}
 
 
 def gathered(
@@ -20,7 +26,9 @@ def gathered(
     stale = [rank for rank, post in enumerate(posts) if post["save_id"] != decision.save_id]
     if stale:
         raise SaveAborted(f"Ranks {stale} have not written for save {decision.save_id}.")
-    cluster = AgentCluster([AgentAddress.from_json(post["address"]) for post in posts], own_node)
+    addresses = [AgentAddress.from_json(post["address"]) for post in posts]
+    silence = {address.node_id: post["silence"] for address, post in zip(addresses, posts, strict=True)}
+    cluster = AgentCluster(addresses, own_node, silence_by_node={node: why for node, why in silence.items() if why})
     return [Receipt.from_json(post) for post in posts], cluster
 
 

@@ -171,6 +171,8 @@ class ShardReader:
             key = f"{save.checkpoint_id}/{survey.in_bucket.prefix}{shard}"
             kind = UncheckedShard if survey.in_bucket.metadata_crc32c is None else ObjectShard
             return kind(self._bucket, key, expected)
+        if node not in self._address_by_node:
+            raise StoreUnavailable(f"node {node}", "open", shard, "only its own ranks can read its store")
         client = AgentClient(self._address_by_node[node])
         return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected)
 

@@ -161,6 +161,6 @@ def _raise_own(outcome: Outcome) -> None:
         raise outcome.error
 
 
-def _raise_if_aborted_or_bug(error: Exception | None) -> None:
+def _raise_if_aborted_or_bug(error: BaseException | None) -> None:
     if error is not None and (isinstance(error, SaveAborted) or not isinstance(error, ReplicatedCkptError)):
         raise error

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from replicated_ckpt.agent.stock_look import StockLook
@@ -14,6 +15,7 @@ from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OB
 from replicated_ckpt.core.manifest import Manifest, decoded_manifest
 from replicated_ckpt.dcp.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.lineage_choice import choose_lineage
+from replicated_ckpt.dcp.node import SeenStore
 from replicated_ckpt.dcp.stock_survey import stock_save, stock_warning
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
@@ -97,7 +99,9 @@ class Surveyor:
         bucket: Bucket | None = None,
         expected: Collection[str] = (),
         lineage: str = NEWEST_LINEAGE,
+        seen: Mapping[str, SeenStore] = MappingProxyType({}),
     ) -> None:
+        self._seen = {node: store for node, store in seen.items() if node != own_node}
         self._lineage = lineage
         self._lineages: tuple[LineageFound, ...] = ()
         self._sequence_max = 0
@@ -193,6 +197,8 @@ class Surveyor:
                 raise PeerProtocolError(f"{self._by_node[node].label} listed its holdings wrongly: {exc}.") from exc
 
         outcome = FanOut[str, list[Holding]]().run(self._by_node, asked)
+        holdings += [holding for store in self._seen.values() for holding in store.holdings]
+        self._searched |= {node: f"node {node} by its own ranks ({store.why})" for node, store in self._seen.items()}
         for node, found in outcome.results.items():
             holdings += [holding for holding in found if holding.node_id == node]
             self._searched[node] = self._by_node[node].label
@@ -225,7 +231,7 @@ class Surveyor:
 
     def _manifest_raw(self, save: SaveFound) -> str | None:
         """The manifest of a save, from the first holder whose copy is believed."""
-        for holding in sorted(save.holdings, key=self._distance):
+        for holding in sorted((one for one in save.holdings if one.node_id not in self._seen), key=self._distance):
             try:
                 if holding.node_id == OBJECT_NODE and self._bucket is not None:
                     raw = manifest_in(self._bucket, self._in_bucket[save.save_id])

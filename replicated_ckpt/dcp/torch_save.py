@@ -10,6 +10,7 @@ import torch
 
 from replicated_ckpt.dcp.container import TEMPLATE_BYTES_MAX, data_range
 from replicated_ckpt.dcp.crc_switch import without_crc32
+from replicated_ckpt.dcp.memory import empty_tensor
 from replicated_ckpt.errors import ReplicatedCkptError
 
 _DATA_WRITE_BYTES_MIN = 64 << 10
@@ -93,7 +94,7 @@ def learned(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...])
     Raises:
         RuntimeError, ValueError, TypeError, pickle.PicklingError: there are no such tensors, or torch does not save them.
     """
-    model = torch.empty_strided(shape, stride, dtype=dtype)
+    model = empty_tensor(shape, dtype, stride)
     size_bytes = model.numel() * model.element_size()
     if size_bytes > TEMPLATE_BYTES_MAX:
         parts = _WithoutData()

@@ -1,29 +1,17 @@
-"""The world of one save or load: which ranks take part, and the c10d store as their blackboard.
+"""The world of one save or load: which ranks take part, and where they find each other."""
 
-No collective of ours is added: DCP's own order the messages. On a save every rank writes its post before it hands in its
-local plan, and the coordinator decides before it hands out the global one, so what is read is there. On a load the ranks
-meet with a deadline. A nonce in every post, repeated in the decision, makes sure that nobody acts on an earlier call's.
-"""
-
-import json
 import os
-import time
 import uuid
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from replicated_ckpt.dcp.blackboard import COORDINATOR, Blackboard
+from replicated_ckpt.dcp.presence import announce
 from replicated_ckpt.dcp.torch_private import calling, default_store
-from replicated_ckpt.errors import MeetingFailed
+from replicated_ckpt.dcp.waiting import reaching_store
 
-_POLL_S = 0.005
-_POLL_MAX_S = 0.1
-_POLL_PER_RANK_S = 0.001
-"""All ranks together ask the store some thousand times in a second, however many they are."""
-_PACKED_FROM_BYTES = 4096
 _PREFIX = "replicated_ckpt"
 
 
@@ -47,7 +35,7 @@ class World:
 
     rank: int
     size: int
-    blackboard: "Blackboard | None"
+    blackboard: Blackboard | None
     group_name: str = "alone"
 
     @property
@@ -57,7 +45,7 @@ class World:
 
     @property
     def is_coordinator(self) -> bool:
-        return self.rank == 0
+        return self.rank == COORDINATOR
 
 
 def world_of_call(process_group: Any, no_dist: bool | None) -> World:
@@ -71,108 +59,11 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     name = str(group.group_name)
     store = dist.PrefixStore(f"{_PREFIX}/{name}", default_store())
-    return World(rank, size, Blackboard(store, rank, size), name)
+    presence, members = announce(), dist.get_process_group_ranks(group)
 
+    def find_lost() -> list[int]:
+        with reaching_store():
+            lost = presence.lost() if presence is not None else {}
+        return [rank for rank, member in enumerate(members) if member in lost]
 
-class Blackboard:
-    """Posts of every rank and decisions of the coordinator, overwritten by each call, so it does not grow.
-
-    `topic` keeps saves and loads apart. One call at a time on one process group, as DCP itself demands.
-    """
-
-    def __init__(self, store: "dist.Store", rank: int, size: int) -> None:
-        self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
-        self._rank = rank
-        self._size = size
-        self._pause_max_s = max(_POLL_S, min(_POLL_PER_RANK_S * size, _POLL_MAX_S))
-
-    def post(self, topic: str, fields: Mapping[str, Any]) -> str:
-        """Writes this rank's post; it is visible to all when this returns. Returns its nonce."""
-        nonce = uuid.uuid4().hex
-        self._write(f"{topic}/{self._rank}", {**fields, "nonce": nonce})
-        return nonce
-
-    def posts(self, topic: str, deadline_s: float, stale: Sequence[str | None] = ()) -> list[dict[str, Any]]:
-        """Every rank's post, in rank order; one with the rank's `stale` nonce is an earlier call's and waited out.
-
-        Raises:
-            MeetingFailed: naming the ranks that did not post within `deadline_s`.
-        """
-        until = time.monotonic() + deadline_s
-        found: dict[int, dict[str, Any]] = {}
-        pause = _POLL_S
-        while True:
-            missing = [rank for rank in range(self._size) if rank not in found]
-            is_late = time.monotonic() > until
-            present = self._present(topic, missing, one_by_one=is_late)
-            found |= {rank: post for rank, post in present if not stale or post["nonce"] != stale[rank]}
-            if len(found) == self._size:
-                return [found[rank] for rank in range(self._size)]
-            if is_late:
-                absent = [rank for rank in missing if rank not in found]
-                raise MeetingFailed(f"After {deadline_s:.0f} s ranks {absent} had not joined this {topic}.")
-            time.sleep(pause)
-            pause = min(2 * pause, self._pause_max_s)
-
-    def _present(self, topic: str, ranks: Sequence[int], *, one_by_one: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The posts of these ranks if all are there, in two round trips; or `one_by_one` those that are."""
-        keys = [f"{topic}/{rank}" for rank in ranks]
-        if self._store.check(keys):
-            yield from zip(ranks, map(_decoded, self._all_of(keys)), strict=True)
-        elif one_by_one:
-            for rank, key in zip(ranks, keys, strict=True):
-                if self._store.check([key]):
-                    yield rank, _decoded(self._store.get(key))
-
-    def decide(self, topic: str, posts: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> None:
-        """Writes the coordinator's decision about these posts; it is visible to all when this returns.
-
-        Each rank then gets a note of its own that the decision is there, the nonce that it waits for: what is looked at
-        again and again is small, and the decision, which may be large, is read once.
-        """
-        self._write(f"{topic}/decision", fields)
-        notes = {f"{topic}/decided/{rank}": str(post["nonce"]) for rank, post in enumerate(posts)}
-        if self._store.has_extended_api():
-            self._store.multi_set(list(notes), list(notes.values()))
-        else:
-            for key, nonce in notes.items():
-                self._store.set(key, nonce)
-        self._store.check(list(notes)[-1:])
-
-    def decision(self, topic: str, nonce: str, deadline_s: float) -> dict[str, Any]:
-        """The decision that answers this rank's post.
-
-        Raises:
-            MeetingFailed: the coordinator has not decided within `deadline_s`.
-        """
-        until = time.monotonic() + deadline_s
-        pause = _POLL_S
-        note = f"{topic}/decided/{self._rank}"
-        while True:
-            if self._store.check([note]) and self._store.get(note) == nonce.encode():
-                return _decoded(self._store.get(f"{topic}/decision"))
-            if time.monotonic() > until:
-                raise MeetingFailed(f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.")
-            time.sleep(pause)
-            pause = min(2 * pause, self._pause_max_s)
-
-    def _write(self, key: str, fields: Mapping[str, Any]) -> None:
-        self._store.set(key, _encoded(fields))
-        self._store.check([key])  # a round trip on the same connection: the store has it before we go on
-
-    def _all_of(self, keys: Sequence[str]) -> Sequence[bytes]:
-        if self._store.has_extended_api():
-            values: list[bytes] = self._store.multi_get(list(keys))
-            return values
-        return [self._store.get(key) for key in keys]
-
-
-def _encoded(fields: Mapping[str, Any]) -> bytes:
-    """What every rank reads is packed where it is large: the coordinator's link carries it once for each of them."""
-    raw = json.dumps(fields).encode()
-    return raw if len(raw) < _PACKED_FROM_BYTES else zlib.compress(raw, 1)
-
-
-def _decoded(raw: bytes) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(raw if raw[:1] == b"{" else zlib.decompress(raw))
-    return fields
+    return World(rank, size, Blackboard(store, rank, size, find_lost), name)

@@ -1,12 +1,11 @@
 """The StorageWriter that users pass to `dcp.save`: drives one save through its steps, on every rank."""
 
-import contextlib
 import logging
 import os
 import time
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +22,17 @@ from replicated_ckpt.core.policy import scope_of
 from replicated_ckpt.dcp.cluster import Cluster, LoneNode, cluster_of
 from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, decided, named_checkpoint, weaknesses
 from replicated_ckpt.dcp.finish import commit_save
-from replicated_ckpt.dcp.node import current_address, lone_post, node_post
+from replicated_ckpt.dcp.held_save import HeldSave
+from replicated_ckpt.dcp.node import lone_post, node_post, present_again
 from replicated_ckpt.dcp.numbering import numbered
 from replicated_ckpt.dcp.object_tier import WAIT_TIMEOUT_S, ObjectTier
-from replicated_ckpt.dcp.receipts import check_none_aborted, gathered
+from replicated_ckpt.dcp.presence import announce
+from replicated_ckpt.dcp.receipts import check_none_aborted, gathered, receipt_post
 from replicated_ckpt.dcp.report import SaveReport, reported
 from replicated_ckpt.dcp.retaining import Retaining
 from replicated_ckpt.dcp.seen_lineage import remember, seen_lineage
 from replicated_ckpt.dcp.shard_writer import ShardWriter, WrittenShard
+from replicated_ckpt.dcp.tellable import make_tellable
 from replicated_ckpt.dcp.world import world_of_call
 from replicated_ckpt.errors import AckNotReached, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
 from replicated_ckpt.stores.local import LocalStore
@@ -41,6 +43,7 @@ log = logging.getLogger(__name__)
 DECISION_TIMEOUT_S = 30.0
 
 
+@make_tellable
 class ReplicatedWriter(StorageWriter):
     """Writes each rank's shard to the node's own disk and, in the same pass, to buddy nodes.
 
@@ -119,7 +122,8 @@ class ReplicatedWriter(StorageWriter):
         self._retaining = Retaining(self._store, self.config, target)
         self._next_id: str | os.PathLike[str] | None = None
         self._given_id: str | os.PathLike[str] | None = None
-        self._held: contextlib.ExitStack = contextlib.ExitStack()
+        self._held = HeldSave()
+        announce()
 
     def __getstate__(self) -> dict[str, Any]:
         """Its arguments, all that goes into another process (`dcp.async_save` does it); the group is the world there."""
@@ -163,11 +167,11 @@ class ReplicatedWriter(StorageWriter):
         """Presents this rank to the coordinator. The plan is not changed."""
         root, id_from, is_coordinator = self.config.root, self.config.checkpoint_id_from, self._world.is_coordinator
         checkpoint_id = named_checkpoint(root, self._given_id, id_from, is_coordinator=is_coordinator)
-        if self._world.blackboard is None:
-            self._post = SavePost(checkpoint_id, lone_post(self._store, self.config.domain))
-        else:
-            self._post = SavePost(checkpoint_id, node_post(self._store, self.config.domain))
+        present = lone_post if self._world.blackboard is None else node_post
+        self._post = SavePost(checkpoint_id, present(self._store, self.config.domain))
+        if self._world.blackboard is not None:
             self._nonce = self._world.blackboard.post("save", self._post.to_json())
+        self._degraded(filter(None, [self._post.node.silence]))
         self._degraded(self._object_tier.hand_over(self._world.size))
         failpoints.reach("rank.presented")
         return plan
@@ -195,7 +199,7 @@ class ReplicatedWriter(StorageWriter):
             raise
         failpoints.reach("coordinator.opened")
         if board is not None:  # however slow the planning is, nobody takes this save for an abandoned one
-            self._held.callback(os.close, self._store.held(decision.save_id))
+            self._held.hold(self._store, decision.save_id)
         seen = seen_lineage(self._store, scope_of(decision.checkpoint_id))
         self._decision, problems = numbered(decision, opened, self._object_tier, seen, self._cluster)
         self._degraded(problems)
@@ -226,8 +230,8 @@ class ReplicatedWriter(StorageWriter):
         self._receipt = receipt
         failpoints.reach("rank.written")
         if board is not None:
-            address = current_address(self._store, self.config.domain, self._post.node.address).to_json()
-            board.post("receipt", {**receipt.to_json(), "save_id": self._decision.save_id, "address": address})
+            now = present_again(self._store, self._post.node)
+            board.post("receipt", receipt_post(receipt, self._decision.save_id, now))
         failpoints.reach("rank.receipted")
         if self._decision.upload is not None:
             self._object_tier.expect(self._decision.save_id, self._decision.checkpoint_id)
@@ -273,7 +277,7 @@ class ReplicatedWriter(StorageWriter):
         decision, rank = self._decision, self._world.rank
         if decision.node_of(rank).node_id in decision.unreached:
             self._store.begin(decision.intent)
-        self._held.callback(os.close, self._store.held(decision.save_id))
+        self._held.hold(self._store, decision.save_id)
         if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
             self._store.places.note(decision.save_id, decision.lineage, decision.sequence)
         self._degraded(self._retaining.hand_over(decision, rank))
@@ -291,14 +295,14 @@ class ReplicatedWriter(StorageWriter):
         self._degraded(shard.missed)
         return shard.results, Receipt((shard.receipt,))
 
-    def _degraded(self, problems: Sequence[str]) -> None:
+    def _degraded(self, problems: Iterable[str]) -> None:
         for problem in problems:
             warnings.warn(f"{self.checkpoint_id}: {problem}.", ReplicatedCkptWarning, stacklevel=2)
 
     @property
     def checkpoint_id(self) -> str:
         """The id of the next save or the one under way, as it was given; the root before any."""
-        return os.fspath(self._next_id or self._given_id or self.config.root)
+        return str(self._next_id or self._given_id or self.config.root)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

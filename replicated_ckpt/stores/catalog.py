@@ -60,11 +60,16 @@ class Catalog:
 
     def committed(self) -> Iterator[tuple[str, Manifest]]:
         """Checkpoint id and manifest of every checkpoint whose manifest is believed; a bad one is left to `verify`."""
+        seen = set()
         for checkpoint_id in self._checkpoint_ids(self.root, 0):
+            seen.add(self.root / checkpoint_id / MANIFEST_NAME)
             try:
                 yield checkpoint_id, self.manifest(checkpoint_id)
             except (ObjectMissing, ManifestInvalid):
                 continue
+        for path in list(self._parsed):
+            if path not in seen:  # the checkpoint was retired
+                self._parsed.pop(path, None)
 
     def replaced(self) -> Iterator[Manifest]:
         """Manifests of the versions that newer saves have replaced here and that are kept until those are seen whole."""

@@ -53,6 +53,10 @@ NOWHERE = "/proc/self/replicated-ckpt-nowhere"
 """A root that is empty and stays so: for those who have no store."""
 
 
+NO_NODE = "none"
+"""Stands for the identity of a store that has none yet."""
+
+
 def is_nowhere(store: "LocalStore") -> bool:
     """Whether it is the store of those who have none."""
     return str(store.root) == NOWHERE
@@ -83,8 +87,8 @@ class LocalStore:
         return made_identity(self.root)
 
     def known_node_id(self) -> str:
-        """This store's identity as `node_id` gives it, or "none" where none was made; never writes."""
-        return read_identity(self.root) if (self.root / NODE_NAME).exists() else "none"
+        """This store's identity as `node_id` gives it, or NO_NODE where none was made; never writes."""
+        return read_identity(self.root) if (self.root / NODE_NAME).exists() else NO_NODE
 
     def agent_directory(self) -> Path:
         """The agent's directory, private to this user; created if need be."""

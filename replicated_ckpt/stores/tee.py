@@ -65,7 +65,7 @@ class _SinkThread(threading.Thread):
         super().__init__(name=f"rckpt-sink-{sink.label}", daemon=True)
         self.sink = sink
         self.pieces: queue.SimpleQueue[_Piece | BlockTable | None] = queue.SimpleQueue()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._tee = tee
 
     def run(self) -> None:
@@ -84,7 +84,7 @@ class _SinkThread(threading.Thread):
     def _guarded(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as exc:  # noqa: BLE001 - top of a thread; `Tee` hands it to the owner of the sink
+        except BaseException as exc:  # noqa: BLE001 - top of a thread; `Tee` hands it to the owner of the sink
             self.error = exc
 
 
@@ -93,7 +93,7 @@ class Outcome:
     """What became of one sink: `error` is None if it finished."""
 
     sink: Sink
-    error: Exception | None
+    error: BaseException | None
 
 
 class Tee:

@@ -1,8 +1,18 @@
 """The world of a save or load, as one process sees it."""
 
 import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
+import torch.distributed as dist
+
+from replicated_ckpt.dcp import blackboard, waiting
+from replicated_ckpt.dcp.blackboard import Blackboard
 from replicated_ckpt.dcp.world import World
+from replicated_ckpt.errors import MeetingFailed, RankFailed
 
 
 def test_a_forked_process_is_a_session_of_its_own() -> None:
@@ -20,3 +30,82 @@ def test_a_forked_process_is_a_session_of_its_own() -> None:
     os.waitpid(pid, 0)
     assert there.endswith("/alone")
     assert there != here == world.session
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits that are as short as a test wants them."""
+    for module, name in (
+        (waiting, "LOOK_AFTER_S"),
+        (waiting, "LOOK_EVERY_S"),
+        (waiting, "LINGER_S"),
+        (blackboard, "LINGER_S"),
+    ):
+        monkeypatch.setattr(module, name, 0.1)
+
+
+def boards(store: Any, size: int, find_lost: Callable[[], Sequence[int]] = tuple) -> list[Blackboard]:
+    return [Blackboard(store, rank, size, find_lost=find_lost) for rank in range(size)]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_failed_rank_is_told_of_without_waiting_for_a_late_one() -> None:
+    """The error of one does not wait for another; who comes later learns it then, and the next call goes as ever."""
+    first, second, late = boards(dist.HashStore(), 3)
+    nonces = [first.post("load", {}), second.post("load", {"error": "full disk"})]
+    posts, problem = first.collect("load", 30.0)
+    assert [post is None for post in posts] == [False, False, True]
+    assert isinstance(problem, MeetingFailed)
+    first.decide("load", posts, {"error": "full disk"})
+    assert second.decision("load", nonces[1], 5.0)["error"] == "full disk"
+    began = time.monotonic()
+    stale = late.post("load", {})
+    assert late.decision("load", stale, 30.0)["error"] == "full disk"
+    assert time.monotonic() - began < 5
+    late.withdraw("load")
+
+    answered = nonces
+    nonces = [board.post("load", {}) for board in (first, second, late)]
+    posts, problem = first.collect("load", 5.0, [*answered, None])
+    assert problem is None
+    first.decide("load", posts, {"survey": 1})
+    assert late.decision("load", nonces[2], 5.0, before=stale) == {"survey": 1}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    """Neither by the coordinator nor, if it is the coordinator, by the others."""
+    store = dist.HashStore()
+    first, second, _ = boards(store, 3, lambda: [2])
+    first.post("load", {})
+    second.post("load", {})
+    _, problem = first.collect("load", 30.0)
+    assert isinstance(problem, RankFailed)
+    assert "rank 2" in problem.message
+    _, other = boards(store, 2, lambda: [0])
+    with pytest.raises(RankFailed, match="rank 0"):
+        other.decision("load", other.post("load", {}), 30.0)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_slow_rank_is_waited_for() -> None:
+    """One that only takes its time is not taken for one that has failed."""
+    first, second = boards(dist.HashStore(), 2)
+    first.post("load", {})
+    timer = threading.Timer(1.0, second.post, ["load", {}])
+    timer.start()
+    posts, problem = first.collect("load", 30.0)
+    timer.join()
+    assert problem is None
+    assert None not in posts
+
+
+def test_a_store_that_is_gone_is_named() -> None:
+    """Its process served the job: the wait ends with an error of ours, which says so."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    board = Blackboard(client, 1, 2)
+    board.post("load", {})
+    del server
+    with pytest.raises(MeetingFailed, match="c10d store"):
+        board.post("load", {})

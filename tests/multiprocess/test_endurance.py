@@ -33,6 +33,35 @@ def test_fifty_saves_leave_no_trace_but_their_files(cluster_of: ClusterOf) -> No
     assert len(agents) == 2
 
 
+CYCLES, MANY_CYCLES = 30, 500  # of two saves and two loads each, and every fifth time one more of each that fails
+RSS_GROWTH_KIB_MAX_BY_CYCLE = 100
+
+
+def check_flat(footprints: list[dict[str, dict[str, int]]], cycles: int) -> None:
+    """From the first look to the last nothing has grown."""
+    early, late = footprints
+    for who, before in early.items():
+        growth = {name: late[who][name] - value for name, value in before.items()}
+        assert growth.pop("rss_kib") < min(RSS_GROWTH_KIB_MAX, RSS_GROWTH_KIB_MAX_BY_CYCLE * cycles), (who, early, late)
+        assert all(value <= 0 for value in growth.values()), (who, growth, early, late)
+
+
+@pytest.mark.parametrize(
+    "count", [CYCLES, pytest.param(MANY_CYCLES, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
+)
+@pytest.mark.parametrize("is_alone", [False, True], ids=["2x2 ranks", "alone"])
+def test_new_writers_readers_and_managers_leave_nothing_behind(
+    cluster_of: ClusterOf, count: int, is_alone: bool
+) -> None:
+    """Made anew for each save and load, some of which fail: no descriptor, thread, key of c10d or memory is kept."""
+    cluster, first_look = cluster_of(2), count // 3
+    cycle = call("cycles.cycle", count=count, measure_after=[first_look, count])
+    world = {"nodes": [0], "launcher": "single"} if is_alone else {"nodes": [0, 1], "ranks": 2}
+    results = cluster.launch([cycle], timeout_s=20 + 6 * count, **world)
+    for footprints in results.of(0):
+        check_flat(footprints, count - first_look)
+
+
 def test_an_agent_serves_one_world_after_another(cluster_of: ClusterOf) -> None:
     """The ranks end, their node's agent stays, and the next world uses it; each node has its own."""
     cluster = cluster_of(2)

@@ -14,6 +14,7 @@ from replicated_ckpt.core.keys import Path
 from replicated_ckpt.dcp.convert.item_outline import END_BYTES, data_start
 from replicated_ckpt.dcp.convert.memory import window_tensor
 from replicated_ckpt.dcp.convert.source import Contents, ObjectEntry, Part, TensorEntry
+from replicated_ckpt.dcp.memory import tensor_over
 from replicated_ckpt.dcp.torch_private import StorageInfo
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
@@ -178,7 +179,7 @@ def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 def _taker(place: torch.Tensor) -> Callable[[memoryview], None]:
     def take(raw: memoryview) -> None:
-        place.copy_(torch.frombuffer(raw, dtype=place.dtype).view(place.shape))
+        place.copy_(tensor_over(raw, place.dtype).view(place.shape))
 
     return take
 

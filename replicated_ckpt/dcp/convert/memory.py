@@ -4,6 +4,8 @@ import mmap
 
 import torch
 
+from replicated_ckpt.dcp.memory import empty_tensor, tensor_over
+
 _MAPPED_BYTES_MIN = 1 << 20
 
 
@@ -16,6 +18,6 @@ def window_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = torch.Size(shape).numel()
     size_bytes = count * dtype.itemsize
     if size_bytes < _MAPPED_BYTES_MIN:
-        return torch.empty(shape, dtype=dtype)
+        return empty_tensor(shape, dtype)
     mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor keeps it
-    return torch.frombuffer(mapped, dtype=dtype, count=count).view(shape)
+    return tensor_over(memoryview(mapped)[:size_bytes], dtype).view(shape)

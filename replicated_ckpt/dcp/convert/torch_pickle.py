@@ -15,6 +15,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 
 from replicated_ckpt.dcp.convert.source import TensorEntry
+from replicated_ckpt.dcp.memory import empty_tensor
 from replicated_ckpt.errors import ConfigInvalid
 
 PROTOCOL = 2
@@ -52,12 +53,12 @@ class StatePickler(pickle.Pickler):
         if isinstance(obj, Absent):
             key = self._next_key()
             self.absent[key] = obj.entry
-            like = torch.empty(0, dtype=obj.entry.dtype)
+            like = empty_tensor((0,), obj.entry.dtype)
             return _rebuilding(like, key, obj.entry.shape, _strides(obj.entry.shape))
         if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
             key, tensor = self._next_key(), obj.detach().cpu().contiguous()
             self.present[key] = tensor
-            like = torch.empty(0, dtype=obj.dtype, requires_grad=obj.requires_grad)
+            like = empty_tensor((0,), obj.dtype).requires_grad_(obj.requires_grad)
             return _rebuilding(like, key, tuple(tensor.shape), tensor.stride())
         return NotImplemented
 

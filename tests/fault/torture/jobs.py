@@ -17,10 +17,11 @@ from replicated_ckpt.dcp import reader as reader_module
 from replicated_ckpt.dcp import seen_lineage
 from replicated_ckpt.dcp import world as world_module
 from replicated_ckpt.dcp import writer as writer_module
+from replicated_ckpt.dcp.blackboard import Blackboard
 from replicated_ckpt.dcp.meeting import _surveyed
 from replicated_ckpt.dcp.node import NodePost
 from replicated_ckpt.dcp.survey import Survey
-from replicated_ckpt.dcp.world import Blackboard, World
+from replicated_ckpt.dcp.world import World
 from replicated_ckpt.errors import ReplicatedCkptError, ReplicatedCkptWarning, StoreUnavailable
 from replicated_ckpt.stores.local import LocalStore
 from tests.fault.torture.cluster import Cluster

@@ -1,0 +1,78 @@
+"""Gloo groups of all ranks, lent to one user at a time: what a group costs (descriptors, threads, keys) is paid once."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
+
+GROUPS_MAX = 512
+"""Lent at once in one process; beyond that, they are not given back."""
+
+
+class LentGroup:
+    """A group for its borrower alone, from here to `close`. All ranks borrow, in the same order."""
+
+    def __init__(self, pool: "_Pool", number: int) -> None:
+        self._pool = pool
+        self._number = number
+        self._is_fit = True
+        self.group = pool.groups[number]
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """For a block of collectives. If it breaks off in the middle of one, nobody gets the group any more."""
+        try:
+            yield
+        except (CheckpointException, ReplicatedCkptError):
+            raise
+        except BaseException:
+            self._is_fit = False
+            raise
+
+    def close(self) -> None:
+        """Gives the group back; its borrower has no collective under way. Any rank may do so alone, and more than once."""
+        if self._is_fit:
+            self._pool.lent.discard(self._number)
+        self._is_fit = False
+
+
+class _Pool:
+    """The groups of one job, the same in number on all ranks. Which are lent may differ: a rank may have closed none."""
+
+    def __init__(self) -> None:
+        self.groups: list[Any] = []
+        self.lent: set[int] = set()
+        self._agreeing: Any = dist.new_group(backend="gloo")
+
+    def lend(self) -> LentGroup:
+        taken = torch.zeros(GROUPS_MAX + 1, dtype=torch.uint8)
+        taken[sorted(self.lent)] = 1
+        dist.all_reduce(taken, dist.ReduceOp.MAX, self._agreeing)
+        number = taken.tolist().index(0)
+        if number == GROUPS_MAX:
+            raise ConfigInvalid(
+                f"{GROUPS_MAX} process groups are in use.", "Close each CheckpointManager after its use."
+            )
+        if number == len(self.groups):
+            self.groups.append(dist.new_group(backend="gloo"))
+        self.lent.add(number)
+        return LentGroup(self, number)
+
+
+_POOLS: "weakref.WeakKeyDictionary[Any, _Pool]" = weakref.WeakKeyDictionary()
+
+
+def borrow_group() -> LentGroup | None:
+    """A group that no other user of this process has on any rank; None where there is no job of several processes."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    if world not in _POOLS:
+        _POOLS[world] = _Pool()
+    return _POOLS[world].lend()

@@ -1,0 +1,79 @@
+"""Whether the processes of other ranks live: real processes, told apart by the kernel alone."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from replicated_ckpt.dcp.presence import Presence, Process
+
+RANKS = 3
+
+
+def presence(path: Path, rank: int) -> Presence:
+    found = Presence(dist.FileStore(str(path), RANKS), rank)
+    found.announce()
+    return found
+
+
+@contextmanager
+def announced_child(path: Path, rank: int) -> Iterator[int]:
+    """A process that has announced itself; killed at the end, and waited for only then."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            presence(path, rank)
+            os.write(writing, b"!")
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        assert os.read(reading, 1) == b"!"
+        yield pid
+    finally:
+        os.close(reading)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_killed_process_is_missed_and_a_stopped_one_is_not(tmp_path: Path) -> None:
+    """Before anybody has waited for it; and ranks that do not see its host are told by one that does."""
+    elsewhere = Presence(dist.FileStore(str(tmp_path / "store"), RANKS), 2)
+    here = presence(tmp_path / "store", 0)
+    with announced_child(tmp_path / "store", 1) as pid:
+        assert here.lost() == {}
+        os.kill(pid, signal.SIGSTOP)
+        assert here.lost() == {}
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while not here.lost() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert set(here.lost()) == {1}
+        assert set(elsewhere.lost()) == {1}
+
+
+def test_another_process_with_its_number_is_not_taken_for_it() -> None:
+    """Numbers are used again: this process, said to have started at another time, is gone."""
+    assert not Process(0, os.getpid(), "1").lives()
+
+
+def test_a_death_is_noted_once(tmp_path: Path) -> None:
+    """However often it is looked at, the store gets one key for it, and none for those that live."""
+    store = dist.FileStore(str(tmp_path / "store"), RANKS)
+    here = presence(tmp_path / "store", 0)
+    with announced_child(tmp_path / "store", 1) as pid:
+        here.lost()
+        keys = store.num_keys()
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while not here.lost() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(10):
+            here.lost()
+    assert store.num_keys() == keys + 1

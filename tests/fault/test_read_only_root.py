@@ -1,0 +1,97 @@
+"""A node whose root cannot be written any more: its checkpoints still load, with or without an agent there."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.cluster import Call, Cluster, call
+
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(os.geteuid() != 0, reason="a read-only file system is a tmpfs, and mounting one needs root"),
+]
+KINDS = ["plain", "own"]
+SOON_S = 10.0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Two nodes; the disk of the second one is a file system of its own."""
+    with Cluster(tmp_path / "cluster", 2) as cluster:
+        disk = cluster.nodes[1].disk
+        mounted = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
+        if subprocess.run(mounted, check=False, capture_output=True).returncode:
+            pytest.skip("no tmpfs can be mounted here")
+        try:
+            yield cluster
+            cluster.stop_agents()
+        finally:
+            while disk.is_mount():
+                subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def make_read_only(cluster: Cluster) -> None:
+    """As if the file system had met an error: an agent that has files open there keeps them."""
+    disk = str(cluster.nodes[1].disk)
+    subprocess.run(["mount", "--bind", disk, disk], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", disk], check=True)
+
+
+def load(checkpoint_id: str) -> Call:
+    return call("errors.timed", timed_step="state.load", arguments={"kinds": KINDS, "checkpoint_id": checkpoint_id})
+
+
+@pytest.mark.parametrize("nodes", [[0, 1], [1, 0], [1]], ids=str)
+def test_loads_work_from_a_read_only_root(cluster: Cluster, nodes: list[int]) -> None:
+    """No agent runs there and none can be started: its ranks read their own disk; whoever coordinates."""
+    counts = [1 if node == 0 else 2 for node in nodes]
+    saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=nodes, ranks=counts)
+    cluster.stop_agents()
+    make_read_only(cluster)
+    ask = call("lookup.ask", names=["step-1", "step-2"])
+    results = cluster.launch([load("step-1"), load("latest"), ask], nodes=nodes, ranks=counts)
+    for step in (0, 1):
+        assert [found["value"]["digests"] for found in results.of(step)] == saved.of(0)
+        assert max(found["seconds"] for found in results.of(step)) < SOON_S
+    for rank, found in enumerate(results.of(0)):
+        if nodes[0 if rank < counts[0] else 1] == 1:
+            assert found["value"]["report"]["bytes_peer"] == 0, "all of it lies on the own disk"
+    assert results.of(2)[0]["latest"] == "step-1"
+    assert results.of(2)[0]["exists"] == [True, False]
+
+
+def test_an_agent_that_still_runs_there_serves_the_others(cluster: Cluster) -> None:
+    """The disk became read-only under it: the other node, which lost everything, loads from there."""
+    saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    cluster.nodes[0].lose()
+    make_read_only(cluster)
+    results = cluster.launch([load("step-1")], nodes=[0, 1])
+    assert [found["value"]["digests"] for found in results.of(0)] == saved.of(0)
+
+
+def test_what_only_a_node_without_agent_holds_is_named(cluster: Cluster) -> None:
+    """Nobody else can read it: every rank is told soon, by name, that this node cannot be asked, and why."""
+    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1", copies=1)], nodes=[0, 1])
+    cluster.stop_agents()
+    make_read_only(cluster)
+    calls = [call("state.load_fails", kinds=KINDS, checkpoint_id="step-1")]
+    for failure in cluster.launch(calls, nodes=[0, 1]).of(0):
+        assert failure["types"] == ["ShardLost"]
+        assert failure["seconds"] < SOON_S
+        assert "cannot be written, and no agent runs there" in failure["message"]
+
+
+def test_a_save_says_that_the_root_is_read_only(cluster: Cluster) -> None:
+    """StoreDenied on every rank, within seconds, from the one that met it."""
+    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    cluster.stop_agents()
+    make_read_only(cluster)
+    calls = [call("state.save_fails", kinds=KINDS, checkpoint_id="step-2")]
+    for failure in cluster.launch(calls, nodes=[0, 1]).of(0):
+        assert (failure["types"], failure["ranks"]) == (["StoreDenied"], [1])
+        assert failure["seconds"] < SOON_S

@@ -1,0 +1,169 @@
+"""Steps: one rank meets an error, or is killed, in some hook of a save or a load; what each rank learns, and when."""
+
+import errno
+import importlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import replicated_ckpt.dcp.meeting
+import replicated_ckpt.dcp.reader
+import replicated_ckpt.dcp.writer
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.agent.endpoint import single_agent_lock
+from replicated_ckpt.dcp.cluster import AgentCluster
+from replicated_ckpt.dcp.rank_load import RankLoad
+from replicated_ckpt.dcp.shard_writer import ShardWriter
+from replicated_ckpt.dcp.survey import Survey, Surveyor
+from replicated_ckpt.stores.local import LocalStore
+from tests.multiprocess.context import Context
+from tests.multiprocess.node import Node
+from tests.multiprocess.steps_state import save_fails
+
+GROUP_WAIT_S = 12.0
+PLACES: Mapping[str, tuple[Any, str]] = {
+    "save: present": (replicated_ckpt.dcp.writer, "node_post"),
+    "save: open": (AgentCluster, "begin"),
+    "save: hold": (LocalStore, "held"),
+    "save: write": (ShardWriter, "write"),
+    "save: receipt": (replicated_ckpt.dcp.writer, "present_again"),
+    "save: finish": (replicated_ckpt.dcp.writer, "commit_save"),
+    "load: reset": (ReplicatedReader, "reset"),
+    "load: present": (replicated_ckpt.dcp.meeting, "reading_post"),
+    "load: look": (Surveyor, "surveyed"),
+    "load: told": (Survey, "from_json"),
+    "load: metadata": (replicated_ckpt.dcp.reader, "verified_metadata"),
+    "load: check": (RankLoad, "check"),
+    "load: plan": (replicated_ckpt.dcp.reader, "planned"),
+    "load: read": (RankLoad, "read"),
+}
+"""Where an error is met: what stands there is replaced while the save or load goes on."""
+
+
+class Unsendable(Exception):
+    """Can be pickled, and not be made again from what was."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(f"{what} in {where}")
+
+
+def _os_error(name: str) -> OSError:
+    code = getattr(errno, name)
+    return OSError(code, os.strerror(code), "/somewhere")
+
+
+ERRORS: Mapping[str, Callable[[], BaseException]] = {
+    **{name: partial(_os_error, name) for name in ("EROFS", "EMFILE", "ENOSPC", "EACCES", "EIO")},
+    "MemoryError": MemoryError,
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "Unsendable": lambda: Unsendable("this rank breaks", "a hook"),
+}
+
+
+@contextmanager
+def failing(place: str, error: str, *, here: bool) -> Iterator[None]:
+    def fail(*_: Any, **__: Any) -> None:
+        if error == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        made = ERRORS[error]()
+        raise made
+
+    if not here:
+        yield
+        return
+    with mock.patch.object(*PLACES[place], fail):
+        yield
+
+
+def _run(context: Context, place: str, process_group: Any) -> None:
+    """The save or the load that `place` is a part of."""
+    if place.startswith("save"):
+        state, writer = {f"r{context.rank}": torch.ones(1000)}, ReplicatedWriter(context.root, overwrite=True)
+        dcp.save(state, checkpoint_id="broken", storage_writer=writer, process_group=process_group)
+    else:
+        load(context, "kept", process_group)
+
+
+def save_kept(context: Context) -> None:
+    """What the loads of these steps load."""
+    state = {f"r{context.rank}": torch.full((1000,), float(context.rank + 1))}
+    dcp.save(state, checkpoint_id="kept", storage_writer=ReplicatedWriter(context.root))
+
+
+def load(context: Context, checkpoint_id: str, process_group: Any = None) -> list[float]:
+    state = {f"r{rank}": torch.zeros(1000) for rank in range(context.world_size)}
+    reader = ReplicatedReader(context.root)
+    dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader, process_group=process_group)
+    return [float(tensor.mean()) for tensor in state.values()]
+
+
+def breaks(context: Context, place: str, error: str, rank: int, process_group: Any = None) -> dict[str, Any]:
+    """`rank` meets `error` at `place`: what this rank catches, of which types, and how soon."""
+    started = time.monotonic()
+    try:
+        with failing(place, error, here=context.rank == rank):
+            _run(context, place, process_group)
+    except BaseException as exc:  # noqa: BLE001 - what is raised here is what is asked
+        told = {at: type(found).__name__ for at, (found, _) in exc.failures.items()} if hasattr(exc, "failures") else {}
+        return {
+            "seconds": time.monotonic() - started,
+            "caught": type(exc).__name__,
+            "told": told or {str(context.rank): type(exc).__name__},
+            "text": str(exc),
+        }
+    raise AssertionError("the error was lost")
+
+
+def breaks_in_group(context: Context, place: str, error: str, members: list[int], rank: int) -> dict[str, Any] | None:
+    """As `breaks`, in a group of some of the ranks; the others wait, and one of them serves the c10d store."""
+    group = dist.new_group(members, backend="gloo")
+    if context.rank not in members:
+        time.sleep(GROUP_WAIT_S)
+        return None
+    return breaks(context, place, error, rank, process_group=group)
+
+
+def breaks_in_turn(context: Context, cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
+    """One case after the other, in one world; after each that world still loads."""
+    found = []
+    for place, error, rank in cases:
+        found.append(breaks(context, place, error, rank))
+        assert load(context, "kept") == [float(other + 1) for other in range(context.world_size)]
+    return found
+
+
+def timed(context: Context, timed_step: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Another step, and how long it took."""
+    module, _, function = timed_step.rpartition(".")
+    run = getattr(importlib.import_module(f"tests.multiprocess.steps_{module}"), function)
+    started = time.monotonic()
+    value = run(context, **arguments)
+    return {"value": value, "seconds": time.monotonic() - started}
+
+
+def signal_agent(context: Context, node: int, number: int) -> None:
+    """Sends a signal to the agent of a node; all ranks go on when it has been sent."""
+    if context.rank == 0:
+        os.kill(Node(context.roots[node], context.roots[node]).agent_pid() or 0, number)
+    dist.barrier()
+
+
+def save_with_lock_held(context: Context, ranks: list[int]) -> dict[str, Any]:
+    """Saves while something holds the lock of the node's agent and never serves, as an agent stopped at its start does."""
+    lock = single_agent_lock(context.root / ".agent") if context.rank == 0 else None
+    dist.barrier()
+    try:
+        return save_fails(context, ["plain"], "step-2") if context.rank in ranks else {}
+    finally:
+        dist.barrier()
+        if lock is not None:
+            lock.release()
