@@ -7,6 +7,7 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 DATA = bytes(range(256)) * 40
 RAW = DATA + table_of([DATA], 1024).encoded()
+EXPECTED = Expected(len(RAW), crc32c(RAW))
 
 
 class Copy(VerifiedShard):
@@ -15,7 +16,7 @@ class Copy(VerifiedShard):
     def __init__(self, node: str) -> None:
         self.reads = 0
         self.is_cut_off = False
-        super().__init__(node, "shard", Expected(len(RAW), crc32c(RAW)))
+        super().__init__(node, "shard", EXPECTED)
 
     def _fill(self, target: memoryview, offset: int) -> None:
         self.reads += 1
@@ -31,7 +32,7 @@ def sources_of(copies: dict[str, Copy], silent: set[str], failures: list[str]) -
     def noted(node: str, _: ReplicatedCkptError) -> None:
         failures.append(node)
 
-    sources = [Source(node, lambda node=node: copies[node]) for node in copies]  # type: ignore[misc]
+    sources = [Source(node, EXPECTED, lambda _, node=node: copies[node]) for node in copies]  # type: ignore[misc]
     return AnySource(sources, noted, silent.__contains__)
 
 
