@@ -243,7 +243,7 @@ class NodeService:
         answer = self.answer_of(save_id)
         if answer is Answer.ABSENT and (unknown := next(self.store.catalog.unbelieved(), None)) is not None:
             raise ManifestInvalid(
-                f"Node {self.node_id} cannot tell what became of save {save_id}: its manifest of {unknown!r} is damaged or gone."
+                f"Node {self.node_id} cannot tell what became of save {save_id}: its manifest of {unknown!r} is damaged."
             )
         if answer is Answer.PUBLISHED:
             return {"state": answer.value, "checkpoint_id": self.store.catalog.checkpoint_of(save_id)}

@@ -66,11 +66,15 @@ def planned(
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """What the nodes have of one id: its saves, as `saves_found` orders them, and files that are of none, by node."""
+    """What the nodes have of one id: its saves, as `saves_found` orders them, and nodes whose files are of none of them.
+
+    `foreign` are files of this package, `unmanaged` those that stock torch may have written.
+    """
 
     checkpoint_id: str
     saves: tuple[SeenSave, ...]
-    foreign: Mapping[str, Remains]
+    foreign: frozenset[str] = frozenset()
+    unmanaged: frozenset[str] = frozenset()
 
     @property
     def lineages(self) -> Mapping[str, Sequence[SeenSave]]:
@@ -111,29 +115,26 @@ class _Look:
         self._unsure = {node.node_id for node in there if node.presence is Presence.ASSUMED and node.holdings is None}
 
     def at(self, checkpoint_id: str, found: Sequence[SaveFound], remains: Sequence[Remains]) -> _Checkpoint:
-        saves = [self._see(save, frozenset(), frozenset()) for save in found]
+        saves = [self._see(save, ()) for save in found]
         if not remains:
-            return _Checkpoint(checkpoint_id, tuple(saves), {})
+            return _Checkpoint(checkpoint_id, tuple(saves))
         likely = [save.manifest for save in sorted(saves, key=lambda save: not save.is_whole)]
-        foreign: dict[str, Remains] = {}
-        recognized: dict[str, list[Holding]] = {}
+        foreign, unmanaged = set[str](), set[str]()
+        recognized: dict[str, list[Holding]] = {save.save_id: [] for save in found}
         for one in remains:
             manifest = recognize(one, likely)
             if manifest is not None and (one.is_ours or one.matching(manifest)):
-                recognized.setdefault(manifest.save_id, []).append(one.holding(manifest))
-            elif one.is_ours:
-                foreign[one.node_id] = one
-        return _Checkpoint(checkpoint_id, tuple(self._with(save, recognized, foreign) for save in found), foreign)
+                recognized[manifest.save_id].append(one.holding(manifest))
+            else:
+                (foreign if one.is_ours else unmanaged).add(one.node_id)
+        seen = tuple(self._see(save, recognized[save.save_id]) for save in found)
+        return _Checkpoint(checkpoint_id, seen, frozenset(foreign), frozenset(unmanaged))
 
-    def _with(
-        self, save: SaveFound, recognized: Mapping[str, Sequence[Holding]], foreign: Mapping[str, Remains]
-    ) -> SeenSave:
-        more = recognized.get(save.save_id, [])
-        all_of_it = replace(save, holdings=(*save.holdings, *more))
-        return self._see(all_of_it, frozenset(foreign), frozenset(holding.node_id for holding in more))
-
-    def _see(self, save: SaveFound, foreign: frozenset[str], remains: frozenset[str]) -> SeenSave:
-        return see_save(save, self._manifests[save.save_id], self._up, self._unsure | foreign, remains)
+    def _see(self, save: SaveFound, recognized: Sequence[Holding]) -> SeenSave:
+        """The save with the files that were recognized as its own on nodes without its manifest."""
+        with_remains = replace(save, holdings=(*save.holdings, *recognized))
+        nodes = frozenset(holding.node_id for holding in recognized)
+        return see_save(with_remains, self._manifests[save.save_id], self._up, self._unsure, nodes)
 
 
 class _Planning:
@@ -156,22 +157,21 @@ class _Planning:
 
     def add(self, checkpoint: _Checkpoint) -> None:
         published = self._published_at(checkpoint)
-        blank = self._up - published.keys() - checkpoint.foreign.keys()
+        blank = self._up - published.keys() - checkpoint.foreign
         for lineage, saves in checkpoint.lineages.items():
             whole = next((save for save in saves if save.is_whole), None)
-            if lineage == checkpoint.newest_lineage:
-                blank |= self._overrule(checkpoint, whole)
+            loads = whole or next((save for save in saves if save.may_be_whole), None)
             for save in saves:
                 takers = set(save.holders)
-                if save is (whole or saves[0]) and save.with_metadata and lineage == checkpoint.newest_lineage:
-                    takers |= blank
+                if lineage == checkpoint.newest_lineage and save is (loads or saves[0]) and save.with_metadata:
+                    takers |= blank if save is whole else blank - checkpoint.unmanaged
                 if save is whole:
                     takers |= {node_id for node_id, other in published.items() if save.version.is_newer_than(other)}
-                self._add_save(save, takers, is_in_doubt=whole is not None and save is not whole)
+                    takers |= self._overruled(checkpoint) if lineage == checkpoint.newest_lineage else set()
+                self._add_save(save, takers, is_in_doubt=loads is not None and save is not loads)
                 if save is whole:
                     break  # the older ones of the lineage give way to it
-        if not checkpoint.saves:
-            self._overrule(checkpoint, None)
+        self._add_foreign(checkpoint)
 
     def _published_at(self, checkpoint: _Checkpoint) -> dict[str, Version]:
         """The save that has the checkpoint's name on each node that answers, as far as it is known."""
@@ -180,15 +180,16 @@ class _Planning:
             published |= dict.fromkeys(save.holders - save.with_manifest, save.version)
         return published
 
-    def _overrule(self, checkpoint: _Checkpoint, whole: SeenSave | None) -> set[str]:
-        """The nodes whose files of an unknown save give way to a whole one; the others' manifests are said to be lost."""
-        foreign = set(checkpoint.foreign)
-        overruled = foreign & {self._own_node} if whole is not None and not self._silent else set[str]()
-        for node_id in sorted(foreign - overruled):
-            owner, waits_for = f"node {node_id}", tuple(sorted(self._silent))
-            have = int(bool(waits_for))
-            self.short.append(ShortShard(checkpoint.checkpoint_id, "", MANIFEST_NAME, owner, 1, have, waits_for))
-        return overruled
+    def _overruled(self, checkpoint: _Checkpoint) -> set[str]:
+        """The nodes whose files of an unknown save give way to a whole one."""
+        return set() if self._silent else {self._own_node or ""} & checkpoint.foreign
+
+    def _add_foreign(self, checkpoint: _Checkpoint) -> None:
+        """Files of a save that no node knows: their manifest is lost, or on a node that does not answer."""
+        waits_for = tuple(sorted(self._silent))
+        for node_id in sorted(checkpoint.foreign):
+            place = checkpoint.checkpoint_id, "", MANIFEST_NAME, f"node {node_id}"
+            self.short.append(ShortShard(*place, wanted=1, have=int(bool(waits_for)), waits_for=waits_for))
 
     def _add_save(self, save: SeenSave, takers: set[str], *, is_in_doubt: bool) -> None:
         """`takers` are the nodes whose directory is of this save, or is to be."""

@@ -69,7 +69,7 @@ class ShortShard:
     """A file with fewer intact copies than wanted for which nothing can be done now.
 
     `have` 0: no copy is known anywhere. `waits_for`: nodes, with their hosts, that do not answer and may hold one.
-    `is_in_doubt`: it is of a newer save, and an older one of the same checkpoint is whole. `save_id` is empty where no
+    `is_in_doubt`: another save of the same checkpoint is whole, or may be once nodes are back. `save_id` is empty where no
     manifest tells which save the file is of.
     """
 
@@ -87,7 +87,7 @@ class ShortShard:
         return self.have == 0 and not self.is_in_doubt
 
     def __str__(self) -> str:
-        doubt = f", of save {self.save_id}, which is newer than one that is whole" if self.is_in_doubt else ""
+        doubt = f", of save {self.save_id}, while another save of it can be had" if self.is_in_doubt else ""
         waits = f"; bring back node {' or node '.join(self.waits_for)}" if self.waits_for else ""
         return (
             f"{self.checkpoint_id}/{self.shard} (owner {self.owner}){doubt}: {self.have} of {self.wanted} copies{waits}"

@@ -39,6 +39,12 @@ class SeenSave:
         return bool(self.with_metadata) and all(self.intact[shard] for shard in self.manifest.shards)
 
     @property
+    def may_be_whole(self) -> bool:
+        """Whether it is whole once it is mended, and the nodes that do not answer are back."""
+        has_metadata = bool(self.with_metadata or self.assumed_metadata)
+        return has_metadata and all(self.can_give(shard) or self.assumed[shard] for shard in self.manifest.shards)
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """Nodes that have the manifest or the metadata, those with both first."""
         either = self.with_manifest | self.with_metadata

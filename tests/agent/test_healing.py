@@ -16,7 +16,7 @@ from tests.agent.checkpoints import checkpointed, findings, held, quarantined, s
 from tests.agent.test_reprotect import PAIR, QUICK, RING, agents, meet, protected, status, stores
 from tests.agent.test_verify_repair import as_json, command, flip, tree
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 PATIENT = ("--lost-after-s", "600")
 """Options of agents that must not take a node for lost within a test."""
 
@@ -31,13 +31,13 @@ def rounds(running: RunningAgent, count: int) -> None:
     before = status(running)["protection"]["rounds"]
     for done in range(count):
         meet(running)
-        wait_for(lambda wanted=before + done: status(running)["protection"]["rounds"] > wanted, 20, "a round")  # type: ignore[misc]
+        wait_for(lambda wanted=before + done: status(running)["protection"]["rounds"] > wanted, 90, "a round")  # type: ignore[misc]
 
 
 def agree(nodes: Sequence[LocalStore], running: Sequence[RunningAgent], *, done: bool) -> None:
     """Status of every agent, `verify` and `repair --dry-run` say the same."""
     code, found = as_json("verify", nodes[0].root)
-    wait_for(lambda: not any(status(agent)["restoring"] for agent in running), 30, "rest")
+    wait_for(lambda: not any(status(agent)["restoring"] for agent in running), 90, "rest")
     assert {status(agent)["protection"]["is_complete"] for agent in running} == {done}
     assert found["is_intact"] is done
     assert (code == ExitCode.OK) is done
@@ -51,8 +51,8 @@ def test_metadata_and_manifest_are_mended_by_each_other(tmp_path: Path) -> None:
     flip(nodes[0].root / "step-1" / METADATA_NAME, 100)
     flip(nodes[1].root / "step-1" / MANIFEST_NAME, 60)
     with agents(nodes, *PATIENT, "--scrub-every-s", "0.5") as running:
-        wait_for(lambda: not any(findings(store) for store in nodes), 40, "being whole again")
-        wait_for(protected(*running), 40, "being done")
+        wait_for(lambda: not any(findings(store) for store in nodes), 90, "being whole again")
+        wait_for(protected(*running), 90, "being done")
         assert of_save(nodes[2]) == 1
         agree(nodes, running, done=True)
     assert [quarantined(store) for store in nodes] == [[METADATA_NAME], [MANIFEST_NAME], []]
@@ -83,8 +83,8 @@ def test_a_directory_of_metadata_alone_counts(tmp_path: Path, name: str) -> None
     if name == METADATA_NAME:
         (nodes[0].root / "step-1" / MANIFEST_NAME).write_bytes(b"{}")
     with agents(nodes, *PATIENT) as running:
-        wait_for(lambda: not any(findings(store) for store in nodes), 40, "being whole again")
-        wait_for(protected(*running), 40, "being done")
+        wait_for(lambda: not any(findings(store) for store in nodes), 90, "being whole again")
+        wait_for(protected(*running), 90, "being done")
         assert [of_save(store) for store in nodes] == [1, 1, 1]
         agree(nodes, running, done=True)
 
@@ -101,8 +101,8 @@ def test_a_footer_is_rebuilt_from_the_last_copys_data(tmp_path: Path, damage: st
     )
     shutil.rmtree(nodes[1].root)
     with agents([nodes[0]], "--scrub-every-s", "0.5") as running:
-        wait_for(lambda: held(nodes[0]) == set(PAIR), 30, "the footer")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(lambda: held(nodes[0]) == set(PAIR), 90, "the footer")
+        wait_for(protected(*running), 90, "being done")
         agree(nodes[:1], running, done=True)
     assert path.read_bytes() == raw
     assert quarantined(nodes[0]) == [shard(0)]
@@ -115,9 +115,9 @@ def test_a_damaged_copy_beyond_those_wanted_is_mended(tmp_path: Path) -> None:
     shutil.copy(nodes[0].root / "step-1" / shard(0), nodes[2].root / "step-1" / shard(0))
     flip(nodes[2].root / "step-1" / shard(0))
     with agents(nodes, *PATIENT) as running:
-        wait_for(protected(*running), 30, "being at rest, as nobody has read the file yet")
+        wait_for(protected(*running), 90, "being at rest, as nobody has read the file yet")
         assert command("repair", nodes[0].root).returncode == ExitCode.OK
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 90, "being done")
         agree(nodes, running, done=True)
     assert findings(nodes[2]) == []
 
@@ -127,11 +127,11 @@ def test_verify_has_the_agents_know_what_it_found(tmp_path: Path) -> None:
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     with agents(nodes, *PATIENT) as running:
-        wait_for(protected(*running), 30, "being at rest")
+        wait_for(protected(*running), 90, "being at rest")
         flip(nodes[1].root / "step-1" / shard(1))
         assert command("verify", nodes[0].root).returncode == ExitCode.FAILED
-        wait_for(lambda: held(nodes[1]) == set(PAIR), 30, "the mended copy")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(lambda: held(nodes[1]) == set(PAIR), 90, "the mended copy")
+        wait_for(protected(*running), 90, "being done")
         agree(nodes, running, done=True)
 
 
@@ -158,7 +158,7 @@ def test_a_file_that_can_be_read_again_is_no_loss(tmp_path: Path) -> None:
     note = [["step-1", manifest.save_id, shard(0), [stat.st_ino, stat.st_mtime_ns, stat.st_size], False]]
     (nodes[0].agent_directory() / "damage.json").write_text(json.dumps(note))
     with agents(nodes) as running:
-        wait_for(protected(*running), 20, "being done")
+        wait_for(protected(*running), 90, "being done")
         agree(nodes, running, done=True)
 
 
@@ -168,8 +168,8 @@ def test_a_shard_that_is_of_no_save_is_set_aside(tmp_path: Path) -> None:
     checkpointed(nodes, 1, PAIR)
     shutil.copy(nodes[0].root / "step-1" / shard(0), nodes[0].root / "step-1" / shard(9))
     with agents(nodes, *PATIENT) as running:
-        wait_for(lambda: not (nodes[0].root / "step-1" / shard(9)).exists(), 30, "its removal")
-        wait_for(protected(*running), 30, "being done")
+        wait_for(lambda: not (nodes[0].root / "step-1" / shard(9)).exists(), 90, "its removal")
+        wait_for(protected(*running), 90, "being done")
         agree(nodes, running, done=True)
     assert quarantined(nodes[0]) == [shard(9)]
 
@@ -180,7 +180,7 @@ def test_a_copy_that_lies_elsewhere_is_not_missing(tmp_path: Path) -> None:
     checkpointed(nodes, 1, RING)
     (nodes[0].root / "step-1" / shard(0)).rename(nodes[2].root / "step-1" / shard(0))
     with agents(nodes, *PATIENT) as running:
-        wait_for(protected(*running), 30, "being done")
+        wait_for(protected(*running), 90, "being done")
         agree(nodes, running, done=True)
         assert status(running[0])["protection"]["bytes_copied"] == 0
 
@@ -195,13 +195,13 @@ def test_a_node_that_said_goodbye_makes_nothing_give_way(tmp_path: Path) -> None
             running[index].signal(signal.SIGTERM)
             assert running[index].process.wait(20) == 0
         with running_agent(nodes[2].root, *QUICK) as back:
-            wait_for(lambda: status(back)["protection"]["rounds"] > 1, 20, "a round")
+            wait_for(lambda: status(back)["protection"]["rounds"] > 1, 90, "a round")
             rounds(back, 3)
             assert of_save(nodes[2]) == 1
             with running_agent(nodes[1].root, *QUICK) as last:
                 everybody = (running[0], back, last)
                 meet(*everybody)
-                wait_for(lambda: held(nodes[1]) | held(nodes[2]) == set(RING), 20, "all shards")
+                wait_for(lambda: held(nodes[1]) | held(nodes[2]) == set(RING), 90, "all shards")
                 for agent in everybody:
                     rounds(agent, 2)
                 assert [of_save(store) for store in nodes] == [2, 1, 1]
@@ -216,7 +216,7 @@ def test_one_bit_of_a_manifest_makes_nothing_give_way(tmp_path: Path) -> None:
     checkpointed(nodes, 2, RING, on=[0])
     flip(nodes[1].root / "step-1" / MANIFEST_NAME, 60)
     with agents(nodes, *PATIENT) as running:
-        wait_for(lambda: of_save(nodes[1]) != 0, 30, "its manifest")
+        wait_for(lambda: of_save(nodes[1]) != 0, 90, "its manifest")
         for agent in running:
             rounds(agent, 2)
         assert [of_save(store) for store in nodes] == [2, 1, 1]
@@ -229,7 +229,7 @@ def test_files_of_an_unknown_save_wait_for_silent_nodes(tmp_path: Path) -> None:
     checkpointed(nodes[:2], 1, PAIR)
     checkpointed(nodes[2:], 2, PAIR)
     with agents(nodes[2:], *PATIENT) as met:
-        wait_for(protected(*met), 30, "being done")
+        wait_for(protected(*met), 90, "being done")
     flip(nodes[2].root / "step-1" / MANIFEST_NAME, 60)
     before = tree(nodes[2].root)
     with agents(nodes[:3], *PATIENT) as running:
@@ -243,8 +243,8 @@ def test_files_of_an_unknown_save_wait_for_silent_nodes(tmp_path: Path) -> None:
         assert tree(nodes[2].root) == before
         with running_agent(nodes[3].root, *PATIENT) as back:
             meet(*running, back)
-            wait_for(lambda: [of_save(store) for store in nodes] == [2] * 4, 30, "the newer save on all nodes")
-            wait_for(protected(*running, back), 30, "being done")
+            wait_for(lambda: [of_save(store) for store in nodes] == [2] * 4, 90, "the newer save on all nodes")
+            wait_for(protected(*running, back), 90, "being done")
             agree(nodes, [*running, back], done=True)
 
 

@@ -67,6 +67,20 @@ def test_what_is_intact_somewhere_loads_and_heals(world: World, style: str, *, i
         check(world, damages)
 
 
+def test_lost_metadata_names_what_each_node_had(tmp_path: Path) -> None:
+    """The error of the load says of every node where `.metadata` was looked for what lay there instead."""
+    world = pair(tmp_path)
+    parts = frozenset({"metadata"})
+    with (
+        world.damaged([Damage(parts, style="flip"), Damage(parts, style="remove")]) as cluster,
+        pytest.raises(ShardLost) as raised,
+    ):
+        world.load(cluster, 0)
+    said = [text for text in raised.value.searched if ".metadata" in text]
+    assert any(world.node_ids[0] in text and "is damaged" in text for text in said)
+    assert any(world.node_ids[1] in text and "has no .metadata of this save" in text for text in said)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("style", STYLES)
