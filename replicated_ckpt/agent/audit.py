@@ -1,35 +1,50 @@
 """The audit: every node reads everything that it holds; what is wrong, and the plan that would mend it. Changes nothing."""
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+from replicated_ckpt.agent.endpoint import read_endpoint
 from replicated_ckpt.agent.manifests import ManifestBook
 from replicated_ckpt.agent.peers import PeerBook
-from replicated_ckpt.core.finding import Finding
+from replicated_ckpt.agent.policies import PolicyBook
+from replicated_ckpt.core.finding import Finding, Problem
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.repair import NodeView, Presence, RepairPlan, planned
-from replicated_ckpt.errors import PeerProtocolError
+from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.core.policy import NOTHING_SAID, Standing, latest
+from replicated_ckpt.core.remains import Remains
+from replicated_ckpt.core.repair import NodeView, Presence, planned
+from replicated_ckpt.core.repair_plan import RepairPlan
+from replicated_ckpt.core.retention import planned_retention, without_retired
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
 from replicated_ckpt.stores.inspection import Inspector
 from replicated_ckpt.stores.local import LocalStore
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class NodeReading:
-    """What one node found when it read its store in full."""
+    """What one node found when it read its store in full, what lies there without a manifest, and its standing.
+
+    `silent` is what it knows to have lain on nodes that do not answer it.
+    """
 
     node_id: str
     findings: tuple[Finding, ...]
     holdings: tuple[Holding, ...]
     bytes_read: int
+    remains: tuple[Remains, ...] = ()
+    standing: Standing = NOTHING_SAID
+    silent: tuple[Holding, ...] = ()
 
     @property
-    def unbelieved(self) -> tuple[str, ...]:
-        """Checkpoints without a manifest that is believed."""
-        return tuple(finding.checkpoint_id for finding in self.findings if not finding.save_id)
+    def silent_nodes(self) -> frozenset[str]:
+        return frozenset(holding.node_id for holding in self.silent)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], label: str) -> "NodeReading":
@@ -41,8 +56,12 @@ class NodeReading:
         try:
             findings = tuple(Finding.from_json(finding) for finding in fields["findings"])
             holdings = tuple(Holding.from_json(holding) for holding in fields["holdings"])
-            return cls(str(fields["node_id"]), findings, holdings, index(fields["bytes_read"]))
-        except (KeyError, TypeError, ValueError) as exc:
+            remains = tuple(Remains.from_json(one) for one in fields["remains"])
+            standing = Standing.from_json(fields["standing"])
+            silent = tuple(Holding.from_json(holding) for holding in fields["silent"])
+            size = index(fields["bytes_read"])
+            return cls(str(fields["node_id"]), findings, holdings, size, remains, standing, silent)
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigInvalid) as exc:
             raise PeerProtocolError(f"{label} answered verify wrongly: {type(exc).__name__}: {exc}.") from exc
 
 
@@ -56,7 +75,15 @@ class Audit:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        return tuple(finding for reading in self.readings for finding in reading.findings)
+        """What is wrong. A copy that a node was meant to hold is not missing where there are enough others."""
+        return tuple(
+            finding
+            for reading in self.readings
+            for finding in reading.findings
+            if finding.problem is not Problem.MISSING
+            or ShardName.parse(finding.name) is None
+            or self.plan.concerns(finding.checkpoint_id, finding.name)
+        )
 
     @property
     def checkpoint_ids(self) -> tuple[str, ...]:
@@ -66,11 +93,14 @@ class Audit:
     @property
     def is_intact(self) -> bool:
         """Whether every file is as it was saved and every shard has its number of copies."""
-        return not self.findings and not self.plan.copy and not self.plan.short
+        return self.plan.is_complete
 
 
 class Auditor:
-    """Reads this node's store in this process and has the agents of the others read theirs, all at once."""
+    """Has the agents of all nodes read their stores, all at once; this process reads its own node's if no agent runs.
+
+    The agents know afterwards what is bad, and mend it as they mend what a reader reports.
+    """
 
     def __init__(self, store: LocalStore, lost: Collection[str] = ()) -> None:
         self._store = store
@@ -89,7 +119,7 @@ class Auditor:
         def read(node: str) -> NodeReading:
             if node == self._node_id:
                 return self._own_reading(checkpoint_id)
-            return _asked(addresses[node], checkpoint_id)
+            return _ask_agent(addresses[node], checkpoint_id)
 
         outcome = FanOut[str, NodeReading]().run([self._node_id, *addresses], read)
         if self._node_id in outcome.errors:
@@ -99,22 +129,39 @@ class Auditor:
         return Audit(readings, silent, self._plan(readings, [addresses[node] for node in sorted(outcome.errors)]))
 
     def _own_reading(self, checkpoint_id: str | None) -> NodeReading:
+        endpoint = read_endpoint(self._store.root_agent_directory())
+        if endpoint is not None and endpoint.node_id == self._node_id:
+            try:
+                return _ask_agent(endpoint.local_address(), checkpoint_id)
+            except ReplicatedCkptError as exc:
+                log.info("this process reads the store itself: %s", exc)
         inspector = Inspector(self._store, self._node_id)
         findings = tuple(inspector.inspected(checkpoint_id))
-        return NodeReading(self._node_id, findings, tuple(inspector.holdings), inspector.bytes_read)
+        standing = Standing(PolicyBook(self._store.root_agent_directory()).known())
+        holdings, remains = tuple(inspector.holdings), tuple(inspector.remains)
+        return NodeReading(self._node_id, findings, holdings, inspector.bytes_read, remains, standing)
 
     def _plan(self, readings: Sequence[NodeReading], silent: Sequence[AgentAddress]) -> RepairPlan:
         domains = {peer.node_id: peer.domain for peer in self._peers.known()}
         views = [
-            NodeView(found.node_id, Presence.UP, found.holdings, domains.get(found.node_id), found.unbelieved)
+            NodeView(
+                found.node_id, Presence.UP, found.holdings, domains.get(found.node_id), found.remains, found.standing
+            )
             for found in readings
         ]
-        views += [NodeView(peer.node_id, Presence.ASSUMED, None, peer.domain) for peer in silent]
+        held: dict[str, list[Holding]] = {}
+        for found in reversed(readings):
+            held |= {node: [one for one in found.silent if one.node_id == node] for node in found.silent_nodes}
+        for peer in silent:
+            last = tuple(held[peer.node_id]) if peer.node_id in held else None
+            views.append(NodeView(peer.node_id, Presence.ASSUMED, last, peer.domain))
         manifests = ManifestBook(self._store, self._node_id, self._peers).of(views)
-        return planned(manifests, views)
+        policies = latest(policy for view in views for policy in view.standing.policies)
+        retired = planned_retention(manifests, views, policies).retired
+        return planned(without_retired(manifests, retired), views)
 
 
-def _asked(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:
+def _ask_agent(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:
     document = {} if checkpoint_id is None else {"checkpoint_id": checkpoint_id}
     with AgentClient(address) as client:
         return NodeReading.from_json(client.call("POST", "/v1/verify", document), address.label)

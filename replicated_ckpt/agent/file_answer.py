@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from replicated_ckpt.agent.request import Answer, Request
-from replicated_ckpt.errors import ObjectMissing, PeerProtocolError
+from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError
 
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})?")
 
@@ -25,7 +25,7 @@ def file_answer(request: Request, fd: int) -> FileAnswer:
     """The file behind `fd`, which is taken over, or the range of it that the request names.
 
     Raises:
-        ObjectMissing: the range lies outside the file. PeerProtocolError: it is no range.
+        ObjectCorrupt: the file ends before the range. PeerProtocolError: it is no range.
     """
     try:
         size = os.fstat(fd).st_size
@@ -46,5 +46,5 @@ def _range(header: str | None, size_bytes: int) -> tuple[int, int]:
     first = int(match[1])
     end = min(int(match[2]) + 1 if match[2] else size_bytes, size_bytes)
     if first >= end:
-        raise ObjectMissing("this agent", "GET", f"bytes {first} to {end}", f"the file has {size_bytes} bytes")
+        raise ObjectCorrupt("this agent", "GET", f"bytes from {first} on", f"the file has {size_bytes} bytes")
     return first, end

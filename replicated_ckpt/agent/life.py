@@ -165,6 +165,7 @@ class Agent:
             self._stopping,
             config.scrub_every_s,
             self._reprotector.suspect_finding,
+            self._service.damage.note,
         )
 
     def _leave(self, server: AgentServer) -> None:

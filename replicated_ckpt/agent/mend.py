@@ -1,17 +1,19 @@
 """Mending: carries out this node's part of a repair plan. Nothing is overwritten, nothing unverified put in place."""
 
+import contextlib
 import logging
-import os
 from functools import partial
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.descriptions import fetch_manifest, fetch_metadata
 from replicated_ckpt.agent.pace import Pace
 from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.core.checksum import BlockTable, crc32c, footed_bytes
+from replicated_ckpt.core.checksum import BlockTable
 from replicated_ckpt.core.finding import Finding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.manifest import Manifest, ShardEntry, decoded_manifest
-from replicated_ckpt.core.repair import Adopt, CopyShard
+from replicated_ckpt.core.manifest import Manifest, ShardEntry
+from replicated_ckpt.core.repair_plan import Action, Adopt, CopyShard, SetAside
+from replicated_ckpt.core.settlement import may_publish
 from replicated_ckpt.errors import (
     ManifestInvalid,
     ManifestVersionUnknown,
@@ -20,8 +22,7 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.adoption import footed
-from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.committed import Committed, committed_directory, committed_save, incoming_path
 from replicated_ckpt.stores.inspection import Inspector, Paced
@@ -48,44 +49,116 @@ class Mender:
         self._pace = pace
         self.bytes_copied = 0
 
-    def carry_out(self, action: Adopt | CopyShard) -> None:
+    def carry_out(self, action: Action) -> None:
         """Does one action of a plan.
 
         Raises:
             ReplicatedCkptError: it could not be done; what was there is as it was. Stopped: the agent is leaving.
         """
-        if isinstance(action, Adopt):
-            self._adopt(action)
-        else:
-            self._copy(action)
+        match action:
+            case Adopt():
+                self._adopt(action)
+            case CopyShard():
+                self._copy(action)
+            case SetAside():
+                self._set_aside(action)
 
     def examine(self, checkpoint_id: str, save_id: str, name: str) -> Finding | None:
-        """Reads a file that is said to be bad; if it is, that is noted, and the finding returned. Nothing is changed.
+        """Reads a file that is said to be bad, notes what it is, and returns what is wrong. Nothing is changed.
 
         Raises:
             ObjectMissing: the checkpoint is not here any more, or is of another save. StoreError. Stopped
         """
-        inspector = Inspector(self._store, self._service.node_id, self._pace.take)
         with committed_save(self._store.root, checkpoint_id, save_id) as (directory, manifest):
-            if name == METADATA_NAME:
-                finding = inspector.metadata_problem(directory, manifest)
-            elif name in manifest.shards:
-                finding = inspector.shard_problem(directory, manifest, name)
-            else:
-                return None
-        if finding is not None:
+            return self._examined(directory, manifest, name)
+
+    def of_wrong_size(self) -> list[tuple[str, str, str]]:
+        """The shards here whose size alone says that they are bad, and which were not read yet: checkpoint, save, name."""
+        catalog = self._store.catalog
+        found: list[tuple[str, str, str]] = []
+        for holding in catalog.holdings(self._service.node_id):
+            place = holding.checkpoint_id, holding.save_id
+            with contextlib.suppress(ObjectMissing, ManifestInvalid):  # it may have gone meanwhile
+                shards = catalog.manifest(catalog.directory_of(*place) or "").shards
+                sizes = {name: size for name, size in holding.sizes.items() if name in shards}
+                found += [(*place, name) for name, size in sizes.items() if size != shards[name].size_bytes]
+        return [key for key in found if not self._service.damage.is_known(*key)]
+
+    def _examined(self, directory: Committed, manifest: Manifest, name: str) -> Finding | None:
+        inspector = Inspector(self._store, self._service.node_id, self._pace.take)
+        is_footless = False
+        if name == METADATA_NAME:
+            finding = inspector.metadata_problem(directory, manifest)
+        elif name in manifest.shards:
+            finding = inspector.shard_problem(directory, manifest, name)
+            is_footless = finding is not None and inspector.is_footless(directory, manifest, name)
+        else:
+            return None
+        place = directory.checkpoint_id, manifest.save_id, name
+        if finding is None:
+            self._service.damage.clear(*place)
+        else:
             log.warning("%s", finding)
-            self._service.damage.mark(checkpoint_id, save_id, name)
+            self._service.damage.mark(*place, is_footless=is_footless)
         return finding
 
     def _adopt(self, action: Adopt) -> None:
-        manifest, raw_manifest, metadata = self._decision_of(action)
+        if not self._restored_in_place(action):
+            self._take_over(action)
+
+    def _restored_in_place(self, action: Adopt) -> bool:
+        """Gives a directory of this save what it has lost; False if there is none, or one of another save.
+
+        A directory whose manifest is damaged or gone is of this save, as the plan has found by the checksums of its files.
+        None of them is moved: what does not match is damaged, and its blocks may be the last ones. The manifest comes
+        last, so a crash leaves what was there before.
+
+        Raises:
+            ManifestVersionUnknown: it is a newer version's, and stays as it is.
+        """
+        if self._store.catalog.is_replaced(action.save_id):
+            with committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
+                if (problem := self._restore_metadata(directory, action, manifest)) is not None:
+                    raise problem
+            return True
+        if not self._store.final(action.checkpoint_id).is_dir():
+            return False
+        with committed_directory(self._store.root, action.checkpoint_id) as directory:
+            own, why = _manifest_in(directory)
+            if not directory.names() or (own is not None and own.save_id != action.save_id):
+                return False
+            manifest, raw_manifest = (
+                fetch_manifest(action, self._addresses(action.sources)) if own is None else (own, b"")
+            )
+            problem = self._restore_metadata(directory, action, manifest)
+            if own is None:
+                directory.put_small(MANIFEST_NAME, raw_manifest)
+                log.warning("%s: manifest restored: %s", directory.checkpoint_id, why)
+                for shard in directory.shards():
+                    self._examined(directory, manifest, shard)
+        if problem is not None:
+            raise problem
+        return True
+
+    def _restore_metadata(self, directory: Committed, action: Adopt, manifest: Manifest) -> ReplicatedCkptError | None:
+        """Puts intact metadata in place, if it is not there; why that could not be done."""
+        if self._examined(directory, manifest, METADATA_NAME) is None:
+            return None
         try:
-            with committed_directory(self._store.root, action.checkpoint_id) as directory:
-                if self._mended_in_place(directory, manifest, raw_manifest, metadata):
-                    return
-        except ObjectMissing:
-            pass  # the node holds nothing of this checkpoint: it is put there anew
+            metadata = fetch_metadata(action, manifest, self._addresses(action.sources))
+        except ReplicatedCkptError as exc:
+            return exc
+        directory.put_small(METADATA_NAME, metadata)
+        log.info("restored %s/%s", directory.checkpoint_id, METADATA_NAME)
+        return None
+
+    def _take_over(self, action: Adopt) -> None:
+        """Puts the save here as one that was published; one that is here and newer stays."""
+        manifest, raw_manifest = fetch_manifest(action, self._addresses(action.sources))
+        metadata = fetch_metadata(action, manifest, self._addresses(action.sources))
+        own = self._store.published(action.checkpoint_id)
+        if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
+            return
         with self._service.completing:
             self._store.begin(Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True))
             self._store.put_small(action.save_id, METADATA_NAME, metadata)
@@ -93,79 +166,11 @@ class Mender:
             self._service.complete(action.save_id)
         log.info("took over %s (save %s)", action.checkpoint_id, action.save_id)
 
-    def _decision_of(self, action: Adopt) -> tuple[Manifest, bytes, bytes]:
-        """Manifest, its bytes, and metadata of the save, from the first source where both are believed."""
-        last: ReplicatedCkptError = ObjectMissing("the peers", "take over", action.checkpoint_id, "no source is known")
-        for address in self._addresses(action.sources):
-            try:
-                with AgentClient(address) as client:
-                    raw = client.fetch("GET", file_path(action.checkpoint_id, action.save_id, MANIFEST_NAME))
-                    manifest = decoded_manifest(raw, address.label)
-                    path = file_path(action.checkpoint_id, action.save_id, METADATA_NAME)
-                    metadata = client.fetch_file(path, manifest.metadata_bytes)
-                if manifest.save_id != action.save_id or crc32c(metadata) != manifest.metadata_crc32c:
-                    raise ObjectCorrupt(address.label, "take over", METADATA_NAME, "it does not match its manifest")
-            except ReplicatedCkptError as exc:
-                last = exc
-                continue
-            return manifest, raw, metadata
-        raise last
-
-    def _mended_in_place(self, directory: Committed, manifest: Manifest, raw_manifest: bytes, metadata: bytes) -> bool:
-        """Gives a directory that is of this save already what it lacks; False if it is of an older save.
-
-        A directory whose own manifest is damaged or gone is taken for one of this save: files that do not match it are
-        set aside. The manifest comes last, so a crash leaves what was there before.
-        """
-        try:
-            own = directory.manifest()
-        except ManifestVersionUnknown:
-            return True  # a newer version's: hands off
-        except (ManifestInvalid, ObjectMissing) as exc:
-            self._set_aside_what_differs(directory, manifest, str(exc))
-            self._restore_metadata(directory, manifest, metadata)
-            directory.put_small(MANIFEST_NAME, raw_manifest)
-            log.warning("%s: manifest restored: %s", directory.checkpoint_id, exc.message)
-            return True
-        if own.save_id != manifest.save_id:
-            return (own.sequence, own.save_id) > (manifest.sequence, manifest.save_id)
-        self._restore_metadata(directory, own, metadata)
-        return True
-
-    def _restore_metadata(self, directory: Committed, manifest: Manifest, metadata: bytes) -> None:
-        if Inspector(self._store, self._service.node_id).metadata_problem(directory, manifest) is not None:
-            directory.put_small(METADATA_NAME, metadata)
-            log.info("restored %s/%s", directory.checkpoint_id, METADATA_NAME)
-
-    def _set_aside_what_differs(self, directory: Committed, manifest: Manifest, why: str) -> None:
-        inspector = Inspector(self._store, self._service.node_id, self._pace.take)
-        for shard in directory.shards():
-            if shard not in manifest.shards:
-                directory.set_aside(shard, f"save {manifest.save_id} has no such shard; {why}")
-                continue
-            finding = inspector.shard_problem(directory, manifest, shard)
-            if finding is not None and not self._given_its_footer(directory, shard, manifest.shards[shard]):
-                directory.set_aside(shard, str(finding))
-
-    def _given_its_footer(self, directory: Committed, shard: str, entry: ShardEntry) -> bool:
-        """Whether a file was the data of the shard as stock torch wrote it, and has its footer now: it may be the only one.
-
-        So it is where an adoption was decided on other nodes, and this one has lost what it had staged.
-        """
-        path = incoming_path(self._store.root)
-        fd = directory.open(shard)
-        try:
-            if footed_bytes(os.fstat(fd).st_size) != entry.size_bytes:
-                return False
-            table = footed(fd, FileSink(path), f"{directory.checkpoint_id}/{shard}", self._pace.take)
-        finally:
-            os.close(fd)
-        if table.file_crc() != entry.crc32c:
-            path.unlink()
-            return False
-        directory.place(path, shard)
-        log.info("adopted %s/%s", directory.checkpoint_id, shard)
-        return True
+    def _set_aside(self, action: SetAside) -> None:
+        with committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
+            if action.shard not in manifest.shards:
+                directory.set_aside(action.shard, f"the manifest of save {action.save_id} names no such shard")
+                log.warning("set aside %s/%s: its manifest does not name it", action.checkpoint_id, action.shard)
 
     def _copy(self, action: CopyShard) -> None:
         path = incoming_path(self._store.root)
@@ -173,7 +178,7 @@ class Mender:
             entry = manifest.shards.get(action.shard)
             if entry is None:
                 raise ObjectMissing(str(self._store.root), "copy", action.shard, "the manifest does not name it")
-            if self._is_intact(directory, manifest, action.shard):
+            if action.shard in directory.shards() and self._examined(directory, manifest, action.shard) is None:
                 return
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
             try:
@@ -185,29 +190,22 @@ class Mender:
         self.bytes_copied += action.size_bytes
         log.info("restored %s/%s from node %s", action.checkpoint_id, action.shard, sources.last_node)
 
-    def _is_intact(self, directory: Committed, manifest: Manifest, shard: str) -> bool:
-        if shard not in directory.shards():
-            return False
-        inspector = Inspector(self._store, self._service.node_id, self._pace.take)
-        return inspector.shard_problem(directory, manifest, shard) is None
-
     def _sources(self, action: CopyShard, entry: ShardEntry) -> list[Source]:
         """The peers, and last the damaged file of this node itself: some of its blocks may be nowhere else."""
+        expected = Expected(entry.size_bytes, entry.crc32c)
         sources = [
-            Source(address.node_id, partial(self._at_peer, action, entry, address))
+            Source(address.node_id, expected, partial(self._at_peer, action, address))
             for address in self._addresses(action.sources)
         ]
         if self._service.node_id in action.sources:
-            sources.append(Source(self._service.node_id, partial(self._at_home, action, entry)))
+            sources.append(Source(self._service.node_id, expected, partial(self._at_home, action)))
         return sources
 
-    def _at_peer(self, action: CopyShard, entry: ShardEntry, address: AgentAddress) -> VerifiedShard:
-        expected = Expected(entry.size_bytes, entry.crc32c)
+    def _at_peer(self, action: CopyShard, address: AgentAddress, expected: Expected) -> VerifiedShard:
         return PeerShard(AgentClient(address), action.checkpoint_id, action.save_id, action.shard, expected)
 
-    def _at_home(self, action: CopyShard, entry: ShardEntry) -> VerifiedShard:
+    def _at_home(self, action: CopyShard, expected: Expected) -> VerifiedShard:
         fd = self._store.open_file(action.checkpoint_id, action.save_id, action.shard)
-        expected = Expected(entry.size_bytes, entry.crc32c)
         return ShardFile(fd, f"node {self._service.node_id}", f"{action.checkpoint_id}/{action.shard}", expected)
 
     def _tell(self, action: CopyShard, node_id: str, error: ReplicatedCkptError) -> None:
@@ -220,6 +218,16 @@ class Mender:
     def _addresses(self, nodes: tuple[str, ...]) -> list[AgentAddress]:
         known = {peer.node_id: peer for peer in self._service.peers.known()}
         return [known[node] for node in nodes if node in known]
+
+
+def _manifest_in(directory: Committed) -> tuple[Manifest | None, str]:
+    """The manifest in a directory; None, and why, if it is damaged or gone."""
+    try:
+        return directory.manifest(), ""
+    except ManifestVersionUnknown:
+        raise
+    except (ManifestInvalid, ObjectMissing) as exc:
+        return None, exc.message
 
 
 def pulled(sources: AnySource, shard: str, sink: FileSink, paced: Paced) -> None:

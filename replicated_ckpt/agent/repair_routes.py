@@ -11,7 +11,7 @@ from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import give_up_lost
 from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.policy import Policy
-from replicated_ckpt.core.repair import RepairPlan
+from replicated_ckpt.core.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.inspection import Inspector
@@ -101,17 +101,28 @@ class RepairRoutes:
         return replace(json_answer(waits_for=list(waits_for)), after=self._reprotector.wake)
 
     def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Reads everything here, or one checkpoint, and says what is wrong and what is intact."""
+        """Reads everything here, or one checkpoint, and says what is wrong and what is intact.
+
+        What is bad is known from then on, and mended as what a reader reports is.
+        """
         checkpoint_id = fields.get("checkpoint_id")
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
             raise ConfigInvalid(f"{str(checkpoint_id)[:200]!r} is no checkpoint id.")
         inspector = Inspector(self._service.store, self._service.node_id)
         with request.heartbeat:
             findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id)]
-        holdings = [holding.to_json() for holding in inspector.holdings]
-        return json_answer(
-            node_id=self._service.node_id, findings=findings, holdings=holdings, bytes_read=inspector.bytes_read
+        for holding in inspector.holdings:
+            self._service.damage.note(holding)
+        answer = json_answer(
+            node_id=self._service.node_id,
+            findings=findings,
+            holdings=[holding.to_json() for holding in inspector.holdings],
+            remains=[remains.to_json() for remains in inspector.remains],
+            standing=self._reprotector.standing().to_json(),
+            silent=[holding.to_json() for holding in self._reprotector.watch.silent_holdings()],
+            bytes_read=inspector.bytes_read,
         )
+        return replace(answer, after=self._reprotector.wake) if findings else answer
 
     def _carry_out(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """Does this node's part of a plan, action by action, and says how each went."""

@@ -21,7 +21,8 @@ from replicated_ckpt.core.finding import Finding
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.policy import NOTHING_SAID, Policy, Standing
-from replicated_ckpt.core.repair import Adopt, CopyShard, NodeView, Presence, RepairPlan, planned
+from replicated_ckpt.core.repair import NodeView, Presence, planned
+from replicated_ckpt.core.repair_plan import Action, RepairPlan
 from replicated_ckpt.core.retention import planned_retention, without_retired
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 
@@ -34,7 +35,7 @@ LEFTOVER_GRACE_S = 60.0
 SUSPECTS_MAX = 4096
 
 
-Outcome: TypeAlias = tuple[Adopt | CopyShard, str]
+Outcome: TypeAlias = tuple[Action, str]
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,16 @@ class Reprotector:
         standing: Callable[[], Standing] = lambda: NOTHING_SAID,
     ) -> None:
         self._service = service
-        self._standing = standing
+        self.standing = standing
         self._retirer = Retirer(service, stopping)
         self._patience = patience
         self._clock = clock
-        self._watch = PeerWatch(service.peers, patience, clock)
+        self.watch = PeerWatch(service.peers, patience, clock)
         self._mender = Mender(service, pace)
         self._stopping = stopping
         self._woken = threading.Event()
         self._busy = threading.Event()
-        self._suspects: deque[tuple[str, str, str]] = deque(maxlen=SUSPECTS_MAX)
+        self._suspects = deque(service.damage.known(), maxlen=SUSPECTS_MAX)
         self._orders: deque[tuple[RepairPlan, Future[list[Outcome]]]] = deque()
         self._manifests = ManifestBook(service.store, service.node_id, service.peers)
         self._held_before: set[str] = set()
@@ -90,7 +91,7 @@ class Reprotector:
         self._stale: tuple[RepairPlan, int] = (RepairPlan(), 0)
         self._began_at: float | None = None
         self._rounds = 0
-        self.last = Protection(is_complete=True)
+        self.last = Protection(is_complete=False)
         self._thread = threading.Thread(target=self._run, name="rckpt-reprotect", daemon=True)
 
     def start(self) -> None:
@@ -156,6 +157,7 @@ class Reprotector:
                 return
             except (ReplicatedCkptError, OSError) as exc:
                 log.error("re-protection goes on in %.0f s: %s", IDLE_PAUSE_S, exc)  # noqa: TRY400 - it explains itself
+                self.last = Protection(is_complete=False, failed=(str(exc),))
             is_active = self._is_active(self.last)
             if not is_active and not self._woken.is_set():
                 self._busy.clear()
@@ -177,18 +179,18 @@ class Reprotector:
         self._read_suspects()
         self._settle_old_leftovers()
         policies = self._service.policies.known()
-        others = self._watch.looked()
+        others = self.watch.looked()
         views = (self._own_view(), *others)
         told = histories_of(holding.version for view in others for holding in view.holdings or ())
         self._service.heard.hear({lineage: history.sequence for lineage, history in told.items()})
-        in_doubt = self._watch.has_doubt(others)
+        in_doubt = self.watch.has_doubt(others)
         kept = self._kept(views, policies, in_doubt=in_doubt)
         drop_outlived(self._service, kept, views)
-        plan = planned(kept, views)
+        plan = planned(kept, views, self._service.node_id)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         done, failed = self._carried_out(plan.of_node(self._service.node_id))
         found = Protection(
-            is_complete=not plan.actions and not plan.short and not in_doubt,
+            is_complete=plan.is_complete and not in_doubt,
             planned=len(plan.actions),
             done=done,
             failed=tuple(failed),
@@ -219,7 +221,8 @@ class Reprotector:
         return without_retired(manifests, plan.retired)
 
     def _read_suspects(self) -> None:
-        """Reads the files that were said to be bad; those that are count no more as copies."""
+        """Reads the files that were said to be bad, or have a wrong size; those that are bad count no more as copies."""
+        self._suspects.extend(self._mender.of_wrong_size())
         while self._suspects:
             checkpoint_id, save_id, name = self._suspects.popleft()
             try:
@@ -233,9 +236,9 @@ class Reprotector:
             settle(self._service, leftovers, self._service.peers.known())
 
     def _own_view(self) -> NodeView:
-        unbelieved = tuple(self._service.store.catalog.unbelieved())
+        service = self._service
         return NodeView(
-            self._service.node_id, Presence.UP, self._service.holdings(), None, unbelieved, self._standing()
+            service.node_id, Presence.UP, service.holdings(), None, service.remains.found(), self.standing()
         )
 
     def _do_orders(self) -> None:
@@ -243,7 +246,7 @@ class Reprotector:
             part, order = self._orders.popleft()
             order.set_result([(action, self._tried(action)) for action in part.actions])
 
-    def _tried(self, action: Adopt | CopyShard) -> str:
+    def _tried(self, action: Action) -> str:
         """Does one action; why it could not be done, or "".
 
         Raises:

@@ -173,14 +173,12 @@ class Routes:
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
             raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
         found = self._service.holdings(checkpoint_id)
-        unbelieved = list(self._service.store.catalog.unbelieved()) if checkpoint_id is None else []
+        remains = [found.to_json() for found in self._service.remains.found(checkpoint_id)]
         holdings = [holding.to_json() for holding in found]
         standing = self._objects.standing().to_json() if checkpoint_id is None else {}
         node_id = self._service.node_id
         in_doubt = [doubt.to_json() for doubt in self._service.doubts.known()]
-        return json_answer(
-            node_id=node_id, holdings=holdings, unbelieved=unbelieved, standing=standing, in_doubt=in_doubt
-        )
+        return json_answer(node_id=node_id, holdings=holdings, remains=remains, standing=standing, in_doubt=in_doubt)
 
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""

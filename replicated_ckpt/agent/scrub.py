@@ -10,6 +10,7 @@ from pathlib import Path
 
 from replicated_ckpt.agent.pace import Pace, Stopped
 from replicated_ckpt.core.finding import Finding, Problem
+from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.durable import translated, write_file
 from replicated_ckpt.stores.inspection import Inspector
@@ -36,11 +37,19 @@ class Scrubbed:
 class Scrubber:
     """One thread. It rests while a save is staged here, and goes on after a restart where it was.
 
-    A file whose checksum fails is given to `on_bad`; missing ones are re-protection's.
+    A file whose checksum fails is given to `on_bad`; missing ones are re-protection's. `on_read` gets what was found of
+    each checkpoint.
     """
 
     def __init__(
-        self, store: LocalStore, node_id: str, pace: Pace, stopping: threading.Event, every_s: float, on_bad: OnBad
+        self,
+        store: LocalStore,
+        node_id: str,
+        pace: Pace,
+        stopping: threading.Event,
+        every_s: float,
+        on_bad: OnBad,
+        on_read: Callable[[Holding], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._node_id = node_id
@@ -48,6 +57,7 @@ class Scrubber:
         self._stopping = stopping
         self._every_s = every_s
         self._on_bad = on_bad
+        self._on_read = on_read
         self.done = Scrubbed()
         self._thread = threading.Thread(target=self._run, name="rckpt-scrub", daemon=True)
 
@@ -83,6 +93,8 @@ class Scrubber:
         for checkpoint_id in [*(found for found in ids if found > after), *(found for found in ids if found <= after)]:
             inspector = Inspector(self._store, self._node_id, self._paced)
             findings = [found for found in inspector.inspected(checkpoint_id) if found.problem is Problem.CORRUPT]
+            for holding in inspector.holdings:
+                self._on_read(holding)
             for finding in findings:
                 log.warning("scrub: %s", finding)
                 self._on_bad(finding)

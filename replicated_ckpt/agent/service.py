@@ -26,12 +26,13 @@ from replicated_ckpt.core.lineage import History, merge_histories
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
 from replicated_ckpt.core.policy import scope_of
 from replicated_ckpt.core.settlement import Answer
-from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, SaveAborted, SaveSuperseded
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ReplicatedCkptError, SaveAborted, SaveSuperseded
 from replicated_ckpt.stores.adoption import stage_shards
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import exclusive
 from replicated_ckpt.stores.intent import Intent
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.remains import RemainsShelf
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class NodeService:
         self.node_id = store.node_id()
         self.peers = PeerBook(store.agent_directory())
         self.damage = DamageBook(store)
+        self.remains = RemainsShelf(store, self.node_id)
         self.heard = HeardSequences(store.agent_directory())
         self.policies = PolicyBook(store.agent_directory())
         self.doubts = Doubts()
@@ -238,8 +240,16 @@ class NodeService:
         self.commit(save_id)
 
     def state_of(self, save_id: str) -> dict[str, Any]:
-        """What `GET /v1/saves/{save_id}` says of a save, and where it is committed."""
+        """What `GET /v1/saves/{save_id}` says of a save, and where it is committed.
+
+        Raises:
+            ManifestInvalid: nothing of it is found, and a checkpoint here may be it.
+        """
         answer = self.answer_of(save_id)
+        if answer is Answer.ABSENT and (unknown := next(self.store.catalog.unbelieved(), None)) is not None:
+            raise ManifestInvalid(
+                f"Node {self.node_id} cannot tell what became of save {save_id}: its manifest of {unknown!r} is damaged."
+            )
         if answer is Answer.PUBLISHED:
             return {"state": answer.value, "checkpoint_id": self.store.catalog.checkpoint_of(save_id)}
         return {"state": answer.value}

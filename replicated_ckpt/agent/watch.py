@@ -3,10 +3,12 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.policy import NOTHING_SAID, Standing
+from replicated_ckpt.core.remains import Remains
 from replicated_ckpt.core.repair import NodeView, Presence
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
@@ -28,10 +30,10 @@ class Patience:
 
 @dataclass(frozen=True)
 class Held:
-    """What a node says that it holds, the checkpoints of which it has files and no intact manifest, and its standing."""
+    """What a node says that it holds, what it has without a manifest that it believes, and its standing."""
 
     holdings: tuple[Holding, ...]
-    unbelieved: tuple[str, ...] = ()
+    remains: tuple[Remains, ...] = ()
     standing: Standing = NOTHING_SAID
 
 
@@ -56,12 +58,17 @@ class PeerWatch:
         if node in answers:
             self._silent_since.pop(node, None)
             held = self._held[node] = answers[node]
-            return NodeView(node, Presence.UP, held.holdings, address.domain, held.unbelieved, held.standing)
+            return NodeView(node, Presence.UP, held.holdings, address.domain, held.remains, held.standing)
         silent_s = self._clock() - self._silent_since.setdefault(node, self._clock())
         patience = self._patience.away_after_s if self._peers.is_away(node) else self._patience.lost_after_s
         presence = Presence.ASSUMED if silent_s < patience else Presence.GONE
         last = self._held.get(node)
         return NodeView(node, presence, None if last is None else last.holdings, address.domain)
+
+    def silent_holdings(self) -> tuple[Holding, ...]:
+        """What the nodes held that did not answer when they were asked last."""
+        silent = [self._held[node] for node in sorted(self._silent_since) if node in self._held]
+        return tuple(holding for held in silent for holding in held.holdings)
 
     def has_doubt(self, views: Sequence[NodeView]) -> bool:
         """Whether a node fell silent that is not given up yet: soon there may be work."""
@@ -75,11 +82,20 @@ def asked(address: AgentAddress) -> Held:
         StoreUnavailable: no answer. PeerProtocolError: no sensible one.
     """
     with AgentClient(address, ASK_TIMEOUT_S) as client:
-        answer = client.call("GET", "/v1/holdings?upkeep=1")
+        return held_in(client.call("GET", "/v1/holdings?upkeep=1"), address)
+
+
+def held_in(answer: Mapping[str, Any], address: AgentAddress) -> Held:
+    """What a node has answered to the question what it holds; what it says of other nodes is left out.
+
+    Raises:
+        PeerProtocolError: it makes no sense.
+    """
     try:
         found = tuple(Holding.from_json(fields) for fields in answer["holdings"])
-        unbelieved = tuple(str(checkpoint_id) for checkpoint_id in answer.get("unbelieved", ()))
+        remains = tuple(Remains.from_json(fields) for fields in answer.get("remains", ()))
         standing = Standing.from_json(answer.get("standing", {}))
     except (KeyError, TypeError, ValueError, AttributeError, ConfigInvalid) as exc:
         raise PeerProtocolError(f"{address.label} listed its holdings wrongly: {exc}.") from exc
-    return Held(tuple(holding for holding in found if holding.node_id == address.node_id), unbelieved, standing)
+    holdings = tuple(holding for holding in found if holding.node_id == address.node_id)
+    return Held(holdings, tuple(one for one in remains if one.node_id == address.node_id), standing)

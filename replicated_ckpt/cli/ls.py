@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from replicated_ckpt.agent.peers import PeerBook
@@ -11,6 +10,7 @@ from replicated_ckpt.cli.doubts import staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.seen_save import see_save
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.bucket import Bucket
@@ -94,7 +94,8 @@ def _row(save: SaveFound, manifest: Manifest | None) -> dict[str, Any]:
 def _copies(save: SaveFound, manifest: Manifest | None) -> str:
     if manifest is None:
         return "not held here"
-    counts: Sequence[int] = [len(save.holders_of(name, entry.size_bytes)) for name, entry in manifest.shards.items()]
+    nodes = [holding.node_id for holding in save.holdings]
+    counts = [len(intact) for intact in see_save(save, manifest, nodes, unsure=(), remains=()).intact.values()]
     least = min(counts, default=0)
     if least == 0 and counts:
         return f"{counts.count(0)} shards lost"

@@ -5,6 +5,7 @@ import ipaddress
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from replicated_ckpt.agent.audit import Audit, Auditor
@@ -14,8 +15,8 @@ from replicated_ckpt.agent.stock_audit import StockAuditor
 from replicated_ckpt.cli.doubts import describe_loss, label_nodes, staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.stock import Adoptions
-from replicated_ckpt.cli.verify import as_json, existing_store
-from replicated_ckpt.core.repair import RepairPlan
+from replicated_ckpt.cli.verify import as_json, describe_short, existing_store
+from replicated_ckpt.core.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
@@ -23,6 +24,8 @@ from replicated_ckpt.stores.local import LocalStore
 
 _GREETING_WAIT_S = 20.0
 _POLL_S = 0.05
+ROUNDS_MAX = 4
+"""A manifest that is restored shows which files are damaged, so there is more to do then; a third round finds nothing."""
 HELP = "Set bad files aside, restore them from good copies, and make up for missing copies, on all nodes."
 
 
@@ -65,37 +68,74 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         _print_doubts(store, audit, arguments.lost)
         _print_plan(audit, adoptions)
-    doubts = {} if arguments.dry_run else _give_up_lost(store, arguments.lost)
-    errors = doubts if arguments.dry_run else doubts | _all_carried_out(store, audit.plan, adoptions, arguments.lost)
+    done = _Done(short=set(audit.plan.short))
+    if not arguments.dry_run:
+        done.errors |= _give_up_lost(store, arguments.lost)
+        _carry_out_all(store, audit.plan, adoptions, arguments.lost, done)
+    in_doubt = staged_saves(store, store.known_node_id())
     if arguments.json:
-        outcome = {"stock": [found.to_json() for found in audits], "dry_run": arguments.dry_run, "failed": errors}
-        in_doubt = {"in_doubt": [save.to_json() for save in staged_saves(store, store.known_node_id())]}
-        print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome, **in_doubt}, indent=2))
+        outcome = {"stock": [found.to_json() for found in audits], "dry_run": arguments.dry_run, "failed": done.errors}
+        doubts = {"in_doubt": [save.to_json() for save in in_doubt]}
+        print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome, **doubts}, indent=2))
     elif not arguments.dry_run:
-        _print_outcome([*audit.plan.actions, *adoptions.plans], errors)
-    return _exit_code(audit, adoptions, errors, has_doubts=bool(staged_saves(store, store.known_node_id())))
+        _print_outcome(done, audit)
+    return _exit_code(audit, adoptions, done, has_doubts=bool(in_doubt))
 
 
-def _exit_code(audit: Audit, adoptions: Adoptions, errors: Mapping[str, str], *, has_doubts: bool) -> ExitCode:
-    if audit.plan.lost:
+@dataclass
+class _Done:
+    """What was carried out, what failed and why, and what is short after that."""
+
+    actions: list[object] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+    short: set[ShortShard] = field(default_factory=set)
+
+
+def _exit_code(audit: Audit, adoptions: Adoptions, done: _Done, *, has_doubts: bool) -> ExitCode:
+    if any(short.is_lost for short in done.short):
         return ExitCode.SHARD_LOST
-    if errors or audit.plan.short or adoptions.refused:
+    if done.errors or done.short or adoptions.refused:
         return ExitCode.FAILED
     return ExitCode.UNREACHABLE if audit.unreachable or has_doubts else ExitCode.OK
 
 
-def _all_carried_out(store: LocalStore, plan: RepairPlan, adoptions: Adoptions, lost: Sequence[str]) -> dict[str, str]:
+def _carry_out_all(store: LocalStore, plan: RepairPlan, adoptions: Adoptions, lost: Sequence[str], done: _Done) -> None:
     """Does the plan; then adopts, reads what that has made, and makes the copies that are missing of it."""
-    errors = _carried_out(store, plan)
-    if not adoptions.plans:
-        return errors
-    peers = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in lost]
-    errors |= adoptions.carry_out({peer.node_id: peer for peer in peers} | _own_address(store, peers), peers)
+    _carry_out_until_done(store, plan, lost, done)
+    if adoptions.plans:
+        peers = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in lost]
+        addresses = {peer.node_id: peer for peer in peers} | _own_address(store, peers)
+        done.errors |= adoptions.carry_out(addresses, peers)
+        done.actions += adoptions.plans
     for adopted in adoptions.plans:
         audit = Auditor(store, lost).audited(adopted.checkpoint_id)
-        errors |= _carried_out(store, audit.plan)
-        errors |= {str(short): "too few nodes" for short in audit.plan.short}
-    return errors
+        done.short |= set(audit.plan.short)
+        _carry_out_until_done(store, audit.plan, lost, done)
+
+
+def _carry_out_until_done(store: LocalStore, plan: RepairPlan, lost: Sequence[str], done: _Done) -> None:
+    """Does a plan, reads again what it was about, and does what that shows, until `verify` would find nothing to do."""
+    for _ in range(ROUNDS_MAX):
+        if not plan.actions:
+            return
+        errors = _carried_out(store, plan)
+        done.actions += plan.actions
+        done.errors |= errors
+        if errors:
+            return
+        changed = sorted({action.checkpoint_id for action in plan.actions})
+        plan = _joined([Auditor(store, lost).audited(checkpoint_id).plan for checkpoint_id in changed])
+        done.short = {short for short in done.short if short.checkpoint_id not in changed} | set(plan.short)
+    done.errors |= {str(action): "it is still to be done" for action in plan.actions}
+
+
+def _joined(plans: Sequence[RepairPlan]) -> RepairPlan:
+    return RepairPlan(
+        tuple(action for plan in plans for action in plan.adopt),
+        tuple(action for plan in plans for action in plan.copy),
+        tuple(action for plan in plans for action in plan.set_aside),
+        tuple(short for plan in plans for short in plan.short),
+    )
 
 
 def _own_address(store: LocalStore, peers: list[AgentAddress]) -> dict[str, AgentAddress]:
@@ -187,15 +227,17 @@ def _print_plan(audit: Audit, adoptions: Adoptions) -> None:
     for action in audit.plan.actions:
         print(f"to do: {action}")
     for short in audit.plan.short:
-        print(f"{'lost' if short.have == 0 else 'too few nodes'}: {short}")
+        print(describe_short(short))
     for line in audit.unreachable:
         print(f"not reached: {line}")
     adoptions.print_plan()
     if not audit.plan.actions and not adoptions.plans:
-        print("nothing to do")
+        print("nothing to do" if audit.plan.is_complete else "nothing can be done now")
 
 
-def _print_outcome(actions: Sequence[object], errors: Mapping[str, str]) -> None:
-    for action, error in errors.items():
+def _print_outcome(done: _Done, audit: Audit) -> None:
+    for short in done.short - set(audit.plan.short):
+        print(describe_short(short))
+    for action, error in done.errors.items():
         print(f"failed: {action}: {error}")
-    print(f"{max(0, len(actions) - len(errors))} of {len(actions)} actions done")
+    print(f"{max(0, len(done.actions) - len(done.errors))} of {len(done.actions)} actions done")

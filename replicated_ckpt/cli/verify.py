@@ -10,6 +10,7 @@ from replicated_ckpt.agent.stock_audit import StockAuditor
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.stock import print_audits, worst_code
 from replicated_ckpt.core.finding import Finding
+from replicated_ckpt.core.repair_plan import ShortShard
 from replicated_ckpt.errors import CheckpointNotFound
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.bucket_inspection import BucketInspector
@@ -94,6 +95,10 @@ def existing_store(root: str) -> LocalStore:
     return store
 
 
+def describe_short(short: ShortShard) -> str:
+    return f"{'lost' if short.is_lost else 'in doubt' if short.is_in_doubt else 'too few copies'}: {short}"
+
+
 def exit_code(audit: Audit) -> ExitCode:
     if audit.plan.lost:
         return ExitCode.SHARD_LOST
@@ -117,9 +122,9 @@ def _print(audit: Audit) -> None:
     for finding in audit.findings:
         print(finding)
     for short in audit.plan.short:
-        print(f"{'lost' if short.have == 0 else 'too few nodes'}: {short}")
-    for action in audit.plan.copy:
-        print(f"copy missing: {action.checkpoint_id}/{action.shard}; repair would make one on node {action.node_id}")
+        print(describe_short(short))
+    for action in audit.plan.actions:
+        print(f"repair would do: {action}")
     for line in audit.unreachable:
         print(f"not reached: {line}")
     size = sum(reading.bytes_read for reading in audit.readings)

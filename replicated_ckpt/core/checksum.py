@@ -95,6 +95,22 @@ def footed_bytes(data_bytes: int) -> int:
     return data_bytes + 4 * -(-data_bytes // BLOCK_BYTES) + FOOTER_TAIL_BYTES
 
 
+def tables_of_size(file_tail: Bytes, file_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Block size and bytes of data that a file of `file_bytes`, whose footer is damaged, may have, likelier ones first.
+
+    `file_tail` are its last FOOTER_TAIL_BYTES, or fewer: where the damage lies elsewhere they still say it.
+    """
+    found = []
+    if footer_bytes_of(file_tail, file_bytes) is not None:
+        _, block_bytes, data_bytes, _ = _TAIL.unpack(file_tail)
+        found.append((block_bytes, data_bytes))
+    blocks = -(-(file_bytes - FOOTER_TAIL_BYTES) // (BLOCK_BYTES + 4))
+    data_bytes = file_bytes - FOOTER_TAIL_BYTES - 4 * blocks
+    if data_bytes >= 0 and footed_bytes(data_bytes) == file_bytes and (BLOCK_BYTES, data_bytes) not in found:
+        found.append((BLOCK_BYTES, data_bytes))
+    return tuple(found)
+
+
 def footer_bytes_of(file_tail: Bytes, file_bytes: int) -> int | None:
     """Size of the footer of a file of `file_bytes` whose last FOOTER_TAIL_BYTES are `file_tail`; None if it has none."""
     if len(file_tail) != FOOTER_TAIL_BYTES:

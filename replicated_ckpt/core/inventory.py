@@ -15,9 +15,10 @@ class Holding:
     """What one node's store holds of one committed save. `sizes` maps shard name to bytes of the file found there.
 
     `damaged` are those of them that the node knows to be bad: they stay where they are until a good copy replaces them,
-    as their other blocks may be all that is left of something. `created_unix_s` is when the save was made, by the clock
-    of its coordinator: it orders lineages, and saves of one sequence by groups of nodes that never met. `is_replaced`: a
-    newer save has the checkpoint's name on that node, and this one is kept until the newer one is seen whole.
+    as their other blocks may be all that is left of something. `footless` are those of `damaged` of which the footer
+    alone is bad: a copy can be made of one of them. `created_unix_s` is when the save was made, by the clock of its
+    coordinator: it orders lineages, and saves of one sequence by groups of nodes that never met. `is_replaced`: a newer
+    save has the checkpoint's name on that node, and this one is kept until the newer one is seen whole.
     """
 
     node_id: str
@@ -30,6 +31,7 @@ class Holding:
     created_unix_s: float = 0.0
     lineage: str = ""
     is_replaced: bool = False
+    footless: tuple[str, ...] = ()
 
     @property
     def version(self) -> Version:
@@ -47,6 +49,7 @@ class Holding:
             "created_unix_s": self.created_unix_s,
             "lineage": self.lineage,
             "is_replaced": self.is_replaced,
+            "footless": list(self.footless),
         }
 
     @classmethod
@@ -68,6 +71,7 @@ class Holding:
             float(fields.get("created_unix_s", 0.0)),
             str(fields.get("lineage", "")),
             fields.get("is_replaced") is True,
+            tuple(str(name) for name in fields.get("footless", ()) if name in sizes),
         )
         if (
             not is_checkpoint_id(holding.checkpoint_id)
@@ -112,6 +116,10 @@ class SaveFound:
             for shard, size in holding.sizes.items():
                 copies.setdefault(shard, []).append((holding.node_id, size))
         return copies
+
+    def has_any(self, shards: Iterable[str]) -> bool:
+        """Whether each of these shards has a file somewhere, if only one of another size: its data may be intact."""
+        return all(shard in self._copies_by_shard for shard in shards)
 
     def lacking(self, size_by_shard: Mapping[str, int]) -> tuple[str, ...]:
         """Shards without any holder."""

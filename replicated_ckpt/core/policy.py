@@ -79,6 +79,14 @@ def merged(own: Policy, heard: Policy) -> Policy:
     return own if own.retention == heard.retention else replace(own, retention=None)
 
 
+def latest(policies: Iterable[Policy]) -> tuple[Policy, ...]:
+    """Of each scope and tier the policy that holds, whatever the order in which they were heard."""
+    by_key: dict[tuple[str, str, str], Policy] = {}
+    for policy in policies:
+        by_key[policy.key] = merged(by_key.get(policy.key, policy), policy)
+    return tuple(by_key.values())
+
+
 @dataclass(frozen=True)
 class Standing:
     """What a node says besides its holdings that decides what may be removed: its policies, and how far uploads are.

@@ -5,11 +5,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.policy import NODES, Policy, pending, scope_of
 from replicated_ckpt.core.repair import NodeView, Presence
+from replicated_ckpt.core.seen_save import see_save
 
 
 @dataclass(frozen=True)
@@ -203,9 +204,12 @@ def whole_versions(
     manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]
 ) -> Mapping[str, tuple[Version, ...]]:
     """Of each checkpoint the versions of which every shard was seen intact, and the metadata, at nodes that answer."""
-    holdings = _holdings_by_save(manifest_by_save, [node for node in nodes if node.presence is Presence.UP])
+    up = {node.node_id: node for node in nodes if node.presence is Presence.UP}
     whole: dict[str, list[Version]] = {}
-    for save_id, manifest in manifest_by_save.items():
-        if _copies(manifest, holdings[save_id]) > 0:
+    for save in saves_found(holding for node in up.values() for holding in node.holdings or ()):
+        manifest = manifest_by_save.get(save.save_id)
+        if manifest is None or manifest.checkpoint_id != save.checkpoint_id:
+            continue
+        if see_save(save, manifest, up, unsure=(), remains=()).is_whole:
             whole.setdefault(manifest.checkpoint_id, []).append(manifest.version)
     return {checkpoint_id: tuple(versions) for checkpoint_id, versions in whole.items()}

@@ -13,7 +13,7 @@ from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.dcp.metadata import decoded_metadata, scan_metadata
 from replicated_ckpt.dcp.survey import Survey
-from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, ShardLost
+from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path, stock_path
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.local import LocalStore
@@ -83,8 +83,8 @@ def _intact(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key
         if copy.expected_crc in (None, crc32c(copy.raw)):
             raw = copy.raw if copy.is_bucket else survey.manifest.local_metadata(copy.raw)
             return raw, copy.source
-        expected = f"expected CRC32C {copy.expected_crc:08x}, found {crc32c(copy.raw):08x}"
-        problems.append(str(ObjectCorrupt(copy.source, "read", METADATA_NAME, expected)))
+        found = f"{len(copy.raw)} bytes of CRC32C {crc32c(copy.raw):08x}, expected {copy.expected_crc:08x}"
+        problems.append(f"{copy.source}: its {METADATA_NAME} is damaged: {found}")
         log.warning("%s", problems[-1])
         if copy.address is not None and not survey.stock_warning:
             tell_suspect(copy.address, survey.found.checkpoint_id, survey.found.save_id, METADATA_NAME, problems[-1])
@@ -95,25 +95,30 @@ def _intact(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key
 def _copies(
     store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, problems: list[str]
 ) -> Iterator[_Copy]:
-    """Each copy that can be read, the own one first; `problems` gets the others."""
+    """Each copy that can be read, the own one first, whatever the state of the manifest there.
+
+    `problems` gets what the other places have instead, each named.
+    """
     save, manifest = survey.found, survey.manifest
     own_node, size, crc = store.known_node_id(), manifest.metadata_bytes, manifest.metadata_crc32c
     own_address = next((address for address in survey.addresses if address.node_id == own_node), None)
-    if any(holding.node_id == own_node and holding.has_metadata for holding in save.holdings):
+    if any(holding.node_id == own_node for holding in save.holdings):
         path = store.path_of(save.checkpoint_id, save.save_id, METADATA_NAME)
         try:
             with path.open("rb") as file:
                 raw = file.read(min(path.stat().st_size, size + 1))  # one byte too many is enough not to match
             yield _Copy(f"node {own_node}", raw, crc, own_address)
         except OSError as exc:
-            problems.append(f"node {own_node}: {exc}")
+            problems.append(f"node {own_node}: its {METADATA_NAME} cannot be read: {exc}")
     for address in sorted(survey.addresses, key=lambda peer: crc32c(f"{reader_key}/{peer.node_id}".encode())):
         try:
             with AgentClient(address) as client:
                 raw = client.fetch_file(_path(survey, METADATA_NAME, size), size)
             yield _Copy(address.label, raw, crc, address)
+        except ObjectMissing as exc:
+            problems.append(f"{address.label}: it has no {METADATA_NAME} of this save: {exc.detail}")
         except ReplicatedCkptError as exc:
-            problems.append(str(exc))
+            problems.append(f"{address.label}: {exc.message}")
     if bucket is not None and survey.in_bucket is not None:
         try:
             there = survey.in_bucket
@@ -121,7 +126,7 @@ def _copies(
             raw = bucket.small(key, there.metadata_bytes, there.metadata_crc32c)
             yield _Copy(bucket.client.target.url, raw, there.metadata_crc32c, is_bucket=True)
         except ReplicatedCkptError as exc:
-            problems.append(str(exc))
+            problems.append(f"{bucket.client.target.url}: {exc.message}")
 
 
 def _path(survey: Survey, name: str, size_bytes: int) -> str:

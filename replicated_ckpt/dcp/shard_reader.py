@@ -15,7 +15,7 @@ from replicated_ckpt.core.windows import SHARDS_AT_ONCE
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentClient
-from replicated_ckpt.stores.any_source import AnySource, Source
+from replicated_ckpt.stores.any_source import AnySource, Source, Tables
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.exchange import Exchange
 from replicated_ckpt.stores.local import LocalStore
@@ -121,6 +121,7 @@ class ShardReader:
         self._nodes_by_shard = self._ordered(shards, reader_key)
         self._places = places or {}
         self._open: dict[str, AnySource] = {}
+        self._rebuilt: Tables = {}
         self.findings = Findings()
 
     def sibling(self) -> "ShardReader":
@@ -133,7 +134,13 @@ class ShardReader:
         sizes = {shard: self._manifest.shards[shard].size_bytes for shard in shards}
         holders = {shard: self._survey.found.holders_of(shard, sizes[shard]) for shard in shards}
         orders = source_orders(sizes, holders, self._own_node, reader_key)
-        return {order.shard: order.nodes for order in orders}
+        return {order.shard: (*order.nodes, *self._with_other_sizes(order.shard, order.nodes)) for order in orders}
+
+    def _with_other_sizes(self, shard: str, others: Sequence[str]) -> list[str]:
+        """Nodes whose file of the shard is too short or too long, as the last resort: it may be the only one."""
+        return [
+            found.node_id for found in self._survey.holdings if shard in found.sizes and found.node_id not in others
+        ]
 
     def read(self, shard: str, offset: int, length: int, memory: memoryview | None = None) -> memoryview:
         """Bytes [offset, offset + length) of a shard, verified; as a rule in `memory`, if that is given.
@@ -153,15 +160,16 @@ class ShardReader:
         return raw
 
     def _opened(self, shard: str) -> AnySource:
-        sources = [Source(node, partial(self._shard_at, shard, node)) for node in self._nodes_by_shard[shard]]
+        entry = self._manifest.shards[shard]
+        expected = Expected(entry.size_bytes, entry.crc32c)
+        sources = [Source(node, expected, partial(self._shard_at, shard, node)) for node in self._nodes_by_shard[shard]]
         while len(self._open) >= OPEN_SHARDS_MAX:
             self._open.pop(next(iter(self._open))).close()
-        self._open[shard] = AnySource(sources, partial(self._note, shard), self.findings.is_silent)
+        self._open[shard] = AnySource(sources, partial(self._note, shard), self.findings.is_silent, self._rebuilt)
         return self._open[shard]
 
-    def _shard_at(self, shard: str, node: str) -> VerifiedShard:
-        survey, save, entry = self._survey, self._survey.found, self._manifest.shards[shard]
-        expected = Expected(entry.size_bytes, entry.crc32c)
+    def _shard_at(self, shard: str, node: str, expected: Expected) -> VerifiedShard:
+        survey, save = self._survey, self._survey.found
         if survey.stock_warning:
             return self._stock_shard_at(shard, node, expected)
         if node == self._own_node:

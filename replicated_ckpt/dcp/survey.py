@@ -9,10 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 from replicated_ckpt.agent.stock_look import StockLook
+from replicated_ckpt.agent.watch import Held, held_in
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, saves_found
 from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.remains import Remains, note_lost_manifests, with_remains
 from replicated_ckpt.dcp.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.lineage_choice import choose_lineage
 from replicated_ckpt.dcp.node import SeenStore
@@ -21,7 +23,6 @@ from replicated_ckpt.errors import (
     CheckpointNotCommitted,
     CheckpointNotFound,
     ManifestInvalid,
-    PeerProtocolError,
     ReplicatedCkptError,
     ShardLost,
 )
@@ -29,6 +30,7 @@ from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_
 from replicated_ckpt.stores.bucket import Bucket, BucketSave, manifest_in
 from replicated_ckpt.stores.fanout import FanOut
 from replicated_ckpt.stores.local import LocalStore, is_nowhere
+from replicated_ckpt.stores.remains import RemainsShelf
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +120,7 @@ class Surveyor:
         self._damaged: dict[str, str] = {}
         self._problems: list[str] = []
         self._ids: set[str] = set()
+        self._remains: list[Remains] = []
 
     def surveyed(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
@@ -165,42 +168,44 @@ class Surveyor:
         self._ids |= {save.checkpoint_id for save in saves}
         choice = choose_lineage(checkpoint_id, saves, self._lineage)
         self._lineages, self._sequence_max = choice.lineages, choice.sequence_max
-        lost: list[tuple[SaveFound, str]] = []
+        lost: list[tuple[SaveFound, str, Manifest]] = []
         for save in choice.saves:
             raw = self._manifest_raw(save)
             if raw is None:
                 self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
                 continue
-            sizes = {name: entry.size_bytes for name, entry in _parsed(raw).shards.items()}
+            manifest = _parsed(raw)
+            save = with_remains(save, manifest, self._remains)  # noqa: PLW2901
+            sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
             if not save.lacking(sizes) and any(holding.has_metadata for holding in save.holdings):
                 return self._survey(save.holdings, raw, save.save_id)
-            lost.append((save, raw))
+            lost.append((save, raw, manifest))
         if not lost:
+            self._problems += note_lost_manifests(self._remains, self._damaged)
             raise self._unreadable() if self._damaged else self._not_found(checkpoint_id)
-        save, raw = lost[0]
-        if checkpoint_id == LATEST:
-            raise lost_shards(_parsed(raw), save, self._places())
+        save, raw, manifest = min(lost, key=lambda found: not found[0].has_any(found[2].shards))
+        if checkpoint_id == LATEST and not save.has_any(manifest.shards):
+            raise lost_shards(manifest, save, self._places())
         return self._survey(save.holdings, raw, save.save_id)
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         holdings = list(self._store.catalog.holdings(self._own_node, checkpoint_id))
+        self._remains += RemainsShelf(self._store, self._own_node).found(checkpoint_id)
         if not is_nowhere(self._store):
             self._searched[self._own_node] = f"node {self._own_node} at {self._store.root} (own store)"
         path = "/v1/holdings" + (f"?checkpoint_id={checkpoint_id}" if checkpoint_id else "")
 
-        def asked(node: str) -> list[Holding]:
+        def asked(node: str) -> Held:
             with AgentClient(self._by_node[node], ASK_TIMEOUT_S) as client:
                 answer = client.call("GET", path)
-            try:
-                return [Holding.from_json(fields) for fields in answer["holdings"]]
-            except (KeyError, TypeError, ValueError) as exc:
-                raise PeerProtocolError(f"{self._by_node[node].label} listed its holdings wrongly: {exc}.") from exc
+            return held_in(answer, self._by_node[node])
 
-        outcome = FanOut[str, list[Holding]]().run(self._by_node, asked)
+        outcome = FanOut[str, Held]().run(self._by_node, asked)
         holdings += [holding for store in self._seen.values() for holding in store.holdings]
         self._searched |= {node: f"node {node} by its own ranks ({store.why})" for node, store in self._seen.items()}
         for node, found in outcome.results.items():
-            holdings += [holding for holding in found if holding.node_id == node]
+            holdings += found.holdings
+            self._remains += found.remains
             self._searched[node] = self._by_node[node].label
         for node, error in outcome.errors.items():
             self._not_reached(node, f"{self._by_node[node].label}: not reached ({error.message})")

@@ -17,7 +17,13 @@ from dataclasses import asdict, dataclass
 from operator import index
 from typing import Any, Self
 
-from replicated_ckpt.errors import ManifestInvalid, PeerProtocolError, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.errors import (
+    ManifestInvalid,
+    ObjectCorrupt,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    StoreUnavailable,
+)
 from replicated_ckpt.stores.agent_answer import document_in, refusal
 from replicated_ckpt.stores.deadline import given_up_after
 from replicated_ckpt.stores.tls import PinnedConnection
@@ -186,6 +192,10 @@ class AgentClient:
             response = self._connection.getresponse()
             if response.status not in (200, 206):
                 self.raise_for(response.status, response.read(ANSWER_BYTES_MAX), "GET", path)
+            if response.status == 206 and response.length is not None and response.length < len(target):
+                self._connection.close()
+                detail = f"it ends {len(target) - response.length} bytes before byte {offset + len(target)}"
+                raise ObjectCorrupt(self.address.label, "GET", path, detail)
             if response.status != 206 or response.length != len(target):
                 self._connection.close()
                 raise PeerProtocolError(

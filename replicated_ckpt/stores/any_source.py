@@ -1,36 +1,48 @@
 """One shard at several sources: every range from the first that has it intact, block by block if none has all of it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 
+from replicated_ckpt.core.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
-from replicated_ckpt.stores.verified import VerifiedShard
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 OnBad = Callable[[str, ReplicatedCkptError], None]
+Tables = MutableMapping[Expected, BlockTable]
+"""Block checksums that were made anew from a shard's data: it takes as long as reading it, so readers share them."""
 
 
 @dataclass
 class Source:
-    """A node that may hold the shard, and how to open it there."""
+    """A node that may hold the shard, what it must be, and how to open it there."""
 
     node_id: str
-    open: Callable[[], VerifiedShard]
+    expected: Expected
+    open: Callable[[Expected], VerifiedShard]
 
 
 class AnySource:
     """Reads one shard from whichever source has the bytes intact. One thread; `close` gives the connections back.
 
     A source that cannot be opened or breaks is dropped. One with a bad block keeps its place for the other blocks: two
-    copies damaged in different places are together still whole. `on_bad` is told each failure once for each source. A
-    source whose node `is_silent`, as somebody has found out meanwhile, comes after all others, opened or not: it would
-    cost a time-out.
+    copies damaged in different places are together still whole. One whose footer is damaged is used when the others do
+    not have all blocks: with the footer of another source, or with one made anew from all of its data. `on_bad` is told
+    each failure once for each source. A source whose node `is_silent`, as somebody has found out meanwhile, comes after
+    all others, opened or not: it would cost a time-out.
     """
 
     def __init__(
-        self, sources: Sequence[Source], on_bad: OnBad, is_silent: Callable[[str], bool] = lambda _: False
+        self,
+        sources: Sequence[Source],
+        on_bad: OnBad,
+        is_silent: Callable[[str], bool] = lambda _: False,
+        rebuilt: Tables | None = None,
     ) -> None:
         self._sources = list(sources)
+        self._footless: list[Source] = []
+        self._rebuilt: Tables = {} if rebuilt is None else rebuilt
+        self._table: BlockTable | None = None
         self._on_bad = on_bad
         self._is_silent = is_silent
         self._opened: dict[str, VerifiedShard] = {}
@@ -47,6 +59,8 @@ class AnySource:
         """
         self._memory = memory
         found = self._whole(offset, length)
+        if found is None and self._open_footless():
+            found = self._whole(offset, length)
         if found is not None or not self._sources:
             return found
         return self._assembled(offset, length)
@@ -95,13 +109,39 @@ class AnySource:
 
     def _of(self, source: Source) -> VerifiedShard:
         if source.node_id not in self._opened:
-            self._opened[source.node_id] = source.open()
+            self._opened[source.node_id] = source.open(source.expected)
+            self._table = self._opened[source.node_id].table
         return self._opened[source.node_id]
 
+    def _open_footless(self) -> bool:
+        """Opens the sources whose own footers are damaged; whether there is any."""
+        is_any = False
+        while self._footless:
+            source = self._footless.pop(0)
+            table = self._table or self._rebuilt.get(source.expected)
+            try:
+                opened = source.open(replace(source.expected, table=table, is_footless=table is None))
+            except ReplicatedCkptError as exc:
+                self._tell(source, exc)
+                continue
+            self._bytes_by_node[source.node_id] += opened.bytes_read
+            if table is None:
+                self._rebuilt[source.expected] = opened.table
+            self._opened[source.node_id] = opened
+            self._table = opened.table
+            self._sources.append(source)
+            is_any = True
+        return is_any
+
     def _failed(self, source: Source, error: ReplicatedCkptError) -> None:
-        if not isinstance(error, ObjectCorrupt) or source.node_id not in self._opened:
+        is_corrupt = isinstance(error, ObjectCorrupt)
+        if not is_corrupt or source.node_id not in self._opened:
             self._sources.remove(source)
+            self._footless += [source] if is_corrupt else []
             self._close(source.node_id)
+        self._tell(source, error)
+
+    def _tell(self, source: Source, error: ReplicatedCkptError) -> None:
         if source.node_id not in self._reported:
             self._reported.add(source.node_id)
             self._on_bad(source.node_id, error)
@@ -112,13 +152,13 @@ class AnySource:
         return counted
 
     def any_opened(self) -> VerifiedShard | None:
-        """A source that could be opened: its footer has been held against the manifest."""
+        """A source that could be opened: its block checksums have been held against the manifest."""
         for source in self._in_order():
             try:
                 return self._of(source)
             except ReplicatedCkptError as exc:
                 self._failed(source, exc)
-        return None
+        return next(iter(self._opened.values())) if self._open_footless() else None
 
     def _close(self, node_id: str) -> None:
         opened = self._opened.pop(node_id, None)

@@ -1,9 +1,12 @@
 """The catalog: which committed checkpoints lie under a root, as the disk shows them now."""
 
+import errno
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISREG
 
 from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
@@ -20,11 +23,12 @@ from replicated_ckpt.core.layout import (
 from replicated_ckpt.core.lineage import History, histories_of
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
 from replicated_ckpt.core.policy import scope_of
-from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.containment import leads_out
 from replicated_ckpt.stores.durable import translated
 
 _DEPTH_MAX = 8
+_UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
 
 
 class Catalog:
@@ -44,7 +48,7 @@ class Catalog:
         key = f"{checkpoint_id}/{MANIFEST_NAME}"
         if leads_out(self.root, checkpoint_id):
             raise ObjectMissing(str(self.root), "read", key, "a symbolic link leads out of the root")
-        with translated(str(self.root), "read", key):
+        with translated(str(self.root), "read", key), manifest_readable(path):
             try:
                 stat = path.stat()
                 if stat.st_size > MANIFEST_BYTES_MAX:
@@ -57,6 +61,21 @@ class Catalog:
             except (FileNotFoundError, NotADirectoryError) as exc:
                 raise ObjectMissing(str(self.root), "read", key) from exc
         return known[1]
+
+    def save_id_of(self, checkpoint_id: str) -> str:
+        """The save that a checkpoint is of; empty where its manifest is damaged or gone.
+
+        Raises:
+            ManifestVersionUnknown: only a newer version knows. ObjectMissing: a symbolic link leads out of the root.
+        """
+        if leads_out(self.root, checkpoint_id):
+            raise ObjectMissing(str(self.root), "open", checkpoint_id, "a symbolic link leads out of the root")
+        try:
+            return self.manifest(checkpoint_id).save_id
+        except ManifestVersionUnknown:
+            raise
+        except (ObjectMissing, ManifestInvalid):
+            return ""
 
     def committed(self) -> Iterator[tuple[str, Manifest]]:
         """Checkpoint id and manifest of every checkpoint whose manifest is believed; a bad one is left to `verify`."""
@@ -140,7 +159,7 @@ class Catalog:
             checkpoint_id,
             manifest.save_id,
             manifest.sequence,
-            (self.root / directory / METADATA_NAME).is_file(),
+            self.size_of(directory, METADATA_NAME) == manifest.metadata_bytes,
             self.shard_sizes(directory),
             created_unix_s=manifest.created_unix_s,
             lineage=manifest.lineage,
@@ -156,6 +175,14 @@ class Catalog:
     def histories(self, scope: str) -> dict[str, History]:
         """The lineages of which checkpoints of this directory of ids are committed here."""
         return histories_of(manifest.version for name, manifest in self.committed() if scope_of(name) == scope)
+
+    def size_of(self, checkpoint_id: str, name: str) -> int | None:
+        """Bytes of one plain file of a checkpoint; None if it is not there."""
+        try:
+            status = (self.root / checkpoint_id / name).lstat()
+        except OSError:
+            return None
+        return status.st_size if S_ISREG(status.st_mode) else None
 
     def shard_sizes(self, checkpoint_id: str) -> Mapping[str, int]:
         """Bytes of each shard file of a checkpoint; empty if the checkpoint is just being replaced or removed."""
@@ -208,6 +235,18 @@ class Catalog:
                 yield str(path.relative_to(self.root))
             else:
                 yield from self._checkpoint_ids(path, depth + 1, is_one)
+
+
+@contextmanager
+def manifest_readable(path: Path) -> Iterator[None]:
+    """Takes a manifest that the disk cannot give for a damaged one: the node's other checkpoints are as good as before."""
+    try:
+        yield
+    except (OSError, StoreError) as exc:
+        cause = exc if isinstance(exc, OSError) else exc.__cause__
+        if isinstance(cause, OSError) and cause.errno in _UNREADABLE:
+            raise ManifestInvalid(f"{path} cannot be read: {cause.strerror}.") from exc
+        raise
 
 
 def _holds_a_checkpoint(path: Path) -> bool:

@@ -26,6 +26,7 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing
+from replicated_ckpt.stores.catalog import manifest_readable
 from replicated_ckpt.stores.containment import leads_out
 from replicated_ckpt.stores.durable import fsync_directory, make_directories, translated, write_file
 
@@ -44,7 +45,9 @@ class Committed:
         Raises:
             ObjectMissing, ManifestInvalid
         """
-        return decoded_manifest(self.read_small(MANIFEST_NAME), str(self._root / self.checkpoint_id / MANIFEST_NAME))
+        path = self._root / self.checkpoint_id / MANIFEST_NAME
+        with manifest_readable(path):
+            return decoded_manifest(self.read_small(MANIFEST_NAME), str(path))
 
     def names(self) -> list[str]:
         """The files of a checkpoint that lie in the directory."""
@@ -184,9 +187,16 @@ def committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterator[tup
     """
     with contextlib.ExitStack() as held:
         directory = held.enter_context(committed_directory(root, checkpoint_id))
-        manifest = directory.manifest()
-        if manifest.save_id != save_id:
-            fd = _open_replaced(root, checkpoint_id, save_id)
+        problem: ManifestInvalid | None = None
+        try:
+            manifest = directory.manifest()
+        except ManifestInvalid as exc:
+            problem = exc
+        if problem is not None or manifest.save_id != save_id:
+            try:
+                fd = _open_replaced(root, checkpoint_id, save_id)
+            except ObjectMissing as exc:
+                raise problem or exc from exc
             held.callback(os.close, fd)
             directory = Committed(root, checkpoint_id, fd)
             manifest = directory.manifest()

@@ -1,18 +1,22 @@
 """Inspection: reads what lies on this node's disk in full, holds it against manifests, and changes nothing."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.finding import Finding, Problem
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
+from replicated_ckpt.core.remains import Remains
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
-from replicated_ckpt.stores.committed import Committed, committed_directory
+from replicated_ckpt.stores.committed import Committed, committed_directory, committed_save
 from replicated_ckpt.stores.durable import read_exactly, translated
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.remains import crc_of_footer, read_remains, tell_crc
+from replicated_ckpt.stores.shard_file import ShardFile
+from replicated_ckpt.stores.verified import Expected
 
 PIECE_BYTES = 1 << 20
 Paced = Callable[[int], None]
@@ -27,7 +31,8 @@ def at_once(size_bytes: int) -> None:
 class Inspector:
     """Reads the checkpoints of one store. A file that fails its checksum is read again once before it counts.
 
-    `holdings` tells afterwards what lies there of each checkpoint that was inspected, bad shards marked as damaged.
+    `holdings` tells afterwards what lies there of each checkpoint that was inspected, bad shards marked as damaged, and
+    `remains` what lies where no manifest is believed.
     """
 
     def __init__(self, store: LocalStore, node_id: str, paced: Paced = at_once) -> None:
@@ -36,6 +41,7 @@ class Inspector:
         self._paced = paced
         self._scratch = memoryview(bytearray(PIECE_BYTES))
         self.holdings: list[Holding] = []
+        self.remains: list[Remains] = []
         self.bytes_read = 0
 
     def inspected(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
@@ -44,38 +50,43 @@ class Inspector:
         Raises:
             StoreError: the disk cannot be listed.
         """
-        for found in [checkpoint_id] if checkpoint_id else list(self._store.catalog.directories()):
-            try:
-                with committed_directory(self._store.root, found) as directory:
-                    yield from self._of_directory(directory)
-            except ObjectMissing:
-                continue
+        catalog = self._store.catalog
+        every = {*catalog.directories(), *catalog.without_manifest()} if checkpoint_id is None else {checkpoint_id}
+        for found in sorted(every):
+            with contextlib.suppress(ObjectMissing), committed_directory(self._store.root, found) as directory:
+                yield from self._of_directory(directory)
+        for manifest in list(catalog.replaced()):
+            if checkpoint_id in (None, manifest.checkpoint_id):
+                place = manifest.checkpoint_id, manifest.save_id
+                with contextlib.suppress(ObjectMissing), committed_save(self._store.root, *place) as (directory, _):
+                    yield from self._of_save(directory, manifest)
 
     def _of_directory(self, directory: Committed) -> Iterator[Finding]:
         try:
             manifest = directory.manifest()
         except ManifestVersionUnknown:
             return
-        except ManifestInvalid as exc:
-            yield self._finding(
-                directory, "", MANIFEST_NAME, Problem.CORRUPT, "a manifest that is believed", str(exc.message)
-            )
-            return
-        except ObjectMissing:
-            yield self._finding(directory, "", MANIFEST_NAME, Problem.MISSING, "a manifest", "none")
-            return
+        except (ManifestInvalid, ObjectMissing) as exc:
+            yield from self._of_remains(directory, exc)
+        else:
+            yield from self._of_save(directory, manifest)
+
+    def _of_save(self, directory: Committed, manifest: Manifest) -> Iterator[Finding]:
+        """What is wrong with a save that is published here, or was replaced."""
         problem = self.metadata_problem(directory, manifest)
         if problem is not None:
             yield problem
-        damaged = []
+        damaged, footless = [], []
         for shard in sorted(manifest.shards):
             found = self.shard_problem(directory, manifest, shard)
             if found is not None:
                 yield found
                 damaged.append(shard)
+                footless += [shard] if self.is_footless(directory, manifest, shard) else []
         for name in sorted(set(directory.shards()) - set(manifest.shards)):
             yield self._finding(directory, manifest.save_id, name, Problem.UNKNOWN, "no such file", "one")
-        sizes = self._store.catalog.shard_sizes(directory.checkpoint_id)
+        place = self._store.catalog.directory_of(directory.checkpoint_id, manifest.save_id)
+        sizes = {} if place is None else self._store.catalog.shard_sizes(place)
         bad = tuple(name for name in damaged if name in sizes)
         self.holdings.append(
             Holding(
@@ -88,8 +99,45 @@ class Inspector:
                 bad,
                 manifest.created_unix_s,
                 manifest.lineage,
+                is_replaced=place != directory.checkpoint_id,
+                footless=tuple(footless),
             )
         )
+
+    def _of_remains(self, directory: Committed, why: ManifestInvalid | ObjectMissing) -> Iterator[Finding]:
+        """A directory without a manifest that is believed; of stock torch's, which has none, nothing is said."""
+        remains = read_remains(directory, self._node_id, tell_crc, lambda fd, crc: self._hash_open(fd)[1] == crc)
+        if remains is None:
+            return
+        self.remains.append(remains)
+        if isinstance(why, ManifestInvalid):
+            found = Problem.CORRUPT, "a manifest that is believed", why.message
+        else:
+            found = Problem.MISSING, "a manifest", "none"
+        if remains.is_ours:
+            yield self._finding(directory, "", MANIFEST_NAME, *found)
+
+    def is_footless(self, directory: Committed, manifest: Manifest, shard: str) -> bool:
+        """Whether the data of a damaged shard is intact and its footer alone is not, or is not there."""
+        entry, label = manifest.shards[shard], f"{directory.checkpoint_id}/{shard}"
+        expected = Expected(entry.size_bytes, entry.crc32c, is_footless=True)
+        try:
+            fd = directory.open(shard)
+        except StoreError:
+            return False
+        try:
+            with translated(str(self._store.root), "read", label):
+                if crc_of_footer(fd) == entry.crc32c:
+                    return False  # it is the footer that was saved: the data is damaged
+                self._paced(entry.size_bytes)
+                found = ShardFile(os.dup(fd), str(self._store.root), label, expected)
+        except StoreError:
+            return False
+        finally:
+            os.close(fd)
+        found.close()
+        self.bytes_read += found.bytes_read
+        return True
 
     def _absent(self, directory: Committed, manifest: Manifest, shard: str) -> Finding | None:
         if self._node_id not in manifest.shards[shard].holders:
@@ -134,22 +182,27 @@ class Inspector:
         fd = directory.open(name)
         try:
             with translated(str(self._store.root), "read", f"{directory.checkpoint_id}/{name}"):
-                size = crc = 0
-                while True:
-                    self._paced(PIECE_BYTES)
-                    count = read_exactly(fd, self._scratch, size)
-                    crc = crc32c(self._scratch[:count], crc)
-                    size += count
-                    self.bytes_read += count
-                    if count < len(self._scratch):
-                        break
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                return self._hash_open(fd)
         finally:
             os.close(fd)
+
+    def _hash_open(self, fd: int) -> tuple[int, int]:
+        size = crc = 0
+        while True:
+            self._paced(PIECE_BYTES)
+            count = read_exactly(fd, self._scratch, size)
+            crc = crc32c(self._scratch[:count], crc)
+            size += count
+            self.bytes_read += count
+            if count < len(self._scratch):
+                break
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return size, crc
 
     def _finding(
         self, directory: Committed, save_id: str, name: str, problem: Problem, expected: str, found: str
     ) -> Finding:
-        path = str(Path(self._store.root) / directory.checkpoint_id / name)
-        return Finding(self._node_id, directory.checkpoint_id, save_id, name, path, problem, expected, found)
+        path = self._store.root / directory.checkpoint_id / name
+        if save_id:
+            path = self._store.path_of(directory.checkpoint_id, save_id, name)
+        return Finding(self._node_id, directory.checkpoint_id, save_id, name, str(path), problem, expected, found)

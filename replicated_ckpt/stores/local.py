@@ -24,6 +24,7 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_
 from replicated_ckpt.errors import (
     ConfigInvalid,
     ManifestInvalid,
+    ManifestVersionUnknown,
     ObjectCorrupt,
     ObjectMissing,
     SaveAborted,
@@ -228,8 +229,21 @@ class LocalStore:
 
     def path_of(self, checkpoint_id: str, save_id: str, name: str) -> Path:
         """Where a file of a save lies that is or was committed here under this id; under the id's name where none does."""
-        directory = self.catalog.directory_of(checkpoint_id, save_id)
-        return self.root / (directory or checkpoint_id) / name
+        return self.root / (self._directory_with(checkpoint_id, save_id) or checkpoint_id) / name
+
+    def _directory_with(self, checkpoint_id: str, save_id: str) -> str | None:
+        """Where files of a save lie or, where the manifest under its name is damaged or gone, may lie; None: nowhere.
+
+        Raises:
+            ManifestVersionUnknown
+        """
+        try:
+            directory = self.catalog.directory_of(checkpoint_id, save_id)
+        except ManifestVersionUnknown:
+            raise
+        except ManifestInvalid:
+            return checkpoint_id
+        return directory or (None if self.catalog.save_id_of(checkpoint_id) else checkpoint_id)
 
     def published(self, checkpoint_id: str) -> Manifest | None:
         """The manifest under that name; None where none lies, or none that is believed."""
@@ -337,15 +351,17 @@ class LocalStore:
         return self.root / STAGING_DIR / f"{save_id}.json"
 
     def open_file(self, checkpoint_id: str, save_id: str, name: str) -> int:
-        """File descriptor for reading one file of one save; the caller closes it.
+        """File descriptor for reading one file of one save; the caller closes it, and checks what it reads.
+
+        Where the manifest is damaged or gone, only the file's checksums tell which save it is of.
 
         Raises:
-            ObjectMissing: it is not here, or the checkpoint here is of another save.
+            ObjectMissing: it is not here, or the checkpoint here is of another save. ManifestVersionUnknown
         """
         if not is_checkpoint_file(name):
             raise ObjectMissing(str(self.root), "open", name, "no file of a checkpoint")
         self.final(checkpoint_id)  # refuses what is no id
-        directory = self.catalog.directory_of(checkpoint_id, save_id)
+        directory = self._directory_with(checkpoint_id, save_id)
         if directory is None:
             raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", f"not of save {save_id}")
         path = self.root / directory / name

@@ -1,6 +1,5 @@
 """A shard as a local file: written through a sink, read by verified ranges."""
 
-import errno
 import os
 from pathlib import Path
 
@@ -94,7 +93,8 @@ class ShardFile(VerifiedShard):
     def __init__(self, fd: int, store: str, name: str, expected: Expected) -> None:
         self._fd = fd
         try:
-            _check_size(os.fstat(fd).st_size, expected, store, name)
+            if expected.needs_footer:
+                _check_size(os.fstat(fd).st_size, expected, store, name)
             super().__init__(store, name, expected)
         except BaseException:
             self.close()
@@ -103,7 +103,7 @@ class ShardFile(VerifiedShard):
     def _fill(self, target: memoryview, offset: int) -> None:
         with translated(self._store, "read", self._name):
             if read_exactly(self._fd, target, offset) != len(target):
-                raise OSError(errno.EIO, "the file ended early")
+                raise self._corrupt("the file ended early")
 
     def close(self) -> None:
         if self._fd >= 0:

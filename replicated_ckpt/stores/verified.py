@@ -3,19 +3,40 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, BlockTable, crc32c, decoded_footer, footer_bytes_of
+from replicated_ckpt.core.checksum import (
+    FOOTER_TAIL_BYTES,
+    BlockHasher,
+    BlockTable,
+    crc32c,
+    decoded_footer,
+    footer_bytes_of,
+    tables_of_size,
+)
 from replicated_ckpt.errors import ObjectCorrupt
 
 SCRATCH_BYTES = 17 << 20
 """At most so much is kept between reads; a larger read gets memory of its own."""
+REBUILD_BYTES = 4 << 20
+"""Read at once where a footer is made anew."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Size and CRC32C of the whole shard file, as the manifest has them."""
+    """Size and CRC32C of the whole shard file, as the manifest has them.
+
+    A source whose own footer is damaged is opened without it: with the `table` that another source has shown, or, with
+    `is_footless`, with one made anew from all of its data.
+    """
 
     size_bytes: int
     crc32c: int
+    table: BlockTable | None = None
+    is_footless: bool = False
+
+    @property
+    def needs_footer(self) -> bool:
+        """Whether the source is to be opened by its own footer, so that its file must have the right size."""
+        return self.table is None and not self.is_footless
 
 
 class VerifiedShard(ABC):
@@ -25,7 +46,8 @@ class VerifiedShard(ABC):
     noticed without reading it. Holds 4 bytes of memory for each block of the data.
 
     Raises:
-        ObjectCorrupt: the footer is, twice in a row, not the one that was saved. And what the source raises.
+        ObjectCorrupt: the footer is, twice in a row, not the one that was saved, and it is needed; or none that is made
+        from the data is. And what the source raises.
     """
 
     def __init__(self, store: str, name: str, expected: Expected) -> None:
@@ -33,10 +55,32 @@ class VerifiedShard(ABC):
         self._name = name
         self._scratch = memoryview(b"")
         self.bytes_read = 0
+        self.table = expected.table or self._find_table(expected)
+
+    def _find_table(self, expected: Expected) -> BlockTable:
+        if expected.is_footless:
+            return self._rebuild_table(expected)
         try:
-            self.table = self._checked_table(expected)
+            return self._checked_table(expected)
         except ObjectCorrupt:
-            self.table = self._checked_table(expected)
+            return self._checked_table(expected)
+
+    def _rebuild_table(self, expected: Expected) -> BlockTable:
+        """The table of the data as it is here, believed if it is the one that was saved."""
+        try:
+            tail = bytes(self._fetched(max(0, expected.size_bytes - FOOTER_TAIL_BYTES), expected.size_bytes))
+        except ObjectCorrupt:
+            tail = b""  # the file ends before
+        for block_bytes, data_bytes in tables_of_size(tail, expected.size_bytes):
+            hasher = BlockHasher(block_bytes)
+            for offset in range(0, data_bytes, REBUILD_BYTES):
+                piece = self._reused(min(REBUILD_BYTES, data_bytes - offset))
+                self._fill(piece, offset)
+                hasher.update(piece)
+            table = hasher.table()
+            if table.file_crc() == expected.crc32c:
+                return table
+        raise self._corrupt("its footer of block checksums is damaged, and its data is not all intact")
 
     @abstractmethod
     def _fill(self, target: memoryview, offset: int) -> None:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.repair import NodeView, Presence, RepairPlan, planned
+from replicated_ckpt.core.remains import Remains
+from replicated_ckpt.core.repair import NodeView, Presence, planned
+from replicated_ckpt.core.repair_plan import RepairPlan
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
 
@@ -64,13 +66,15 @@ def test_a_silent_node_is_not_taken_for_lost() -> None:
 
 @pytest.mark.parametrize("size", [0, 99, 101])
 def test_a_copy_of_another_size_is_none(size: int) -> None:
-    """The node that holds it gets a new one: it was meant to hold it."""
+    """The node that holds it gets a good one in its place."""
     views = [
         NodeView("a", UP, (holding("a", PAIR, *BOTH),)),
         NodeView("b", UP, (holding("b", PAIR, *BOTH, size=size),)),
         NodeView("c", UP, (holding("c", PAIR),)),
     ]
-    assert copies(planned({PAIR.save_id: PAIR}, views)) == [(shard(0), "b", ("a",)), (shard(1), "b", ("a",))]
+    plan = planned({PAIR.save_id: PAIR}, views)
+    assert copies(plan) == [(shard(0), "b", ("a", "b")), (shard(1), "b", ("a", "b"))]
+    assert all(action.replaces_damaged for action in plan.copy)
 
 
 def test_a_damaged_copy_is_replaced_where_it_lies() -> None:
@@ -124,17 +128,205 @@ def test_what_no_node_holds_is_lost_and_what_cannot_be_copied_is_short() -> None
     assert plan.copy == ()
 
 
+NEWER = manifest(2, {shard(0): ("a", "b"), shard(1): ("b", "a")})
+VERSIONS = {PAIR.save_id: PAIR, NEWER.save_id: NEWER}
+
+
+def adopted(plan: RepairPlan) -> list[tuple[str, str]]:
+    return [(action.node_id, action.save_id) for action in plan.adopt]
+
+
 def test_an_older_save_of_the_same_checkpoint_gives_way_to_the_whole_newer_one() -> None:
     """A node that missed an overwrite takes the newer save over; a newer one that is not whole replaces nothing."""
-    newer = manifest(2, {shard(0): ("a", "b"), shard(1): ("b", "a")})
-    manifests = {PAIR.save_id: PAIR, newer.save_id: newer}
     behind = NodeView("b", UP, (holding("b", PAIR, *BOTH),))
-    plan = planned(manifests, [NodeView("a", UP, (holding("a", newer, *BOTH),)), behind])
-    assert [(action.node_id, action.save_id) for action in plan.adopt] == [("b", newer.save_id)]
-    torn = planned(manifests, [NodeView("a", UP, (holding("a", newer, shard(0)),)), behind])
-    assert {action.save_id for action in torn.adopt} <= {PAIR.save_id}
-    assert all(action.node_id != "b" for action in torn.adopt)
-    assert all(action.node_id != "a" for action in torn.adopt), "the newer one stays where it is"
+    plan = planned(VERSIONS, [NodeView("a", UP, (holding("a", NEWER, *BOTH),)), behind])
+    assert adopted(plan) == [("b", NEWER.save_id)]
+    torn = planned(VERSIONS, [NodeView("a", UP, (holding("a", NEWER, shard(0)),)), behind])
+    assert torn.actions == ()
+    assert {(entry.save_id, entry.shard) for entry in torn.short if entry.is_in_doubt} == {
+        (NEWER.save_id, shard(0)),
+        (NEWER.save_id, shard(1)),
+    }
+    assert torn.lost == (), "the older one is whole"
+
+
+@pytest.mark.parametrize("last_seen", [None, (holding("c", NEWER, shard(1)),)])
+def test_what_is_assumed_makes_nothing_give_way(last_seen: tuple[Holding, ...] | None) -> None:
+    """A newer save that is whole only with what a silent node is assumed to hold takes no older one's place."""
+    newer = manifest(2, {shard(0): ("a", "b"), shard(1): ("c", "b")})
+    views = [
+        NodeView("a", UP, (holding("a", newer, shard(0)),)),
+        NodeView("b", UP, (holding("b", PAIR, *BOTH),)),
+        NodeView("c", ASSUMED, last_seen),
+    ]
+    plan = planned({PAIR.save_id: PAIR, newer.save_id: newer}, views)
+    assert plan.actions == ()
+    assert any(entry.is_in_doubt and entry.waits_for == ("c (host-c)",) for entry in plan.short)
+    seen = NodeView("c", UP, (holding("c", newer, shard(1)),))
+    back = planned({PAIR.save_id: PAIR, newer.save_id: newer}, [*views[:2], seen])
+    assert ("b", newer.save_id) in adopted(back)
+
+
+@pytest.mark.parametrize("spoilt", ["damaged", "size", "metadata"])
+def test_only_what_was_seen_intact_makes_an_older_save_give_way(spoilt: str) -> None:
+    """A known bad file, one of a wrong size, or metadata that no node has: the older save stays where it is."""
+    good = holding("a", NEWER, *BOTH)
+    seen = {
+        "damaged": replace(good, damaged=(shard(1),)),
+        "size": replace(good, sizes={shard(0): 100, shard(1): 99}),
+        "metadata": replace(good, has_metadata=False),
+    }[spoilt]
+    plan = planned(VERSIONS, [NodeView("a", UP, (seen,)), NodeView("b", UP, (holding("b", PAIR, *BOTH),))])
+    assert all(save_id != NEWER.save_id for node_id, save_id in adopted(plan) if node_id == "b")
+    assert not plan.is_complete
+
+
+def test_while_no_save_is_whole_each_is_mended_where_it_is() -> None:
+    """Nothing gives way to anything; what can be copied among the nodes of one save is copied, not onto the other's."""
+    views = [
+        NodeView("a", UP, (holding("a", NEWER, shard(0)),)),
+        NodeView("b", UP, (holding("b", NEWER),)),
+        NodeView("c", UP, (holding("c", PAIR, shard(0)),)),
+        NodeView("d", UP, (holding("d", PAIR, has_metadata=False),)),
+    ]
+    plan = planned(VERSIONS, views)
+    assert adopted(plan) == [("d", PAIR.save_id)]
+    assert {(action.save_id, action.node_id) for action in plan.copy} == {(NEWER.save_id, "b"), (PAIR.save_id, "d")}
+
+
+def test_a_replaced_save_is_mended_where_it_was_put() -> None:
+    """While the newer one is in doubt the older one gets its copies, there and on blank nodes, and takes no name back."""
+    aside = replace(holding("a", PAIR, shard(0)), is_replaced=True)
+    views = [
+        NodeView("a", UP, (holding("a", NEWER, shard(0)), aside)),
+        NodeView("b", UP, (holding("b", PAIR, shard(1)),)),
+        NodeView("c", UP, ()),
+    ]
+    plan = planned(VERSIONS, views)
+    assert {(action.save_id, action.node_id, action.shard) for action in plan.copy} == {
+        (PAIR.save_id, "a", shard(1)),
+        (PAIR.save_id, "b", shard(0)),
+    }
+    assert adopted(plan) == [("c", PAIR.save_id)]
+    assert all(entry.is_in_doubt for entry in plan.short)
+
+
+def test_a_lineage_gives_way_to_no_other() -> None:
+    """Two runs that used one id: each is mended where it is, and a blank node gets the one that was saved last."""
+    other = replace(NEWER, lineage="a" * 16, sequence=7, created_unix_s=5.0)
+    mine = replace(PAIR, lineage="b" * 16, created_unix_s=9.0)
+    views = [
+        NodeView("a", UP, (of_lineage(holding("a", other, *BOTH), other),)),
+        NodeView("b", UP, (of_lineage(holding("b", other, shard(0), has_metadata=False), other),)),
+        NodeView("c", UP, (of_lineage(holding("c", mine, *BOTH), mine),)),
+        NodeView("d", UP, ()),
+    ]
+    plan = planned({other.save_id: other, mine.save_id: mine}, views)
+    assert adopted(plan) == [("d", mine.save_id), ("b", other.save_id)]
+    assert {(action.save_id, action.node_id, action.shard) for action in plan.copy} == {
+        (mine.save_id, "d", shard(0)),
+        (mine.save_id, "d", shard(1)),
+        (other.save_id, "b", shard(1)),
+    }
+
+
+def of_lineage(found: Holding, of: Manifest) -> Holding:
+    return replace(found, lineage=of.lineage, created_unix_s=of.created_unix_s)
+
+
+def test_a_damaged_copy_beyond_those_wanted_is_mended() -> None:
+    """Whoever counts intact copies is content; the file is bad all the same, and verify says so."""
+    bad = replace(holding("c", PAIR, *BOTH), damaged=(shard(0),))
+    views = [NodeView(node, UP, (holding(node, PAIR, *BOTH),)) for node in "ab"] + [NodeView("c", UP, (bad,))]
+    (action,) = planned({PAIR.save_id: PAIR}, views).copy
+    assert (action.node_id, action.shard, action.replaces_damaged) == ("c", shard(0), True)
+
+
+def test_a_damaged_copy_that_cannot_be_mended_now_is_said() -> None:
+    """The intact ones are on nodes that do not answer: nothing is missing, and nothing is complete."""
+    bad = replace(holding("b", PAIR, *BOTH), damaged=(shard(0),))
+    plan = planned({PAIR.save_id: PAIR}, [NodeView("a", ASSUMED, None), NodeView("b", UP, (bad,))])
+    assert plan.actions == ()
+    assert [(entry.shard, entry.have, entry.waits_for) for entry in plan.short] == [(shard(0), 1, ("a (host-a)",))]
+    assert plan.lost == ()
+
+
+def test_a_footer_is_made_anew_from_its_data() -> None:
+    """A single damaged copy is not lost if its data is intact; among damaged ones it is the first source."""
+    footless = replace(holding("b", PAIR, *BOTH), damaged=(shard(1),), footless=(shard(1),))
+    (action,) = planned({PAIR.save_id: PAIR}, [NodeView("b", UP, (footless,))]).copy
+    assert (action.node_id, action.sources) == ("b", ("b",))
+    bad = replace(holding("a", PAIR, *BOTH), damaged=(shard(1),))
+    plan = planned({PAIR.save_id: PAIR}, [NodeView("a", UP, (bad,)), NodeView("b", UP, (footless,))])
+    assert {action.sources for action in plan.copy} == {("b", "a")}
+
+
+def test_a_shard_that_the_manifest_does_not_name_is_set_aside() -> None:
+    """It is no part of the checkpoint, and verify would name it for ever."""
+    views = [NodeView("a", UP, (holding("a", PAIR, *BOTH, shard(7)),)), NodeView("b", UP, (holding("b", PAIR, *BOTH),))]
+    plan = planned({PAIR.save_id: PAIR}, views)
+    assert [(action.node_id, action.shard) for action in plan.set_aside] == [("a", shard(7))]
+    assert not plan.is_complete
+
+
+def test_metadata_is_taken_from_a_node_whose_manifest_is_damaged() -> None:
+    """And the manifest from one whose metadata is: the two are mended by each other."""
+    left = holding("a", PAIR, *BOTH, has_metadata=False)
+    right = remains("b", {".metadata": (8, 9), shard(0): (100, 7), shard(1): (100, 7)})
+    views = [NodeView("a", UP, (left,)), NodeView("b", UP, (), remains=(right,))]
+    plan = planned({PAIR.save_id: PAIR}, views)
+    assert [(action.node_id, action.sources) for action in plan.adopt] == [("a", ("b",)), ("b", ("a",))]
+    assert plan.copy == ()
+    assert plan.short == ()
+
+
+def remains(node: str, files: Mapping[str, tuple[int, int | None]], checkpoint_id: str = "step-1") -> Remains:
+    sizes = {name: size for name, (size, _) in files.items()}
+    return Remains(node, checkpoint_id, True, sizes, {name: crc for name, (_, crc) in files.items() if crc is not None})
+
+
+def test_files_without_a_manifest_are_those_of_the_save_that_they_match() -> None:
+    """Not of the newest, and they do not count for it: one flipped bit of a manifest makes no save whole."""
+    newer = replace(NEWER, shards={name: replace(entry, crc32c=8) for name, entry in NEWER.shards.items()})
+    manifests = {PAIR.save_id: PAIR, newer.save_id: newer}
+    views = [
+        NodeView("a", UP, (holding("a", newer, shard(0)),)),
+        NodeView("b", UP, (), remains=(remains("b", {".metadata": (8, 9), shard(1): (100, 7)}),)),
+        NodeView("c", UP, (holding("c", PAIR, shard(0)),)),
+    ]
+    plan = planned(manifests, views)
+    assert adopted(plan) == [("b", PAIR.save_id)]
+    assert {(action.node_id, action.shard, action.save_id) for action in plan.copy} == {
+        ("b", shard(0), PAIR.save_id),
+        ("c", shard(1), PAIR.save_id),
+    }
+
+
+def test_files_of_a_save_that_nobody_knows_stay() -> None:
+    """A silent node may have their manifest. Where all have answered, their node lets a whole save take their place."""
+    foreign = NodeView("c", UP, (), remains=(remains("c", {shard(0): (100, 66)}),))
+    there = [NodeView(node, UP, (holding(node, PAIR, *BOTH),)) for node in "ab"]
+    for silent in (ASSUMED, GONE):
+        plan = planned({PAIR.save_id: PAIR}, [*there, foreign, NodeView("d", silent, None)], "c")
+        assert plan.actions == ()
+        assert [(entry.shard, entry.save_id, entry.waits_for) for entry in plan.short] == [
+            (".manifest.json", "", ("d",))
+        ]
+        assert plan.lost == ()
+    assert planned({PAIR.save_id: PAIR}, [*there, foreign], "a").actions == (), "c may know nodes that a does not"
+    assert adopted(planned({PAIR.save_id: PAIR}, [*there, foreign], "c")) == [("c", PAIR.save_id)]
+    (alone,) = planned({}, [foreign]).lost
+    assert (alone.shard, alone.owner) == (".manifest.json", "node c")
+
+
+def test_what_is_lost_names_the_nodes_to_bring_back() -> None:
+    """Those that were meant to hold it and do not answer, with their hosts."""
+    plan = planned(
+        {PAIR.save_id: PAIR}, [NodeView("a", UP, (holding("a", PAIR, shard(0)),)), NodeView("b", GONE, None)]
+    )
+    (lost,) = plan.lost
+    assert lost.waits_for == ("b (host-b)",)
+    assert "bring back node b (host-b)" in str(lost)
 
 
 def test_a_plan_travels_as_json() -> None:

@@ -15,6 +15,7 @@ from replicated_ckpt import Retention
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.policy import NODES, Policy, Standing, merged, pending, scope_of
+from replicated_ckpt.core.remains import Remains
 from replicated_ckpt.core.repair import NodeView, Presence, planned
 from replicated_ckpt.core.retention import Candidate, RetentionPlan, judged, planned_retention, without_retired
 from replicated_ckpt.errors import ConfigInvalid
@@ -239,7 +240,7 @@ def test_one_that_is_not_uploaded_stays() -> None:
 
 def test_one_whose_manifest_a_node_lost_is_mended_first() -> None:
     """Else that node's files would lie there for good, as nobody could say any more what they are."""
-    views = [view("a", FOUR), view("b", FOUR[1:], unbelieved=("step-1",))]
+    views = [view("a", FOUR), view("b", FOUR[1:], remains=(Remains("b", "step-1", is_ours=True),))]
     plan = planned_retention(by_save(FOUR), views, [policy(LAST_TWO)])
     assert plan.retired == {save_id(2)}
     assert [action.checkpoint_id for action in planned(without_retired(by_save(FOUR), plan.retired), views).adopt] == [

@@ -27,7 +27,7 @@ from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, decoded_footer, foo
 from replicated_ckpt.core.finding import Finding
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import decoded_manifest
-from replicated_ckpt.core.repair import RepairPlan
+from replicated_ckpt.core.repair_plan import RepairPlan
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.local import LocalStore

@@ -1,14 +1,17 @@
-"""One shard at several nodes: whoever fell silent is not asked again while another has the bytes."""
+"""One shard at several nodes: each byte from any node that has it intact, and no waiting for one that fell silent."""
 
 from collections.abc import Callable
 
+import pytest
+
 from replicated_ckpt.core.checksum import crc32c, table_of
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
-from replicated_ckpt.stores.any_source import AnySource, Source
+from replicated_ckpt.stores.any_source import AnySource, Source, Tables
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 DATA = bytes(range(256)) * 40
 RAW = DATA + table_of([DATA], 1024).encoded()
+EXPECTED = Expected(len(RAW), crc32c(RAW))
 
 
 class Copy(VerifiedShard):
@@ -18,7 +21,7 @@ class Copy(VerifiedShard):
         self.reads = 0
         self.is_cut_off = False
         self.on_cut: Callable[[], object] = lambda: None
-        super().__init__(node, "shard", Expected(len(RAW), crc32c(RAW)))
+        super().__init__(node, "shard", EXPECTED)
 
     def _fill(self, target: memoryview, offset: int) -> None:
         self.reads += 1
@@ -35,7 +38,7 @@ def sources_of(copies: dict[str, Copy], silent: set[str], failures: list[str]) -
     def noted(node: str, _: ReplicatedCkptError) -> None:
         failures.append(node)
 
-    sources = [Source(node, lambda node=node: copies[node]) for node in copies]  # type: ignore[misc]
+    sources = [Source(node, EXPECTED, lambda _, node=node: copies[node]) for node in copies]  # type: ignore[misc]
     return AnySource(sources, noted, silent.__contains__)
 
 
@@ -81,3 +84,76 @@ def test_a_node_that_falls_silent_while_another_is_asked_comes_last() -> None:
     assert read(source, 4096, 10) == DATA[4096:4106]
     assert source.last_node == "c"
     assert copies["b"].reads == before
+
+
+class File(VerifiedShard):
+    """A file in memory, of any length, that is opened as it is asked for."""
+
+    def __init__(self, node: str, raw: bytes, expected: Expected) -> None:
+        self._raw = raw
+        super().__init__(node, "shard", expected)
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        if offset + len(target) > len(self._raw):
+            raise self._corrupt("the file ended early")
+        target[:] = self._raw[offset : offset + len(target)]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def files(*raws: bytes, rebuilt: Tables | None = None) -> AnySource:
+    sources = [
+        Source(f"n{index}", EXPECTED, lambda expected, index=index, raw=raw: File(f"n{index}", raw, expected))  # type: ignore[misc]
+        for index, raw in enumerate(raws)
+    ]
+    return AnySource(sources, lambda *_: None, rebuilt=rebuilt)
+
+
+def flipped(*positions: int) -> bytes:
+    raw = bytearray(RAW)
+    for position in positions:
+        raw[position] ^= 1
+    return bytes(raw)
+
+
+FOOTER = len(DATA) + 2
+
+
+@pytest.mark.parametrize("raw", [flipped(FOOTER), RAW + b"more", flipped(*range(FOOTER, len(RAW) - 24))])
+def test_intact_data_under_a_damaged_footer_is_read(raw: bytes) -> None:
+    """The only copy has a bad or a grown footer: its data is believed if it is what was saved."""
+    assert read(files(raw), 0, len(DATA)) == DATA
+
+
+@pytest.mark.parametrize("cut", [1, 5, 24, 28])
+def test_intact_data_without_its_footer_is_read(cut: int) -> None:
+    """Nothing of the footer is needed where the blocks have the size that all are written with."""
+    raw = DATA + table_of([DATA]).encoded()
+    expected = Expected(len(raw), crc32c(raw))
+    source = AnySource([Source("a", expected, lambda asked: File("a", raw[:-cut], asked))], lambda *_: None)
+    assert read(source, 0, len(DATA)) == DATA
+
+
+def test_a_footer_that_was_made_anew_is_made_once() -> None:
+    """It takes reading the whole shard, so the readers of one load share it."""
+    rebuilt: Tables = {}
+    assert read(files(flipped(FOOTER), rebuilt=rebuilt), 0, 10) == DATA[:10]
+    assert list(rebuilt) == [EXPECTED]
+    damaged = flipped(FOOTER, 5000)
+    assert files(damaged).read(0, 10) is None
+    assert read(files(damaged, rebuilt=rebuilt), 0, 10) == DATA[:10]
+
+
+def test_another_copys_footer_opens_a_file() -> None:
+    """One copy has the footer and a bad block, the other the block and a bad footer: together they are whole."""
+    assert read(files(flipped(100), flipped(FOOTER, 5000)), 0, len(DATA)) == DATA
+    assert read(files(flipped(9000), RAW[:8000]), 0, 8000) == DATA[:8000]
+    assert files(flipped(100), flipped(FOOTER, 100)).read(0, 10) is None
+
+
+def test_damaged_data_is_believed_under_no_footer() -> None:
+    """Where footer and data are bad on every copy nothing is given out."""
+    for raw in (flipped(FOOTER, 100), RAW[:100], b"", bytes(len(RAW))):
+        assert files(raw).read(0, 10) is None
+        assert files(raw).any_opened() is None

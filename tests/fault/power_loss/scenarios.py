@@ -216,7 +216,8 @@ class MemoryShard(VerifiedShard):
 
     def __init__(self, save_id: str, shard: str) -> None:
         self._raw = shard_file(save_id, shard)
-        super().__init__("peer", shard, Expected(len(self._raw), crc32c(self._raw)))
+        self.expected = Expected(len(self._raw), crc32c(self._raw))
+        super().__init__("peer", shard, self.expected)
 
     def _fill(self, target: memoryview, offset: int) -> None:
         target[:] = self._raw[offset : offset + len(target)]
@@ -232,7 +233,8 @@ def restored(store: LocalStore, mark: Marker) -> None:
     mark("node", store.node_id())
     path = incoming_path(store.root)
     with committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
-        sources = AnySource([Source("peer", lambda: MemoryShard(OLD, SHARDS[1]))], lambda *_: None)
+        copy = MemoryShard(OLD, SHARDS[1])
+        sources = AnySource([Source("peer", copy.expected, lambda _: copy)], lambda *_: None)
         pulled(sources, SHARDS[1], FileSink(path), at_once)
         directory.place(path, SHARDS[1])
     mark(f"missing {CHECKPOINT}")

@@ -1,0 +1,165 @@
+"""The plan of a repair as values: what a node gets, mends or sets aside, and what cannot be made up for now."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from operator import index
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """A node gets manifest and metadata of a save: one that it does not hold, or of which it has lost either.
+
+    `sources` answer, and have an intact manifest or intact metadata; those with both come first.
+    """
+
+    node_id: str
+    checkpoint_id: str
+    save_id: str
+    sources: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.node_id}: take over {self.checkpoint_id} (manifest, metadata) from {', '.join(self.sources)}"
+        )
+
+
+@dataclass(frozen=True)
+class CopyShard:
+    """A node gets a copy of a shard; a damaged one that it has is set aside when the good one is there.
+
+    `sources` are nodes that answer and hold it, those with an intact copy first. If no copy is intact, each block comes
+    from a node that has that block intact.
+    """
+
+    node_id: str
+    checkpoint_id: str
+    save_id: str
+    shard: str
+    size_bytes: int
+    sources: tuple[str, ...]
+    replaces_damaged: bool = False
+
+    def __str__(self) -> str:
+        what = "replace the damaged" if self.replaces_damaged else "copy"
+        return (
+            f"node {self.node_id}: {what} {self.checkpoint_id}/{self.shard} ({self.size_bytes} bytes) "
+            f"from {', '.join(self.sources)}"
+        )
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A node moves a shard that the manifest does not name out of the checkpoint, into the quarantine."""
+
+    node_id: str
+    checkpoint_id: str
+    save_id: str
+    shard: str
+
+    def __str__(self) -> str:
+        return f"node {self.node_id}: set aside {self.checkpoint_id}/{self.shard}, which its manifest does not name"
+
+
+Action: TypeAlias = Adopt | CopyShard | SetAside
+
+
+@dataclass(frozen=True)
+class ShortShard:
+    """A file with fewer intact copies than wanted for which nothing can be done now.
+
+    `have` 0: no copy is known anywhere. `waits_for`: nodes, with their hosts, that do not answer and may hold one.
+    `is_in_doubt`: another save of the same checkpoint is whole, or may be once nodes are back. `save_id` is empty where no
+    manifest tells which save the file is of.
+    """
+
+    checkpoint_id: str
+    save_id: str
+    shard: str
+    owner: str
+    wanted: int
+    have: int
+    waits_for: tuple[str, ...] = ()
+    is_in_doubt: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        return self.have == 0 and not self.is_in_doubt
+
+    def __str__(self) -> str:
+        doubt = f", of save {self.save_id}, while another save of it can be had" if self.is_in_doubt else ""
+        waits = f"; bring back node {' or node '.join(self.waits_for)}" if self.waits_for else ""
+        return (
+            f"{self.checkpoint_id}/{self.shard} (owner {self.owner}){doubt}: {self.have} of {self.wanted} copies{waits}"
+        )
+
+
+@dataclass(frozen=True)
+class RepairPlan:
+    """What is to be done, in this order, and what cannot be."""
+
+    adopt: tuple[Adopt, ...] = ()
+    copy: tuple[CopyShard, ...] = ()
+    set_aside: tuple[SetAside, ...] = ()
+    short: tuple[ShortShard, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every file of every checkpoint is as it was saved, as often as wanted, as far as the nodes were seen.
+
+        The one place that says "done": for re-protection, its status, `verify` and `repair`.
+        """
+        return not self.actions and not self.short
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return (*self.adopt, *self.copy, *self.set_aside)
+
+    @property
+    def lost(self) -> tuple[ShortShard, ...]:
+        return tuple(shard for shard in self.short if shard.is_lost)
+
+    def concerns(self, checkpoint_id: str, name: str) -> bool:
+        """Whether anything is to be done, or cannot be, about this file on any node."""
+        entries: tuple[CopyShard | SetAside | ShortShard, ...] = (*self.copy, *self.set_aside, *self.short)
+        return any((entry.checkpoint_id, entry.shard) == (checkpoint_id, name) for entry in entries)
+
+    def of_node(self, node_id: str) -> "RepairPlan":
+        """The part that one node has to do."""
+        return RepairPlan(
+            tuple(action for action in self.adopt if action.node_id == node_id),
+            tuple(action for action in self.copy if action.node_id == node_id),
+            tuple(action for action in self.set_aside if action.node_id == node_id),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "RepairPlan":
+        """The actions of a plan, as `to_json` wrote them; what is short is left out.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no plan; the caller names the peer that sent it.
+        """
+        return cls(
+            tuple(Adopt(**_texts(entry), sources=_nodes(entry)) for entry in fields["adopt"]),
+            tuple(
+                CopyShard(
+                    **_texts(entry, "shard"),
+                    size_bytes=index(entry["size_bytes"]),
+                    sources=_nodes(entry),
+                    replaces_damaged=bool(entry["replaces_damaged"]),
+                )
+                for entry in fields["copy"]
+            ),
+            tuple(SetAside(**_texts(entry, "shard")) for entry in fields.get("set_aside", ())),
+        )
+
+
+def _texts(entry: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    return {name: str(entry[name]) for name in ("node_id", "checkpoint_id", "save_id", *more)}
+
+
+def _nodes(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(node) for node in entry["sources"])

@@ -1,0 +1,106 @@
+"""One save as all nodes together show it: where each file was seen intact, where it is damaged, where it is assumed."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from replicated_ckpt.core.inventory import Holding, SaveFound
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.manifest import Manifest
+
+NodesByShard = Mapping[str, set[str]]
+
+
+@dataclass(frozen=True)
+class SeenSave:
+    """What is known of one save. Nodes are assumed to have a file if they do not answer, or cannot say what they have.
+
+    Such nodes keep copies from being made, and count for nothing else; all other sets are of nodes that answer. Of
+    `footless` copies the footer alone is bad. `holders` have any file of the save.
+    """
+
+    found: SaveFound
+    manifest: Manifest
+    intact: NodesByShard
+    damaged: NodesByShard
+    footless: NodesByShard
+    assumed: NodesByShard
+    holders: frozenset[str]
+    with_manifest: frozenset[str]
+    with_metadata: frozenset[str]
+    assumed_metadata: frozenset[str]
+
+    @property
+    def version(self) -> Version:
+        return self.found.version
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every shard and the metadata were seen intact: only such a save may take the place of another."""
+        return bool(self.with_metadata) and all(self.intact[shard] for shard in self.manifest.shards)
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether it is whole once it is mended, and the nodes that do not answer are back."""
+        has_metadata = bool(self.with_metadata or self.assumed_metadata)
+        return has_metadata and all(self.can_give(shard) or self.assumed[shard] for shard in self.manifest.shards)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Nodes that have the manifest or the metadata, those with both first."""
+        either = self.with_manifest | self.with_metadata
+        return tuple(sorted(either, key=lambda node: (node not in self.with_manifest & self.with_metadata, node)))
+
+    def can_give(self, shard: str) -> bool:
+        """Whether an intact copy can be made: of one, of several damaged ones together, or of the data without footer."""
+        return bool(self.intact[shard] or self.footless[shard]) or len(self.damaged[shard]) > 1
+
+    def strays(self, node_id: str) -> list[str]:
+        """Shards in the node's directory that the manifest does not name."""
+        held = (holding for holding in self.found.holdings if holding.node_id == node_id)
+        return sorted(name for holding in held for name in holding.sizes if name not in self.manifest.shards)
+
+
+def see_save(
+    found: SaveFound, manifest: Manifest, up: Collection[str], unsure: Iterable[str], remains: Collection[str]
+) -> SeenSave:
+    """What the holdings show. Nodes that are not `up` are only assumed to have what they had.
+
+    `unsure` nodes say nothing of what they hold: they are assumed to have what they were meant to. The holdings of nodes
+    in `remains` were recognized by the files' checksums; a manifest they have not.
+    """
+    by_kind: dict[str, dict[str, set[str]]] = {
+        kind: {shard: set() for shard in manifest.shards} for kind in ("intact", "damaged", "footless", "assumed")
+    }
+    for holding in found.holdings:
+        _sort_shards(holding, manifest, by_kind, is_up=holding.node_id in up)
+    unsure = set(unsure)
+    for shard, entry in manifest.shards.items():
+        by_kind["assumed"][shard] |= unsure & set(entry.holders)
+    members = {node.node_id for node in manifest.nodes}
+    with_metadata = {holding.node_id for holding in found.holdings if holding.has_metadata}
+    holders = {holding.node_id for holding in found.holdings} & set(up)
+    return SeenSave(
+        found,
+        manifest,
+        **by_kind,
+        holders=frozenset(holders),
+        with_manifest=frozenset(holders - set(remains)),
+        with_metadata=frozenset(with_metadata & holders),
+        assumed_metadata=frozenset(with_metadata - holders | unsure & members),
+    )
+
+
+def _sort_shards(
+    holding: Holding, manifest: Manifest, by_kind: Mapping[str, Mapping[str, set[str]]], *, is_up: bool
+) -> None:
+    damaged, footless = set(holding.damaged), set(holding.footless)
+    for shard, size in holding.sizes.items():
+        entry = manifest.shards.get(shard)
+        if entry is None:
+            continue
+        is_intact = size == entry.size_bytes and shard not in damaged
+        if is_intact or is_up:
+            kind = "intact" if is_intact and is_up else "assumed" if is_intact else "damaged"
+            by_kind[kind][shard].add(holding.node_id)
+        if is_up and not is_intact and shard in footless:
+            by_kind["footless"][shard].add(holding.node_id)

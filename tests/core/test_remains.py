@@ -1,0 +1,78 @@
+"""Remains: files without a manifest are those of the save that most of them match, by their own checksums."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from replicated_ckpt.core.inventory import Holding, saves_found
+from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.remains import Remains, recognize, with_remains
+
+SHARDS = ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp")
+
+
+def manifest(number: int, *crcs: int, metadata_crc: int = 9) -> Manifest:
+    shards = {name: ShardEntry(100, crc, 0, "a", ("a",)) for name, crc in zip(SHARDS, crcs, strict=False)}
+    nodes = (NodeEntry("a", "host", None, (0,)),)
+    return Manifest(f"{number:032x}", "step-1", number, 0.0, 1, 2, 8, metadata_crc, nodes, shards, lineage="c" * 16)
+
+
+def remains(*crcs: int | None, metadata_crc: int | None = None, size: int = 100) -> Remains:
+    files = dict(zip(SHARDS, crcs, strict=False))
+    sizes = dict.fromkeys(files, size) | ({} if metadata_crc is None else {METADATA_NAME: 8})
+    told = {name: crc for name, crc in files.items() if crc is not None}
+    return Remains("b", "step-1", True, sizes, told | ({} if metadata_crc is None else {METADATA_NAME: metadata_crc}))
+
+
+OLD, NEW = manifest(1, 11, 12, 13), manifest(2, 11, 22, 23)
+"""Two saves with one shard and the metadata in common, as of a model of which a part is frozen."""
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (remains(11, 12, 13, metadata_crc=9), OLD),
+        (remains(11, 22, 23, metadata_crc=9), NEW),
+        (remains(11, None, 13), OLD),
+        (remains(11, None, None, metadata_crc=9), NEW),
+        (remains(66, None, 23), NEW),
+        (remains(metadata_crc=9), NEW),
+        (remains(None, None), NEW),
+        (remains(66, 67, metadata_crc=9), None),
+        (remains(66), None),
+    ],
+    ids=["old", "new", "a footer gone", "in common alone", "one stale", "metadata", "nothing told", "others'", "other"],
+)
+def test_shards_decide_then_metadata_then_the_order(found: Remains, expected: Manifest | None) -> None:
+    """The metadata of two saves is often the same, so it tells less than a shard; nothing told may be of any save."""
+    assert recognize(found, [NEW, OLD]) == expected
+    assert recognize(found, []) is None
+
+
+def test_as_a_holding_only_what_matches_is_intact() -> None:
+    """What another save's footer says is not there; what tells nothing, or has another size, may be a damaged copy."""
+    found = remains(11, 12, None, metadata_crc=8)
+    as_new = found.holding(NEW)
+    assert (as_new.has_metadata, set(as_new.sizes), as_new.damaged) == (False, {SHARDS[0], SHARDS[2]}, (SHARDS[2],))
+    assert (as_new.save_id, as_new.sequence, as_new.lineage) == (NEW.save_id, 2, NEW.lineage)
+    cut = remains(11, size=99).holding(NEW)
+    assert cut.sizes == {}, "a footer that is intact in a file of another size is another file's"
+    assert remains(None, size=99).holding(NEW).damaged == (SHARDS[0],)
+
+
+def test_a_load_counts_what_matches_for_every_save() -> None:
+    """Each save of the id gets the files that are its own; those of another id, and of no file, add nothing."""
+    (save,) = saves_found([Holding("a", "step-1", NEW.save_id, 2, True, {SHARDS[0]: 100}, lineage=NEW.lineage)])
+    more = with_remains(save, NEW, [remains(66, 22), replace(remains(11), checkpoint_id="step-2"), remains(66)])
+    assert [(holding.node_id, dict(holding.sizes)) for holding in more.holdings[1:]] == [("b", {SHARDS[1]: 100})]
+
+
+def test_remains_travel_as_json() -> None:
+    """And what makes no sense is refused, with no file in it but a checkpoint's."""
+    found = remains(11, None, metadata_crc=9)
+    assert Remains.from_json(json.loads(json.dumps(found.to_json()))) == found
+    for changes in ({"checkpoint_id": "../x"}, {"sizes": {"node.json": 1}}, {"sizes": {SHARDS[0]: "x"}}, {"crcs": 5}):
+        with pytest.raises((ValueError, TypeError)):
+            Remains.from_json({**found.to_json(), **changes})
