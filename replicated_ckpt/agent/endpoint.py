@@ -1,13 +1,13 @@
-"""The endpoint: where this node's agent listens, and its token, in a file that only this user may read."""
+"""The endpoint: where this node's agent listens, and its tokens, in a file that only this user may read."""
 
 import fcntl
 import json
 import os
-import secrets
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from replicated_ckpt.agent.rights import Tokens, invite
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import write_file
 
@@ -20,7 +20,7 @@ LOG_NAME = "log"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One running agent."""
+    """One running agent. `token` goes to its peers with its address, `owner_token` to nobody: see `Tokens`."""
 
     node_id: str
     host: str
@@ -30,6 +30,7 @@ class Endpoint:
     version: str
     incarnation: int = 0
     tls_sha256: str = ""
+    owner_token: str = ""
 
     def __repr__(self) -> str:
         return f"Endpoint(node {self.node_id} at {self.host}:{self.port}, pid {self.pid})"
@@ -41,17 +42,32 @@ class Endpoint:
         )
 
     def local_address(self) -> AgentAddress:
-        """The agent's address for a process on this host."""
-        return self.address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host))  # noqa: S104 - nothing is bound
+        """The agent's address for its own user on this host, who may ask for everything: not to be given to others."""
+        address = self.address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host))  # noqa: S104 - nothing is bound
+        return replace(address, token=self.owner_token)
+
+    def invitation(self) -> str:
+        """What a rank of this node posts for the coordinator of its job."""
+        return invite(self.owner_token, time.time())
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What stays when an agent is started again: its token and, if it is free, its port. So its peers still find it."""
+    """What stays when an agent is started again: its tokens and, if it is free, its port. So its peers still find it."""
 
     token: str
     port: int
     incarnation: int
+    owner_token: str
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens(self.token, self.owner_token)
+
+    @classmethod
+    def draw(cls, incarnation: int) -> "Identity":
+        tokens = Tokens.draw()
+        return cls(tokens.peer, 0, incarnation, tokens.owner)
 
 
 def write_endpoint(directory: Path, endpoint: Endpoint) -> None:
@@ -71,6 +87,7 @@ def read_endpoint(directory: Path) -> Endpoint | None:
             str(fields["version"]),
             int(fields.get("incarnation", 0)),
             str(fields.get("tls_sha256", "")),
+            str(fields["owner_token"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -80,16 +97,17 @@ def next_identity(directory: Path) -> Identity:
     """The identity of the agent that starts now; `keep_identity` makes it the last one."""
     try:
         fields = json.loads((directory / _IDENTITY_NAME).read_bytes())
-        return Identity(str(fields["token"]), int(fields["port"]), int(fields["incarnation"]) + 1)
+        tokens = str(fields["token"]), str(fields["owner_token"])
+        return Identity(tokens[0], int(fields["port"]), int(fields["incarnation"]) + 1, tokens[1])
     except FileNotFoundError:
-        return Identity(secrets.token_hex(16), 0, 1)
+        return Identity.draw(1)
     except (
         OSError,
         ValueError,
         KeyError,
         TypeError,
     ):  # damaged: only a number that is larger than the last one is needed
-        return Identity(secrets.token_hex(16), 0, int(time.time()))
+        return Identity.draw(int(time.time()))
 
 
 def keep_identity(directory: Path, identity: Identity) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.errors import ObjectMissing
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import fsync_directory, translated, write_file
 
 _PEERS_NAME = "peers.json"
 _PEERS_MAX = 8192
+_HINT = "A job that has ranks on both nodes introduces them, with its next save or load."
 
 
 class PeerBook:
@@ -25,16 +27,8 @@ class PeerBook:
         self._lock = threading.Lock()
 
     def learn(self, peers: Sequence[AgentAddress]) -> None:
-        """Keeps addresses that come from the nodes themselves, now: they win over what was known, and nobody is away."""
+        """Keeps addresses that ranks give, or the nodes themselves, now: they win over what was known, and none is away."""
         self._merge({peer.node_id: peer for peer in peers}, returned={peer.node_id for peer in peers})
-
-    def hear(self, peers: Sequence[AgentAddress]) -> None:
-        """Keeps addresses that somebody else knew, where they are new or of a later start of the agent."""
-        known = {peer.node_id: peer for peer in self.known()}
-        later = [
-            peer for peer in peers if peer.node_id not in known or peer.incarnation > known[peer.node_id].incarnation
-        ]
-        self._merge({peer.node_id: peer for peer in later}, returned=())
 
     def leave(self, node_id: str) -> None:
         """Notes that a node's agent left in good order: its disk is as it was."""
@@ -42,6 +36,17 @@ class PeerBook:
 
     def is_away(self, node_id: str) -> bool:
         return node_id in self._read()[1]
+
+    def address_of(self, node_id: str) -> AgentAddress:
+        """Where a node's agent is.
+
+        Raises:
+            ObjectMissing: nobody has introduced it here.
+        """
+        found = self._read()[0].get(node_id)
+        if found is None:
+            raise ObjectMissing("this agent's address book", "find", node_id[:80], "it was not introduced", _HINT)
+        return found
 
     def known(self) -> tuple[AgentAddress, ...]:
         """The peers met so far. An unreadable file counts as none: it only saves looking for them."""

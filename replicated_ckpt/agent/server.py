@@ -1,6 +1,5 @@
 """The agent's HTTP front door: reads a request, checks the token, routes it, answers. Plain threads, bounded in number."""
 
-import hmac
 import json
 import logging
 import os
@@ -16,7 +15,8 @@ from replicated_ckpt.agent.body import Body, Head
 from replicated_ckpt.agent.connections import Connections
 from replicated_ckpt.agent.file_answer import FileAnswer
 from replicated_ckpt.agent.heartbeat import Heartbeat
-from replicated_ckpt.agent.request import Answer, Request
+from replicated_ckpt.agent.request import Answer, Request, one_line
+from replicated_ckpt.agent.rights import Right, Tokens
 from replicated_ckpt.agent.routes import Routes
 from replicated_ckpt.errors import (
     CheckpointExists,
@@ -41,6 +41,7 @@ IDLE_CONNECTION_S = 60.0
 HEAD_BYTES_MAX = 64 << 10
 _DRAIN_BYTES_MAX = 64 << 20
 _LOGGED_CHARS = 200
+_LOGGED_ERROR_CHARS = 2000
 
 
 class TokenInvalid(StoreDenied):
@@ -74,9 +75,11 @@ class AgentServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, bind: tuple[str, int], token: str, routes: Routes, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, bind: tuple[str, int], tokens: Tokens, routes: Routes, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.address_family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
-        self.token = token
+        self.tokens = tokens
         self.routes = routes
         self._tls = tls
         self.connections = Connections(CONNECTIONS_MAX)
@@ -146,12 +149,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(PROGRESS_TIMEOUT_S)
         body = None
         try:
-            self._check_token()
+            right = self._shown_right()
             self.server.connections.working(self.client_address)
             body = Body(self.rfile, self.headers)
-            request = Request(
-                self.command, self.path, body, self.headers, Heartbeat(self.wfile, body), str(self.client_address[0])
-            )
+            heartbeat = Heartbeat(self.wfile, body)
+            host = str(self.client_address[0])
+            request = Request(self.command, self.path, body, self.headers, heartbeat, right, host)
             answer = self.server.routes.answer(request)
         except ReplicatedCkptError as exc:
             self._refuse(exc, body)
@@ -168,18 +171,26 @@ class _Handler(BaseHTTPRequestHandler):
         """The request as it may be logged: whoever sends it chooses it."""
         return f"{self.command[:_LOGGED_CHARS]!r} {self.path[:_LOGGED_CHARS]!r}"
 
-    def _check_token(self) -> None:
-        given = self.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
+    def _shown_right(self) -> Right:
+        """What the token of the request shows.
+
+        Raises:
+            TokenInvalid: nothing.
+        """
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        right = self.server.tokens.right_of(given) if scheme == "Bearer" else None
+        if right is None:
             path = self.path.partition("?")[0][:_LOGGED_CHARS]
             raise TokenInvalid("this agent", self.command, path, "no valid token")
+        return right
 
     def _refuse(self, exc: ReplicatedCkptError, body: Body | None) -> None:
         code = status_of(exc)
         is_ours = code != HTTPStatus.INTERNAL_SERVER_ERROR
-        log.log(logging.INFO if is_ours else logging.ERROR, "%s: %d %s", self._shown(), code, exc)
+        level, said = logging.INFO if is_ours else logging.ERROR, one_line(exc, _LOGGED_ERROR_CHARS)
+        log.log(level, "refused to %s: %s: %d %s", self.client_address[0], self._shown(), code, said)
         self.close_connection = True
-        document = {"error": exc.message, "kind": type(exc).__name__}
+        document = {"error": exc.message, "kind": type(exc).__name__, "hint": exc.hint}
         self._send_bytes(code, json.dumps(document).encode(), "application/json")
         self._drain(body)
 

@@ -79,6 +79,20 @@ def merged(own: Policy, heard: Policy) -> Policy:
     return own if own.retention == heard.retention else replace(own, retention=None)
 
 
+def agree(own: Iterable[Policy], said: Iterable[Policy]) -> tuple[Policy, ...]:
+    """What all nodes together want kept: of each scope and tier the later policy, this node's own or another's word."""
+    by_key: dict[tuple[str, str, str], Policy] = {}
+    for policy in (*own, *said):
+        by_key[policy.key] = merged(by_key.get(policy.key, policy), policy)
+    return tuple(by_key.values())
+
+
+def confirm(agreed: Iterable[Policy], own: Iterable[Policy]) -> tuple[Policy, ...]:
+    """Those of the policies by which this node's own ranks want the same kept: by these it may remove."""
+    wanted = {policy.key: policy.retention for policy in own}
+    return tuple(policy for policy in agreed if policy.key in wanted and wanted[policy.key] == policy.retention)
+
+
 @dataclass(frozen=True)
 class Standing:
     """What a node says besides its holdings that decides what may be removed: its policies, and how far uploads are.

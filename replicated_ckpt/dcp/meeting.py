@@ -124,7 +124,8 @@ def _surveyed(
         return Surveyor(store, store.known_node_id(), agents, bucket, nodes, lineage).surveyed(ids[0])
     own = posts[world.rank]["node"]["node_id"]
     addresses = [node.address for node in nodes.values()]
-    _introduced(addresses, world.session)
+    openers = [node.opener() for node in nodes.values()]
+    _introduced(addresses, openers, world.session)
     absent = [peer for peer in PeerBook(store.agent_directory()).known() if peer.node_id not in nodes]
     survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage).surveyed(ids[0])
     _tell_load({address.node_id: address for address in (*survey.addresses, *addresses)}.values(), survey)
@@ -148,7 +149,7 @@ def _tell_load(addresses: Iterable[AgentAddress], survey: Survey) -> None:
     FanOut[AgentAddress, None]().run(addresses, tell)
 
 
-def _introduced(addresses: Sequence[AgentAddress], session: str) -> None:
+def _introduced(addresses: Sequence[AgentAddress], openers: Sequence[AgentAddress], session: str) -> None:
     """Tells every agent who takes part, upon which each settles what earlier saves left behind."""
     body = json.dumps({"peers": [address.to_json() for address in addresses], "session": session}).encode()
 
@@ -156,7 +157,7 @@ def _introduced(addresses: Sequence[AgentAddress], session: str) -> None:
         with AgentClient(address) as client:
             client.put("POST", "/v1/peers", body)
 
-    FanOut[AgentAddress, None]().run(addresses, told)
+    FanOut[AgentAddress, None]().run(openers, told)
 
 
 def _packed(error: ReplicatedCkptError) -> str:

@@ -4,7 +4,7 @@ import ipaddress
 import logging
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class NodePost:
-    """A node as one of its ranks presents it. `store_inode` tells apart two stores that one host sees."""
+    """A node as one of its ranks presents it. `store_inode` tells apart two stores that one host sees.
+
+    `invitation` lets the coordinator open saves at its agent and introduce the job's nodes: see `Right.JOB`.
+    """
 
     node_id: str
     host: str
@@ -31,6 +34,11 @@ class NodePost:
     store_inode: str
     domain: str | None
     address: AgentAddress
+    invitation: str = ""
+
+    def opener(self) -> AgentAddress:
+        """The address as the coordinator of the job has it."""
+        return replace(self.address, token=self.invitation) if self.invitation else self.address
 
     def __repr__(self) -> str:
         return f"NodePost(node {self.node_id} on {self.host})"
@@ -47,6 +55,7 @@ class NodePost:
             fields["store_inode"],
             fields["domain"],
             AgentAddress.from_json(fields["address"]),
+            str(fields["invitation"]),
         )
 
 
@@ -75,9 +84,9 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
         log.warning("this node's agent does not answer, and the others go on without it: %s", exc)
         endpoint = known
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
-    return NodePost(
-        endpoint.node_id, socket.gethostname(), boot_id, _inode(store), domain, endpoint.address(host, domain)
-    )
+    address = endpoint.address(host, domain)
+    name = socket.gethostname()
+    return NodePost(endpoint.node_id, name, boot_id, _inode(store), domain, address, endpoint.invitation())
 
 
 def lone_post(store: LocalStore, domain: str | None) -> NodePost:

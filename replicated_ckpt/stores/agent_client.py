@@ -61,7 +61,12 @@ class AgentAddress:
         return f"node {self.node_id} at {self.host}:{self.port}"
 
     def to_json(self) -> dict[str, Any]:
+        """With the token: for those who are to talk to the agent, and no list that others read."""
         return asdict(self)
+
+    def shown(self) -> dict[str, Any]:
+        """The same without the token."""
+        return {name: value for name, value in asdict(self).items() if name != "token"}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
