@@ -1,7 +1,6 @@
 """The meeting before a load: every rank learns the same survey, or every rank raises the same error."""
 
 import json
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,11 @@ from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, checkpoint_id_under
 from replicated_ckpt.dcp.node import NodePost, node_post
+from replicated_ckpt.dcp.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.seen_lineage import remember
 from replicated_ckpt.dcp.survey import Survey, Surveyor
 from replicated_ckpt.dcp.world import Blackboard, World
-from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, PeerProtocolError, ReplicatedCkptError
+from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.fanout import FanOut
@@ -59,14 +59,14 @@ def met(
         node = None if is_nowhere(store) else node_post(store, None).to_json()
         post: dict[str, Any] = {"checkpoint_id": _resolved(store, given_id), "node": node}
     except ReplicatedCkptError as exc:
-        post = {"error": _packed(exc)}
+        post = {"error": pack_error(exc)}
     nonce = world.blackboard.post("load", post)
     if world.is_coordinator:
         look = partial(_surveyed, store, world, bucket=bucket, lineage=lineage)
         _coordinate(world, world.blackboard, lambda posts: prepared(look(posts)))
     decision = world.blackboard.decision("load", nonce, MEETING_TIMEOUT_S)
     if "error" in decision:
-        raise AgreedError(_unpacked(decision["error"]))
+        raise AgreedError(unpack_error(decision["error"]))
     return _remembered(store, Survey.from_json(decision["survey"]))
 
 
@@ -101,7 +101,7 @@ def _coordinate(world: World, board: Blackboard, surveyed: Callable[[Sequence[Ma
     try:
         outcome: Mapping[str, Any] = {"survey": surveyed(posts).to_json()}
     except ReplicatedCkptError as exc:
-        outcome = {"error": _packed(exc)}
+        outcome = {"error": pack_error(exc)}
     board.decide("load", posts, outcome)
 
 
@@ -114,7 +114,7 @@ def _surveyed(
 ) -> Survey:
     for post in posts:
         if "error" in post:
-            raise _unpacked(post["error"])
+            raise unpack_error(post["error"])
     ids = {rank: post["checkpoint_id"] for rank, post in enumerate(posts)}
     if len(set(ids.values())) > 1:
         raise CheckpointIdMismatch(ids)
@@ -158,15 +158,3 @@ def _introduced(addresses: Sequence[AgentAddress], openers: Sequence[AgentAddres
             client.put("POST", "/v1/peers", body)
 
     FanOut[AgentAddress, None]().run(openers, told)
-
-
-def _packed(error: ReplicatedCkptError) -> str:
-    return pickle.dumps(error).hex()
-
-
-def _unpacked(packed: str) -> ReplicatedCkptError:
-    """An error that a rank of this very job packed; the c10d store is as trusted as DCP's own pickled collectives."""
-    error = pickle.loads(bytes.fromhex(packed))  # noqa: S301
-    if not isinstance(error, ReplicatedCkptError):
-        raise PeerProtocolError(f"A rank posted {type(error).__name__} as its error.")
-    return error
