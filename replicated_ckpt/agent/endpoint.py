@@ -10,6 +10,7 @@ from pathlib import Path
 from replicated_ckpt.agent.rights import Tokens, invite
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import write_file
+from replicated_ckpt.stores.ownership import read_private
 
 _ENDPOINT_NAME = "endpoint.json"
 _IDENTITY_NAME = "identity.json"
@@ -75,9 +76,13 @@ def write_endpoint(directory: Path, endpoint: Endpoint) -> None:
 
 
 def read_endpoint(directory: Path) -> Endpoint | None:
-    """The endpoint that the last agent wrote; None if there is none. That agent may be gone."""
+    """The endpoint that the last agent wrote; None if there is none. That agent may be gone.
+
+    Raises:
+        StoreDenied: another user can have written it.
+    """
     try:
-        fields = json.loads((directory / _ENDPOINT_NAME).read_bytes())
+        fields = json.loads(read_private(directory / _ENDPOINT_NAME))
         return Endpoint(
             str(fields["node_id"]),
             str(fields["host"]),
@@ -96,7 +101,7 @@ def read_endpoint(directory: Path) -> Endpoint | None:
 def next_identity(directory: Path) -> Identity:
     """The identity of the agent that starts now; `keep_identity` makes it the last one."""
     try:
-        fields = json.loads((directory / _IDENTITY_NAME).read_bytes())
+        fields = json.loads(read_private(directory / _IDENTITY_NAME))
         tokens = str(fields["token"]), str(fields["owner_token"])
         return Identity(tokens[0], int(fields["port"]), int(fields["incarnation"]) + 1, tokens[1])
     except FileNotFoundError:
@@ -128,7 +133,7 @@ class FileLock:
     @classmethod
     def taken(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
         """The lock, or None if somebody else holds it now."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -10,6 +10,7 @@ from typing import Any
 from replicated_ckpt.errors import ObjectMissing
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import fsync_directory, translated, write_file
+from replicated_ckpt.stores.ownership import read_private
 
 _PEERS_NAME = "peers.json"
 _PEERS_MAX = 8192
@@ -49,7 +50,11 @@ class PeerBook:
         return found
 
     def known(self) -> tuple[AgentAddress, ...]:
-        """The peers met so far. An unreadable file counts as none: it only saves looking for them."""
+        """The peers met so far. An unreadable file counts as none: it only saves looking for them.
+
+        Raises:
+            StoreDenied: another user of the host can have written it.
+        """
         return tuple(self._read()[0].values())
 
     def _merge(self, news: Mapping[str, AgentAddress], returned: Collection[str], left: Collection[str] = ()) -> None:
@@ -67,7 +72,7 @@ class PeerBook:
 
     def _read(self) -> tuple[dict[str, AgentAddress], set[str]]:
         try:
-            entries: list[Mapping[str, Any]] = json.loads(self._path.read_bytes())
+            entries: list[Mapping[str, Any]] = json.loads(read_private(self._path))
         except (OSError, ValueError, RecursionError):
             return {}, set()
         peers: dict[str, AgentAddress] = {}
