@@ -14,6 +14,8 @@ CheckpointIdFrom = Literal["all", "coordinator"]
 DirectIO = Literal["auto", "on", "off"]
 
 DIRECT_IO_ENV = "REPLICATED_CKPT_DIRECT_IO"
+JOB_SECRET_ENV = "REPLICATED_CKPT_JOB_SECRET"  # noqa: S105 - where it stands, not what it is
+JOB_SECRET_FILE_ENV = "REPLICATED_CKPT_JOB_SECRET_FILE"  # noqa: S105
 
 NEWEST_LINEAGE = "newest"
 REFUSE_LINEAGES = "refuse"

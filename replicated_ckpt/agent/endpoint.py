@@ -16,7 +16,6 @@ _ENDPOINT_NAME = "endpoint.json"
 _IDENTITY_NAME = "identity.json"
 _LOCK_NAME = "lock"
 _CLIENTS_NAME = "clients"
-LOG_NAME = "log"
 
 
 @dataclass(frozen=True)

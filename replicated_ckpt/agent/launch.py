@@ -3,12 +3,13 @@
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from replicated_ckpt.agent.endpoint import LOG_NAME, Endpoint, FileLock, client_lock, read_endpoint, single_agent_lock
+from replicated_ckpt.agent.endpoint import Endpoint, FileLock, client_lock, read_endpoint, single_agent_lock
+from replicated_ckpt.agent.log_file import LOG_NAME, open_log
+from replicated_ckpt.agent.surroundings import agent_environment, isolated_python
 from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.local import LocalStore
@@ -111,20 +112,20 @@ def _wait_until_gone(directory: Path) -> None:
 
 def _started(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
     idle_exit_s = os.environ.get(IDLE_EXIT_ENV, str(IDLE_EXIT_S))
-    command = [sys.executable, "-m", "replicated_ckpt.agent", "--root", str(store.root)]
-    command += ["--host", bind_host, "--idle-exit-s", idle_exit_s]
-    package_home = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(part for part in (package_home, os.environ.get("PYTHONPATH")) if part)
-    with (directory / LOG_NAME).open("ab") as log:
+    arguments = ["--root", str(store.root), "--host", bind_host, "--idle-exit-s", idle_exit_s]
+    log = open_log(directory)
+    try:
         process = subprocess.Popen(
-            command,
+            [*isolated_python(), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             cwd="/",
-            env={**os.environ, "PYTHONPATH": path},
+            env=agent_environment(),
             start_new_session=True,
         )
+    finally:
+        os.close(log)
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         endpoint = _answering(directory, bind_host)

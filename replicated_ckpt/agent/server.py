@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import ssl
+import sys
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ from replicated_ckpt.agent.heartbeat import Heartbeat
 from replicated_ckpt.agent.request import Answer, Request, one_line
 from replicated_ckpt.agent.rights import Right, Tokens
 from replicated_ckpt.agent.routes import Routes
+from replicated_ckpt.agent.strangers import Strangers
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -83,6 +85,7 @@ class AgentServer(ThreadingHTTPServer):
         self.routes = routes
         self._tls = tls
         self.connections = Connections(CONNECTIONS_MAX)
+        self._strangers = Strangers()
         super().__init__(bind, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -110,7 +113,7 @@ class AgentServer(ThreadingHTTPServer):
             self.connections.secured(client_address, secured)
             secured.do_handshake()
         except (OSError, ValueError) as exc:  # a value error: it was closed meanwhile, to make room
-            log.warning("no TLS with %s: %s", client_address, exc)
+            self.log_problem(client_address, f"no TLS: {exc}")
             self.shutdown_request(secured)
             return None
         return secured
@@ -118,7 +121,17 @@ class AgentServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Called by socketserver inside its exception handler: the peer went away, or a defect of ours."""
         del request
-        log.warning("connection from %s broke", client_address, exc_info=True)  # noqa: LOG014
+        if self.connections.is_known(client_address):
+            log.warning("connection from %s broke", client_address, exc_info=True)  # noqa: LOG014
+        else:
+            self.log_problem(client_address, f"connection broke: {type(sys.exception()).__name__}")
+
+    def log_problem(self, client_address: Any, what: str) -> None:
+        """Logs one line; of a peer that has shown no valid token, as few as `Strangers` allows."""
+        if self.connections.is_known(client_address):
+            log.info("%s: %s", client_address, what)
+        else:
+            self._strangers.note(str(client_address[0]) if client_address else "this host", what)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -159,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ReplicatedCkptError as exc:
             self._refuse(exc, body)
         except (OSError, ValueError) as exc:
-            log.warning("%s from %s broke: %s", self._shown(), self.client_address, exc)
+            self.server.log_problem(self.client_address, f"{self._shown()} broke: {exc}")
             self.close_connection = True
         else:
             self.close_connection = self.close_connection or not body.done  # what is left of it is no request
@@ -186,9 +199,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, exc: ReplicatedCkptError, body: Body | None) -> None:
         code = status_of(exc)
-        is_ours = code != HTTPStatus.INTERNAL_SERVER_ERROR
-        level, said = logging.INFO if is_ours else logging.ERROR, one_line(exc, _LOGGED_ERROR_CHARS)
-        log.log(level, "refused to %s: %s: %d %s", self.client_address[0], self._shown(), code, said)
+        what = f"refused {self._shown()}: {code} {one_line(exc, _LOGGED_ERROR_CHARS)}"
+        if code == HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("%s: %s", self.client_address[0], what)
+        else:
+            self.server.log_problem(self.client_address, what)
         self.close_connection = True
         document = {"error": exc.message, "kind": type(exc).__name__, "hint": exc.hint}
         self._send_bytes(code, json.dumps(document).encode(), "application/json")
