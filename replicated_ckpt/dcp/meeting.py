@@ -15,7 +15,13 @@ from replicated_ckpt.dcp.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.seen_lineage import remember
 from replicated_ckpt.dcp.survey import Survey, Surveyor
 from replicated_ckpt.dcp.world import Blackboard, World
-from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, ReplicatedCkptError
+from replicated_ckpt.errors import (
+    CheckpointIdMismatch,
+    ConfigInvalid,
+    JobSecretMismatch,
+    PeerProtocolError,
+    ReplicatedCkptError,
+)
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.fanout import FanOut
@@ -61,13 +67,29 @@ def met(
     except ReplicatedCkptError as exc:
         post = {"error": pack_error(exc)}
     nonce = world.blackboard.post("load", post)
-    if world.is_coordinator:
-        look = partial(_surveyed, store, world, bucket=bucket, lineage=lineage)
-        _coordinate(world, world.blackboard, lambda posts: prepared(look(posts)))
-    decision = world.blackboard.decision("load", nonce, MEETING_TIMEOUT_S)
-    if "error" in decision:
-        raise AgreedError(unpack_error(decision["error"]))
+    look = partial(_surveyed, store, world, bucket=bucket, lineage=lineage)
+    decision = _decision(world, world.blackboard, nonce, lambda posts: prepared(look(posts)))
     return _remembered(store, Survey.from_json(decision["survey"]))
+
+
+def _decision(
+    world: World, board: Blackboard, nonce: str, surveyed: Callable[[Sequence[Mapping[str, Any]]], Survey]
+) -> dict[str, Any]:
+    """What the coordinator found, for all ranks; only the coordinator looks.
+
+    Raises:
+        AgreedError: it found an error, or something on the blackboard is not believed, which the others are told, or read, too.
+    """
+    try:
+        if world.is_coordinator:
+            _coordinate(world, board, surveyed)
+        decision = board.decision("load", nonce, MEETING_TIMEOUT_S)
+        error = unpack_error(decision["error"]) if "error" in decision else None
+    except (JobSecretMismatch, ConfigInvalid, PeerProtocolError) as exc:
+        error = exc
+    if error is not None:
+        raise AgreedError(error)
+    return decision
 
 
 def _remembered(store: LocalStore, survey: Survey) -> Survey:
