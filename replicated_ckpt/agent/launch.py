@@ -10,9 +10,11 @@ from pathlib import Path
 from replicated_ckpt.agent.endpoint import Endpoint, FileLock, client_lock, read_endpoint, single_agent_lock
 from replicated_ckpt.agent.log_file import LOG_NAME, open_log
 from replicated_ckpt.agent.surroundings import agent_environment, isolated_python
+from replicated_ckpt.config import TLS_CERT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentClient
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.tls import is_loopback, is_plain_allowed
 from replicated_ckpt.version import __version__
 
 START_TIMEOUT_S = 20.0
@@ -20,8 +22,6 @@ OTHERS_START_S = 5.0
 STOP_TIMEOUT_S = 10.0
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
 IDLE_EXIT_S = 60.0
-TLS_CERT_ENV = "REPLICATED_CKPT_TLS_CERT"
-TLS_KEY_ENV = "REPLICATED_CKPT_TLS_KEY"
 _POLL_S = 0.005
 _client_lock_by_root: dict[Path, FileLock] = {}
 
@@ -30,9 +30,9 @@ def ensured_agent(store: LocalStore, bind_host: str) -> Endpoint:
     """This node's running agent, started if there was none; it stays at least as long as this process.
 
     `bind_host` is where an agent that is started listens. One that listens on loopback only is replaced if other hosts
-    must reach it, one that speaks plain HTTP if a certificate is set, and one of an older version by this one; each
-    first finishes what it is asked at that moment, and the new one has its address. Safe to call from several processes
-    and threads.
+    must reach it, one that speaks plain HTTP if a certificate is set or other hosts must not be talked to so, and one of
+    an older version by this one; each first finishes what it is asked at that moment, and the new one has its address.
+    Safe to call from several processes and threads.
 
     Raises:
         AgentUnavailable: it could not be started or does not answer.
@@ -81,8 +81,10 @@ def _answering(directory: Path, bind_host: str) -> Endpoint | None:
         with AgentClient(endpoint.local_address()) as client:
             if client.call("GET", "/v1/status?brief=1").get("pid") != endpoint.pid:
                 return None  # the one that has just started there, with the same token, has not written its own yet
-            is_deaf = endpoint.host in ("127.0.0.1", "::1") and endpoint.host != bind_host
-            is_plain = bool(os.environ.get(TLS_CERT_ENV)) and not endpoint.tls_sha256
+            is_deaf = is_loopback(endpoint.host) and bind_host not in (endpoint.host, "localhost")
+            is_plain = not endpoint.tls_sha256 and not (
+                is_plain_allowed(bind_host) and not os.environ.get(TLS_CERT_ENV)
+            )
             if is_deaf or is_plain or _is_older(endpoint.version, __version__):
                 client.call("POST", "/v1/shutdown")
                 _wait_until_gone(directory)

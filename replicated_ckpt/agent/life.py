@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from replicated_ckpt.agent.certificate import certificate_of
 from replicated_ckpt.agent.endpoint import (
     Endpoint,
     FileLock,
@@ -119,6 +120,7 @@ class Agent:
         completed = self._service.recover()
         self._start_background_work()
         identity = next_identity(directory)
+        self._certificate = certificate_of(self.config, directory)
         server = self._listening(identity)
         self._endpoint = self._reached_at(server, identity)  # before anybody is answered
         self._greeter = Greeter(self._service, self._endpoint)
@@ -188,7 +190,7 @@ class Agent:
         routes = _WatchedRoutes(
             self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set
         )
-        tls = server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
+        tls = server_context(*self._certificate) if self._certificate else None
         ports = [self.config.port] if self.config.port or not identity.port else [identity.port, 0]
         for port in ports:
             try:
@@ -206,7 +208,7 @@ class Agent:
             os.getpid(),
             __version__,
             identity.incarnation,
-            fingerprint(self.config.tls_cert) if self.config.tls_cert else "",
+            fingerprint(self._certificate[0]) if self._certificate else "",
             identity.owner_token,
         )
 

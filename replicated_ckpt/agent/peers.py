@@ -7,14 +7,22 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.errors import ObjectMissing
+from replicated_ckpt.errors import ObjectMissing, StoreDenied
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import fsync_directory, translated, write_file
 from replicated_ckpt.stores.ownership import read_private
+from replicated_ckpt.stores.tls import PLAIN_HINT, is_network_trusted, is_plain_allowed
 
 _PEERS_NAME = "peers.json"
 _PEERS_MAX = 8192
 _HINT = "A job that has ranks on both nodes introduces them, with its next save or load."
+
+
+def _is_downgrade(peer: AgentAddress, known: Mapping[str, AgentAddress]) -> bool:
+    """Whether an address asks for plain HTTP with a node that is to be talked to by TLS."""
+    if peer.tls_sha256 or is_network_trusted():
+        return False
+    return not is_plain_allowed(peer.host) or (peer.node_id in known and bool(known[peer.node_id].tls_sha256))
 
 
 class PeerBook:
@@ -28,7 +36,16 @@ class PeerBook:
         self._lock = threading.Lock()
 
     def learn(self, peers: Sequence[AgentAddress]) -> None:
-        """Keeps addresses that ranks give, or the nodes themselves, now: they win over what was known, and none is away."""
+        """Keeps addresses that ranks give, or the nodes themselves, now: they win over what was known, and none is away.
+
+        Raises:
+            StoreDenied: one has no fingerprint, and its node is known by one, or may be talked to only by TLS.
+        """
+        known = {peer.node_id: peer for peer in self.known()}
+        for peer in peers:
+            if _is_downgrade(peer, known):
+                detail = "this address has no fingerprint of a certificate, and is not believed"
+                raise StoreDenied(peer.label, "learn", "TLS", detail, PLAIN_HINT)
         self._merge({peer.node_id: peer for peer in peers}, returned={peer.node_id for peer in peers})
 
     def leave(self, node_id: str) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedReader
 from typing import Any, cast
 
 from replicated_ckpt.agent.body import Body, Head
@@ -34,6 +34,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.agent_client import PROGRESS_TIMEOUT_S
+from replicated_ckpt.stores.durable import read_exactly
 from replicated_ckpt.version import __version__
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ HEAD_BYTES_MAX = 64 << 10
 _DRAIN_BYTES_MAX = 64 << 20
 _LOGGED_CHARS = 200
 _LOGGED_ERROR_CHARS = 2000
+_PIECE_BYTES = 1 << 20
 
 
 class TokenInvalid(StoreDenied):
@@ -211,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _drain(self, body: Body | None) -> None:
         """Reads what the peer still sends, so that it sees the answer and not a reset connection."""
-        self.connection.shutdown(socket.SHUT_WR)
+        socket.socket.shutdown(self.connection, socket.SHUT_WR)  # TLS's own would read on in the clear
         piece = memoryview(bytearray(1 << 20))
         drained = 0
         try:
@@ -249,8 +251,22 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             if self.command != "HEAD" and answer.length:
                 self.wfile.flush()
-                sent = self.connection.sendfile(file, answer.offset, answer.length)
+                sent = self._send_range(file, answer.offset, answer.length)
                 self.close_connection = self.close_connection or sent != answer.length
+
+    def _send_range(self, file: BufferedReader, offset: int, length: int) -> int:
+        """Sends a file's bytes and returns how many; over TLS in large pieces, as Python's own are of 8 KiB."""
+        connection: socket.socket = self.connection
+        if not isinstance(connection, ssl.SSLSocket):
+            return connection.sendfile(file, offset, length)
+        piece, sent = memoryview(bytearray(min(length, _PIECE_BYTES))), 0
+        while sent < length:
+            count = read_exactly(file.fileno(), piece[: length - sent], offset + sent)
+            if count == 0:
+                break
+            connection.sendall(piece[:count])
+            sent += count
+        return sent
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name in http.server
         log.debug("%s %s", self.client_address[0], format % args)

@@ -1,23 +1,29 @@
 """This process's node: its store, its agent, and what the others must know of it."""
 
-import ipaddress
 import logging
 import os
 import socket
+import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.endpoint import read_endpoint
 from replicated_ckpt.agent.launch import ensured_agent
-from replicated_ckpt.errors import AgentUnavailable
+from replicated_ckpt.config import PLAIN_ENV
+from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptWarning
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.tls import can_encrypt, is_loopback, is_network_trusted
 
 log = logging.getLogger(__name__)
 
 HOST_ENV = "REPLICATED_CKPT_HOST"
 _DOCUMENTATION_ADDRESS = "192.0.2.1"
+_PLAIN_WARNING = (
+    "Nodes talk to each other without encryption, as this Python has no package `cryptography` to make a certificate with. "
+    f"`pip install cryptography` on all nodes; or, where the network is trusted, set {PLAIN_ENV}=1."
+)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -76,13 +82,15 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
     """
     host = advertised_host()
     try:
-        endpoint = ensured_agent(store, host if _is_loopback(host) else _any_address(host))
+        endpoint = ensured_agent(store, host if is_loopback(host) else _any_address(host))
     except AgentUnavailable as exc:
         known = read_endpoint(store.agent_directory())
         if known is None:
             raise
         log.warning("this node's agent does not answer, and the others go on without it: %s", exc)
         endpoint = known
+    if not (endpoint.tls_sha256 or can_encrypt() or is_loopback(host) or is_network_trusted()):
+        warnings.warn(_PLAIN_WARNING, ReplicatedCkptWarning, stacklevel=2)
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     address = endpoint.address(host, domain)
     name = socket.gethostname()
@@ -111,10 +119,10 @@ def advertised_host() -> str:
     if override:
         return override
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if master == "localhost" or _is_loopback(master):
+    if master == "localhost" or is_loopback(master):
         return "127.0.0.1"
     address = _source_address(master)
-    if address is None or _is_loopback(address):
+    if address is None or is_loopback(address):
         address = _source_address(_DOCUMENTATION_ADDRESS)
     return address or "127.0.0.1"
 
@@ -128,13 +136,6 @@ def _source_address(destination: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _any_address(host: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Self
 from replicated_ckpt.errors import ManifestInvalid, PeerProtocolError, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.agent_answer import document_in, refusal
 from replicated_ckpt.stores.deadline import given_up_after
-from replicated_ckpt.stores.tls import PinnedConnection
+from replicated_ckpt.stores.tls import PinnedConnection, PlainConnection
 
 PROGRESS_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 120.0
@@ -42,7 +42,7 @@ class AgentAddress:
 
     `incarnation` counts the starts of the node's agents: of two addresses of one node the larger one is the later one.
     `domain` is the node's failure domain, if it is known. `tls_sha256` is the fingerprint of its certificate; empty: it
-    speaks plain HTTP.
+    speaks plain HTTP, and is talked to only on this host, or where the user trusts the network.
     """
 
     node_id: str
@@ -101,7 +101,7 @@ def opened_connection(address: AgentAddress, timeout_s: float) -> http.client.HT
         return PinnedConnection(
             address.host, address.port, timeout=timeout_s, sha256=address.tls_sha256, label=address.label
         )
-    return http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+    return PlainConnection(address.host, address.port, timeout=timeout_s, label=address.label)
 
 
 class AgentClient:
