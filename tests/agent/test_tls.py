@@ -134,7 +134,7 @@ def test_curl_takes_the_agents_certificate(tmp_path: Path) -> None:
         certificate = tmp_path / "a" / ".agent" / "tls.pem"
         url = f"https://localhost:{agent.endpoint.port}/v1/status"
         head = f"Authorization: Bearer {agent.endpoint.token}"
-        command = ["curl", "-sS", "-m", "5", "--cacert", certificate, "-H", "@-", url]
+        command = ["curl", "-sS", "-m", "5", "--cacert", str(certificate), "-H", "@-", url]
         shown = subprocess.run(command, input=head.encode(), capture_output=True, check=True)
         assert json.loads(shown.stdout)["node_id"] == agent.endpoint.node_id
 
@@ -199,7 +199,7 @@ def test_without_the_package_for_certificates_a_warning_says_what_to_install(tmp
     with subprocess.Popen(
         [sys.executable, "-c", WITHOUT_CRYPTOGRAPHY, tmp_path / "a"], env=environment, stderr=subprocess.PIPE, text=True
     ) as agent:
-        rank = [sys.executable, "-W", "default", "-c", RANK_WITHOUT, tmp_path / "a"]
+        rank = [sys.executable, "-W", "default", "-c", RANK_WITHOUT, str(tmp_path / "a")]
         said = agent.stderr.readline() if agent.stderr else ""  # before it serves
         done = subprocess.run(rank, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
@@ -298,16 +298,16 @@ def test_an_agent_takes_no_downgrade(tmp_path: Path, verb: str) -> None:
         pinned = AgentAddress("b" * 12, "127.0.0.1", 7, "token", 3, None, "a" * 64)
         plain = replace(pinned, tls_sha256="", incarnation=9).to_json()
         client.call("POST", "/v1/peers", {"peers": [pinned.to_json()], "session": "s"})
-        path, document = {
+        requests: dict[str, tuple[str, dict[str, object]]] = {
             "peers": ("/v1/peers", {"peers": [plain], "session": "s"}),
             "hello": ("/v1/hello", {"peer": plain}),
             "saves": (
                 f"/v1/saves/{'7' * 32}",
                 {"checkpoint_id": "step-7", "session": "s", "overwrite": False, "peers": [plain]},
             ),
-        }[verb]
+        }
         with pytest.raises(StoreDenied, match="not believed"):
-            client.call("POST", path, document)
+            client.call("POST", *requests[verb])
         assert PeerBook(tmp_path / "a" / ".agent").known() == (pinned,)
 
 
