@@ -78,7 +78,7 @@ def _decision(
     """What the coordinator found, for all ranks; only the coordinator looks.
 
     Raises:
-        AgreedError: it found an error, or something on the blackboard is not believed, which the others are told, or read, too.
+        AgreedError: it found an error, or what is on the blackboard is not believed: then the others are told, or read it.
     """
     try:
         if world.is_coordinator:

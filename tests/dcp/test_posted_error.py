@@ -22,6 +22,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "CheckpointAmbiguous": ("step-1", "__0_0.distcp", {"a": "10 bytes", "b": "11 bytes"}),
     "AckNotReached": (2, {"__0_0.distcp": 1}, "node b is gone"),
     "ShardLost": ("step-1", {"__0_0.distcp": "a", "__1_0.distcp": "b"}, ("node a: not reached", "node b")),
+    "LineagesMet": ("latest", ("a: step-1", "b: step-2"), "two runs"),
     "UploadFailed": ("step-1", "s3://bucket/x", "denied"),
 }
 STORE_ERROR = ("node a at h:1", "PUT", "/v1/x", "no \u2028 room", "Make room.")
