@@ -133,7 +133,7 @@ def test_curl_takes_the_agents_certificate(tmp_path: Path) -> None:
     with running_agent(tmp_path / "a", *EVERYWHERE) as agent:
         certificate = tmp_path / "a" / ".agent" / "tls.pem"
         url = f"https://localhost:{agent.endpoint.port}/v1/status"
-        head = f"Authorization: Bearer {agent.endpoint.token}"
+        head = f"Authorization: Bearer {agent.endpoint.owner_token}"
         command = ["curl", "-sS", "-m", "5", "--cacert", str(certificate), "-H", "@-", url]
         shown = subprocess.run(command, input=head.encode(), capture_output=True, check=True)
         assert json.loads(shown.stdout)["node_id"] == agent.endpoint.node_id
@@ -150,7 +150,9 @@ def test_plain_is_what_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """With `--plain`, or the variable, an agent that others reach speaks HTTP, and is talked to where that is set."""
     with running_agent(tmp_path / "a", *EVERYWHERE, "--plain") as agent:
         assert agent.endpoint.tls_sha256 == ""
-        beyond = agent.endpoint.address("0.0.0.0")  # reaches this host, and is no loopback address
+        beyond = replace(
+            agent.endpoint.local_address(), host="0.0.0.0"
+        )  # reaches this host, and is no loopback address
         with AgentClient(beyond) as client, pytest.raises(StoreDenied, match="no fingerprint"):
             client.call("GET", "/v1/status")
         monkeypatch.setenv(PLAIN_ENV, "1")
@@ -281,7 +283,6 @@ def test_a_known_certificate_is_not_given_up(tmp_path: Path, monkeypatch: pytest
     for peer in (plain, far):
         with pytest.raises(StoreDenied, match="not believed"):
             book.learn([peer])
-        book.hear([peer])
         assert book.known() == (pinned,)
     other = replace(pinned, tls_sha256="b" * 64, incarnation=4)
     book.learn([other])  # a node whose disk was replaced has another one
@@ -306,7 +307,7 @@ def test_an_agent_takes_no_downgrade(tmp_path: Path, verb: str) -> None:
                 {"checkpoint_id": "step-7", "session": "s", "overwrite": False, "peers": [plain]},
             ),
         }
-        with pytest.raises(StoreDenied, match="not believed"):
+        with pytest.raises(StoreDenied, match="not believed|another"):
             client.call("POST", *requests[verb])
         assert PeerBook(tmp_path / "a" / ".agent").known() == (pinned,)
 

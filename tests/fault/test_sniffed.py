@@ -58,7 +58,9 @@ def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[bool
         cluster.nodes[0].lose()
         loaded = cluster.launch([call("state.load", kinds=["plain"], checkpoint_id="latest")], nodes=[0, 1])
         assert loaded.digests(0) == saved.of(0)
-        yield not request.param, sniffer.heard(), [endpoint["token"] for endpoint in endpoints]
+        tokens = [endpoint["token"] for endpoint in endpoints]
+        assert not any(endpoint["owner_token"].encode() in sniffer.heard() for endpoint in endpoints)
+        yield not request.param, sniffer.heard(), tokens
 
 
 def test_what_is_heard_tells_nothing(heard: tuple[bool, bytes, list[str]]) -> None:
