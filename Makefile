@@ -8,6 +8,7 @@
 #   make bench-planning [ARGS="--ranks 64,1024"]       the coordinator's work for many ranks and items, beside stock torch's
 #   make frameworks                                  installs Lightning, Transformers, Ray, ... and runs their examples
 #   make referee [TORCH_TESTS=~/pytorch]               torch's own checkpoint tests, with stock storage and with ours
+#   make audit [ARGS="-s osv"]                         known vulnerabilities of the pinned dependencies, where the index knows
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
@@ -28,7 +29,7 @@ FAST    := not multiprocess and not fault and not slow and not radosgw
 # more packages than the rest together: `make frameworks`.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill torture bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee
+.PHONY: test drill torture bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee audit
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -62,6 +63,11 @@ bench-planning: $(STAMP)
 frameworks: $(STAMP)
 	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[frameworks]'
 	@$(BIN)/python -m pytest tests/frameworks $(ARGS)
+
+# In an environment of its own: what looks for weaknesses is none of what is looked at.
+audit:
+	@test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install --quiet pip-audit; }
+	@.venv-audit/bin/python tools/audit.py $(ARGS)
 
 check: lint types fast
 

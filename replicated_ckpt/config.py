@@ -14,6 +14,11 @@ CheckpointIdFrom = Literal["all", "coordinator"]
 DirectIO = Literal["auto", "on", "off"]
 
 DIRECT_IO_ENV = "REPLICATED_CKPT_DIRECT_IO"
+PLAIN_ENV = "REPLICATED_CKPT_PLAIN"
+TLS_CERT_ENV = "REPLICATED_CKPT_TLS_CERT"
+TLS_KEY_ENV = "REPLICATED_CKPT_TLS_KEY"
+JOB_SECRET_ENV = "REPLICATED_CKPT_JOB_SECRET"  # noqa: S105 - where it stands, not what it is
+JOB_SECRET_FILE_ENV = "REPLICATED_CKPT_JOB_SECRET_FILE"  # noqa: S105
 
 NEWEST_LINEAGE = "newest"
 REFUSE_LINEAGES = "refuse"
@@ -183,7 +188,8 @@ class AgentConfig:
     stop. `lost_after_s`: so long a peer that fell silent is taken to hold its copies; `away_after_s`: the same for one
     that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`, `upload_mib_per_s`: pace of re-protection, scrub and
     uploads to the object store, in MiB a second; `scrub_every_s`: pause between two passes of the scrub. `tls_cert`,
-    `tls_key`: PEM files; with them it speaks TLS only. `direct_io`: how copies are written, as of `checked_direct_io`.
+    `tls_key`: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
+    `direct_io`: how copies are written, as of `checked_direct_io`.
     """
 
     root: str

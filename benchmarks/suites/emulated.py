@@ -82,11 +82,11 @@ def _paced_cluster(options: Options, speeds: Speeds, disk_bytes: int) -> Iterato
         made.enter_context(network_of(cluster))
         made.enter_context(cluster)  # it is closed first
         for node in cluster.nodes:
-            _shape(str(node.netns), speeds.network)
+            limit_link(str(node.netns), speeds.network)
         yield cluster
 
 
-def _shape(netns: str, bytes_per_s: float) -> None:
+def limit_link(netns: str, bytes_per_s: float) -> None:
     """The node's agents' link sends no faster than that, in bursts of 5 ms."""
     rate = ["rate", f"{bytes_per_s * 8:.0f}bit", "burst", f"{bytes_per_s * 0.005:.0f}", "latency", "100ms"]
     command = ["tc", "-n", netns, "qdisc", "add", "dev", AGENTS, "root", "tbf", *rate]

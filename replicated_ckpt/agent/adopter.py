@@ -33,7 +33,7 @@ class Adopter:
         self._peers = [peer.to_json() for peer in peers]
 
     def adopt(self, plan: AdoptStock, found: StockFound) -> Mapping[str, ReplicatedCkptError]:
-        """Makes the checkpoint one of ours; returns the nodes that have not published it yet, and why.
+        """Makes the checkpoint one of ours on the nodes that give shards; returns which have not published it yet, and why.
 
         Those complete it when they are asked the next time, as after a save. A failure before anybody has the decision
         leaves every node with what stock torch wrote.
@@ -43,11 +43,11 @@ class Adopter:
         """
         save_id = uuid.uuid4().hex
         try:
-            opened = self._each(plan.node_ids, lambda client, _: self._open(client, plan, found, save_id))
-            staged = self._each(plan.node_ids, lambda client, node: self._stage(client, plan, node, save_id))
+            opened = self._each(plan.shards_by_node, lambda client, _: self._open(client, plan, found, save_id))
+            staged = self._each(plan.shards_by_node, lambda client, node: self._stage(client, plan, node, save_id))
             lineage = newest_lineage(merge_histories(opened.values())) or uuid.uuid4().hex[:16]
             manifest = replace(self._manifest(plan, found, save_id, staged), lineage=lineage)
-            self._each(plan.node_ids, lambda client, node: _check_staged(client, node, save_id))
+            self._each(plan.shards_by_node, lambda client, node: _check_staged(client, node, save_id))
         except ReplicatedCkptError as exc:
             self._abort(plan, save_id, exc.message)
             raise
@@ -79,7 +79,7 @@ class Adopter:
             raise PeerProtocolError(f"{client.address.label} opened an adoption wrongly: {exc!r}.") from exc
 
     def _stage(self, client: AgentClient, plan: AdoptStock, node: str, save_id: str) -> _Staged:
-        names = plan.shards_by_node.get(node, ())  # none: it still has to be kept from giving the save up
+        names = plan.shards_by_node[node]
         answer = client.call("POST", f"/v1/saves/{save_id}/adopt", {"shards": list(names)})
         try:
             shards: Mapping[str, Any] = answer["shards"]
@@ -107,7 +107,7 @@ class Adopter:
                 client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", raw)
                 client.call("POST", f"/v1/saves/{save_id}/commit")
 
-        outcome = FanOut[str, None]().run(plan.node_ids, published)
+        outcome = FanOut[str, None]().run(plan.shards_by_node, published)
         if not outcome.results:
             raise next(iter(outcome.errors.values()))
         return outcome.errors
@@ -117,7 +117,7 @@ class Adopter:
             with AgentClient(self._addresses[node]) as client:
                 client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why[:500]})
 
-        outcome = FanOut[str, None]().run(plan.node_ids, aborted)
+        outcome = FanOut[str, None]().run(plan.shards_by_node, aborted)
         for node, error in outcome.errors.items():
             log.info("node %s gives the adoption up by itself: %s", node, error.message)
 

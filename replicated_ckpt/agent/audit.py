@@ -13,7 +13,7 @@ from replicated_ckpt.agent.policies import PolicyBook
 from replicated_ckpt.core.finding import Finding, Problem
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import ShardName
-from replicated_ckpt.core.policy import NOTHING_SAID, Standing, latest
+from replicated_ckpt.core.policy import NOTHING_SAID, Standing, agree
 from replicated_ckpt.core.remains import Remains
 from replicated_ckpt.core.repair import NodeView, Presence, planned
 from replicated_ckpt.core.repair_plan import RepairPlan
@@ -156,7 +156,7 @@ class Auditor:
             last = tuple(held[peer.node_id]) if peer.node_id in held else None
             views.append(NodeView(peer.node_id, Presence.ASSUMED, last, peer.domain))
         manifests = ManifestBook(self._store, self._node_id, self._peers).of(views)
-        policies = latest(policy for view in views for policy in view.standing.policies)
+        policies = agree(policy for view in views for policy in view.standing.policies)
         retired = planned_retention(manifests, views, policies).retired
         return planned(without_retired(manifests, retired), views)
 

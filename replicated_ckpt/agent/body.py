@@ -55,6 +55,8 @@ class Body:
         length = lengths[0] if lengths else None
         self._chunked = bool(encodings)
         self._left = 0 if self._chunked else _sized(length)
+        self.size_bytes = None if self._chunked else self._left
+        """As it was said beforehand."""
         self.done = not self._chunked and self._left == 0
         self._first_chunk = True
 

@@ -3,12 +3,13 @@
 import argparse
 import logging
 import os
-import sys
 from typing import get_args
 
-from replicated_ckpt.agent.launch import TLS_CERT_ENV, TLS_KEY_ENV
 from replicated_ckpt.agent.life import Agent
-from replicated_ckpt.config import DIRECT_IO_ENV, AgentConfig, DirectIO
+from replicated_ckpt.agent.log_file import BoundedLog
+from replicated_ckpt.config import DIRECT_IO_ENV, PLAIN_ENV, TLS_CERT_ENV, TLS_KEY_ENV, AgentConfig, DirectIO
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.ownership import GROUP_ENV
 
 _BACKGROUND = ("lost_after_s", "away_after_s", "copy_mib_per_s", "scrub_mib_per_s", "scrub_every_s", "upload_mib_per_s")
 HELP = "Serve one node's store to its peers until stopped (ranks start one by themselves if none runs)."
@@ -31,10 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scrub-mib-per-s", type=float, help="pace of the scrub, which re-reads the store (default: %(default)s)")
     add("--upload-mib-per-s", type=float, help="pace of uploads to the object store (default: %(default)s)")
     add("--scrub-every-s", type=float, help="pause between two passes of the scrub (default: %(default)s)")
-    add(
-        "--tls-cert", default=os.environ.get(TLS_CERT_ENV, ""), metavar="FILE", help="certificate (PEM): speak TLS only"
-    )
+    certificate = os.environ.get(TLS_CERT_ENV, "")
+    add("--tls-cert", default=certificate, metavar="FILE", help="certificate (PEM) to use (default: one of its own)")
     add("--tls-key", default=os.environ.get(TLS_KEY_ENV, ""), metavar="FILE", help="its private key (PEM)")
+    add("--plain", action="store_true", help="talk to other nodes without TLS, where the network is trusted")
+    add("--group", help=f"a group that may read what is saved under the root (default: {GROUP_ENV}, or none)")
     add(
         "--direct-io",
         choices=get_args(DirectIO),
@@ -57,11 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         AgentUnavailable: another agent serves the root, or the port is taken. ConfigInvalid
     """
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.DEBUG if arguments.verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    if arguments.group:
+        os.environ[GROUP_ENV] = arguments.group
+    if arguments.plain:
+        os.environ[PLAIN_ENV] = "1"
+    level = logging.DEBUG if arguments.verbose else logging.INFO
+    logging.basicConfig(level=level, handlers=[BoundedLog(LocalStore(arguments.root).root_agent_directory())])
     options = {name: getattr(arguments, name) for name in (*_BACKGROUND, "tls_cert", "tls_key", "direct_io")}
     Agent(AgentConfig(arguments.root, arguments.host, arguments.port, arguments.idle_exit_s, **options)).run()
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-_WARNING_INTERVAL_S = 10.0
+_WARNING_INTERVAL_S = 60.0
 
 
 @dataclass
@@ -63,6 +63,11 @@ class Connections:
         with self._lock:
             if peer in self._open:
                 self._open[peer].stream = stream
+
+    def is_known(self, peer: Any) -> bool:
+        """Whether the connection has shown a valid token."""
+        with self._lock:
+            return peer in self._open and self._open[peer].is_known
 
     def working(self, peer: Any) -> None:
         """A request with a valid token came, and is being worked on."""

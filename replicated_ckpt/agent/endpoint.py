@@ -1,27 +1,27 @@
-"""The endpoint: where this node's agent listens, and its token, in a file that only this user may read."""
+"""The endpoint: where this node's agent listens, and its tokens, in a file that only this user may read."""
 
 import errno
 import fcntl
 import json
 import os
-import secrets
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from replicated_ckpt.agent.rights import Tokens, invite
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import translated, write_file
+from replicated_ckpt.stores.ownership import read_private
 
 _ENDPOINT_NAME = "endpoint.json"
 _IDENTITY_NAME = "identity.json"
 _CLIENTS_NAME = "clients"
 LOCK_NAME = "lock"
-LOG_NAME = "log"
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One running agent."""
+    """One running agent. `token` goes to its peers with its address, `owner_token` to nobody: see `Tokens`."""
 
     node_id: str
     host: str
@@ -31,6 +31,7 @@ class Endpoint:
     version: str
     incarnation: int = 0
     tls_sha256: str = ""
+    owner_token: str = ""
 
     def __repr__(self) -> str:
         return f"Endpoint(node {self.node_id} at {self.host}:{self.port}, pid {self.pid})"
@@ -42,17 +43,32 @@ class Endpoint:
         )
 
     def local_address(self) -> AgentAddress:
-        """The agent's address for a process on this host."""
-        return self.address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host))  # noqa: S104 - nothing is bound
+        """The agent's address for its own user on this host, who may ask for everything: not to be given to others."""
+        address = self.address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host))  # noqa: S104 - nothing is bound
+        return replace(address, token=self.owner_token)
+
+    def invitation(self) -> str:
+        """What a rank of this node posts for the coordinator of its job."""
+        return invite(self.owner_token, time.time())
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What stays when an agent is started again: its token and, if it is free, its port. So its peers still find it."""
+    """What stays when an agent is started again: its tokens and, if it is free, its port. So its peers still find it."""
 
     token: str
     port: int
     incarnation: int
+    owner_token: str
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens(self.token, self.owner_token)
+
+    @classmethod
+    def draw(cls, incarnation: int) -> "Identity":
+        tokens = Tokens.draw()
+        return cls(tokens.peer, 0, incarnation, tokens.owner)
 
 
 def write_endpoint(directory: Path, endpoint: Endpoint) -> None:
@@ -60,9 +76,13 @@ def write_endpoint(directory: Path, endpoint: Endpoint) -> None:
 
 
 def read_endpoint(directory: Path) -> Endpoint | None:
-    """The endpoint that the last agent wrote; None if there is none. That agent may be gone."""
+    """The endpoint that the last agent wrote; None if there is none. That agent may be gone.
+
+    Raises:
+        StoreDenied: another user can have written it.
+    """
     try:
-        fields = json.loads((directory / _ENDPOINT_NAME).read_bytes())
+        fields = json.loads(read_private(directory / _ENDPOINT_NAME))
         return Endpoint(
             str(fields["node_id"]),
             str(fields["host"]),
@@ -72,6 +92,7 @@ def read_endpoint(directory: Path) -> Endpoint | None:
             str(fields["version"]),
             int(fields.get("incarnation", 0)),
             str(fields.get("tls_sha256", "")),
+            str(fields["owner_token"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -80,17 +101,18 @@ def read_endpoint(directory: Path) -> Endpoint | None:
 def next_identity(directory: Path) -> Identity:
     """The identity of the agent that starts now; `keep_identity` makes it the last one."""
     try:
-        fields = json.loads((directory / _IDENTITY_NAME).read_bytes())
-        return Identity(str(fields["token"]), int(fields["port"]), int(fields["incarnation"]) + 1)
+        fields = json.loads(read_private(directory / _IDENTITY_NAME))
+        tokens = str(fields["token"]), str(fields["owner_token"])
+        return Identity(tokens[0], int(fields["port"]), int(fields["incarnation"]) + 1, tokens[1])
     except FileNotFoundError:
-        return Identity(secrets.token_hex(16), 0, 1)
+        return Identity.draw(1)
     except (
         OSError,
         ValueError,
         KeyError,
         TypeError,
     ):  # damaged: only a number that is larger than the last one is needed
-        return Identity(secrets.token_hex(16), 0, int(time.time()))
+        return Identity.draw(int(time.time()))
 
 
 def keep_identity(directory: Path, identity: Identity) -> None:
@@ -117,11 +139,11 @@ class FileLock:
         """
         with translated(str(path.parent), "lock", path.name):
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as exc:
                 if exc.errno != errno.EROFS:
                     raise
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,13 +1,18 @@
-"""Greetings: an agent that starts tells its peers where it is, one that leaves that its disk is intact."""
+"""Greetings: an agent that starts tells its peers where it is, one that leaves that its disk is intact.
 
+Each speaks for itself alone: a greeting counts only with the token that the peer was introduced with.
+"""
+
+import hmac
 import logging
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection
+from dataclasses import replace
 
 from replicated_ckpt.agent.endpoint import Endpoint
+from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.errors import PeerProtocolError
+from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
 
@@ -16,44 +21,73 @@ log = logging.getLogger(__name__)
 GREETING_TIMEOUT_S = 2.0
 
 
-def saying_hello(service: NodeService, endpoint: Endpoint) -> threading.Thread:
-    """Greets every known peer, in the background, and learns from each whom it knows; returns the thread that does."""
-    thread = threading.Thread(target=_greet, args=(service, endpoint), name="rckpt-hello", daemon=True)
-    thread.start()
-    return thread
+class Greeter:
+    """Greets each peer once after a start, when it answers: one that was away then may have missed where this node is."""
 
+    def __init__(self, service: NodeService, endpoint: Endpoint) -> None:
+        self._peers = service.peers
+        self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
+        self._greeted: set[str] = set()
 
-def _greet(service: NodeService, endpoint: Endpoint) -> None:
-    document = {"peer": {**endpoint.address().to_json(), "host": ""}}
+    def start(self) -> threading.Thread:
+        """Greets every known peer, in the background; returns the thread that does."""
+        thread = threading.Thread(target=self.greet_all, name="rckpt-hello", daemon=True)
+        thread.start()
+        return thread
 
-    def greeted(address: AgentAddress) -> list[AgentAddress]:
+    def greet_all(self) -> None:
+        self.greet({peer.node_id for peer in self._peers.known()})
+
+    def greet(self, nodes: Collection[str]) -> None:
+        """Greets those of these nodes that have not heard this agent since it started."""
+        missing = [peer for peer in self._peers.known() if peer.node_id in nodes and peer.node_id not in self._greeted]
+        outcome = FanOut[AgentAddress, None]().run(missing, self._greet)
+        self._greeted |= {address.node_id for address in outcome.results}
+        for address, error in outcome.errors.items():
+            log.info("could not greet %s: %s", address.label, error.message)
+
+    def _greet(self, address: AgentAddress) -> None:
         with AgentClient(address, GREETING_TIMEOUT_S) as client:
-            return addresses_in(client.call("POST", "/v1/hello", document))
+            client.call("POST", "/v1/hello", self._document)
 
-    outcome = FanOut[AgentAddress, list[AgentAddress]]().run(service.peers.known(), greeted)
-    for heard in outcome.results.values():
-        service.peers.hear([peer for peer in heard if peer.node_id != service.node_id])
-    for address, error in outcome.errors.items():
-        log.info("could not greet %s: %s", address.label, error.message)
+    def say_goodbye(self) -> None:
+        """Tells every known peer that this agent leaves in good order; one that cannot be told finds out by itself."""
+
+        def told(address: AgentAddress) -> None:
+            with AgentClient(address, GREETING_TIMEOUT_S) as client:
+                client.call("POST", "/v1/bye", self._document)
+
+        FanOut[AgentAddress, None]().run(self._peers.known(), told)
 
 
-def addresses_in(answer: Mapping[str, Any]) -> list[AgentAddress]:
-    """The addresses that an agent answered with.
+def heed_hello(book: PeerBook, said: AgentAddress, from_host: str) -> None:
+    """Notes where the agent of a known node listens now, as it says itself.
+
+    Its host changes with it only where its certificate is pinned: over plain HTTP the token alone would lead every peer of
+    the node to whoever has seen it.
 
     Raises:
-        PeerProtocolError: it did not.
+        StoreDenied: this is not that node, or an earlier agent of it; nothing has changed.
     """
-    try:
-        return [AgentAddress.from_json(fields) for fields in answer["peers"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise PeerProtocolError(f"An agent listed its peers wrongly: {type(exc).__name__}: {exc}.") from exc
+    known = known_sender(book, said)
+    if known.tls_sha256 not in ("", said.tls_sha256) or said.incarnation < known.incarnation:
+        raise _denied(said, "its certificate is another one, or it has been started again since")
+    host = from_host if known.tls_sha256 else known.host
+    book.learn([replace(said, host=host, domain=said.domain or known.domain)])
 
 
-def said_goodbye(service: NodeService) -> None:
-    """Tells every known peer that this agent leaves in good order; one that cannot be told finds out by itself."""
+def known_sender(book: PeerBook, said: AgentAddress) -> AgentAddress:
+    """The node that speaks, as it was introduced here.
 
-    def told(address: AgentAddress) -> None:
-        with AgentClient(address, GREETING_TIMEOUT_S) as client:
-            client.call("POST", "/v1/bye", {"node_id": service.node_id})
+    Raises:
+        StoreDenied: it was not, or who speaks does not have its token.
+    """
+    known = next((peer for peer in book.known() if peer.node_id == said.node_id), None)
+    if known is None or not hmac.compare_digest(known.token.encode(), said.token.encode()):
+        raise _denied(said, "no such node was introduced here" if known is None else "the token is not that node's")
+    return known
 
-    FanOut[AgentAddress, None]().run(service.peers.known(), told)
+
+def _denied(said: AgentAddress, why: str) -> StoreDenied:
+    hint = "A job that has ranks on both nodes introduces them, with its next save or load."
+    return StoreDenied("this agent", "hear", f"node {said.node_id}", why, hint)

@@ -5,14 +5,12 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from replicated_ckpt.agent.endpoint import (
     LOCK_NAME,
-    LOG_NAME,
     Endpoint,
     FileLock,
     client_lock,
@@ -20,10 +18,14 @@ from replicated_ckpt.agent.endpoint import (
     read_endpoint,
     single_agent_lock,
 )
+from replicated_ckpt.agent.log_file import LOG_NAME, open_log
+from replicated_ckpt.agent.surroundings import agent_environment, isolated_python
+from replicated_ckpt.config import TLS_CERT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.agent_client import PROGRESS_TIMEOUT_S, AgentClient
 from replicated_ckpt.stores.durable import translated
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.tls import is_loopback, is_plain_allowed
 from replicated_ckpt.version import __version__
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,6 @@ SILENT_TIMEOUT_S = 1.0
 """An agent that has not answered this process before is asked for this long, whether it does again."""
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
 IDLE_EXIT_S = 60.0
-TLS_CERT_ENV = "REPLICATED_CKPT_TLS_CERT"
-TLS_KEY_ENV = "REPLICATED_CKPT_TLS_KEY"
 _POLL_S = 0.005
 _client_lock_by_root: dict[Path, FileLock] = {}
 _silent_by_directory: dict[Path, int] = {}
@@ -46,9 +46,9 @@ def ensured_agent(store: LocalStore, bind_host: str) -> Endpoint:
     """This node's running agent, started if there was none; it stays at least as long as this process.
 
     `bind_host` is where an agent that is started listens. One that listens on loopback only is replaced if other hosts
-    must reach it, one that speaks plain HTTP if a certificate is set, and one of an older version by this one; each
-    first finishes what it is asked at that moment, and the new one has its address. Safe to call from several processes
-    and threads: all of them ask at once, and one starts it.
+    must reach it, one that speaks plain HTTP if a certificate is set or other hosts must not be talked to so, and one of
+    an older version by this one; each first finishes what it is asked at that moment, and the new one has its address.
+    Safe to call from several processes and threads: all of them ask at once, and one starts it.
 
     Raises:
         AgentUnavailable: it could not be started, or it runs and does not answer.
@@ -162,8 +162,8 @@ def _answering(directory: Path, bind_host: str) -> Endpoint | None:
     endpoint = _asked(directory)
     if endpoint is None:
         return None
-    is_deaf = endpoint.host in ("127.0.0.1", "::1") and endpoint.host != bind_host
-    is_plain = bool(os.environ.get(TLS_CERT_ENV)) and not endpoint.tls_sha256
+    is_deaf = is_loopback(endpoint.host) and bind_host not in (endpoint.host, "localhost")
+    is_plain = not endpoint.tls_sha256 and (bool(os.environ.get(TLS_CERT_ENV)) or not is_plain_allowed(bind_host))
     if not (is_deaf or is_plain or _is_older(endpoint.version, __version__)):
         return endpoint
     try:
@@ -195,20 +195,20 @@ def _wait_until_gone(directory: Path) -> None:
 
 def _started(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
     idle_exit_s = os.environ.get(IDLE_EXIT_ENV, str(IDLE_EXIT_S))
-    command = [sys.executable, "-m", "replicated_ckpt.agent", "--root", str(store.root)]
-    command += ["--host", bind_host, "--idle-exit-s", idle_exit_s]
-    package_home = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(part for part in (package_home, os.environ.get("PYTHONPATH")) if part)
-    with (directory / LOG_NAME).open("ab") as log:
+    arguments = ["--root", str(store.root), "--host", bind_host, "--idle-exit-s", idle_exit_s]
+    log = open_log(directory)
+    try:
         process = subprocess.Popen(
-            command,
+            [*isolated_python(), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             cwd="/",
-            env={**os.environ, "PYTHONPATH": path},
+            env=agent_environment(),
             start_new_session=True,
         )
+    finally:
+        os.close(log)
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         try:

@@ -5,12 +5,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from replicated_ckpt.agent.certificate import certificate_of
 from replicated_ckpt.agent.endpoint import (
     Endpoint,
     FileLock,
@@ -23,7 +24,7 @@ from replicated_ckpt.agent.endpoint import (
     single_agent_lock,
     write_endpoint,
 )
-from replicated_ckpt.agent.greeting import said_goodbye, saying_hello
+from replicated_ckpt.agent.greeting import Greeter
 from replicated_ckpt.agent.object_routes import ObjectRoutes
 from replicated_ckpt.agent.pace import Pace
 from replicated_ckpt.agent.reprotect import Reprotector
@@ -119,15 +120,17 @@ class Agent:
         completed = self._service.recover()
         self._start_background_work()
         identity = next_identity(directory)
+        self._certificate = certificate_of(self.config, directory)
         server = self._listening(identity)
         self._endpoint = self._reached_at(server, identity)  # before anybody is answered
+        self._greeter = Greeter(self._service, self._endpoint)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="rckpt-accept", daemon=True)
         thread.start()
         try:
             keep_identity(directory, replace(identity, port=self._endpoint.port))
-            self._hello = saying_hello(self._service, self._endpoint)
+            self._hello = self._greeter.start()
             write_endpoint(directory, self._endpoint)
             log.info("serving %s as %r, completed %d saves", self.config.root, self._endpoint, len(completed))
             self._reprotector.start()
@@ -152,7 +155,9 @@ class Agent:
             Pace(mib_per_s * (1 << 20), self._stopping) for mib_per_s in (config.copy_mib_per_s, config.scrub_mib_per_s)
         )
         patience = Patience(config.lost_after_s, config.away_after_s)
-        self._reprotector = Reprotector(self._service, patience, copying, self._stopping, standing=self._standing)
+        self._reprotector = Reprotector(
+            self._service, patience, copying, self._stopping, standing=self._standing, on_seen=self._on_seen
+        )
         self._targets = TargetBook(self._service.store.agent_directory())
         uploading = Pace(config.upload_mib_per_s * (1 << 20), self._stopping)
         self._uploader = Uploader(
@@ -176,7 +181,7 @@ class Agent:
         deadline = time.monotonic() + _LEAVE_GRACE_S
         while not self._activity.is_idle and time.monotonic() < deadline:
             time.sleep(_LEAVE_POLL_S)
-        said_goodbye(self._service)
+        self._greeter.say_goodbye()
         self._reprotector.join()
         self._scrubber.join()
         self._uploader.join()
@@ -186,11 +191,11 @@ class Agent:
         routes = _WatchedRoutes(
             self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set
         )
-        tls = server_context(self.config.tls_cert, self.config.tls_key) if self.config.tls_cert else None
+        tls = server_context(*self._certificate) if self._certificate else None
         ports = [self.config.port] if self.config.port or not identity.port else [identity.port, 0]
         for port in ports:
             try:
-                return AgentServer((self.config.host, port), identity.token, routes, tls)
+                return AgentServer((self.config.host, port), identity.tokens, routes, tls)
             except OSError as exc:
                 problem = exc
         raise AgentUnavailable(f"Cannot listen on {self.config.host}:{self.config.port}: {problem}.")
@@ -200,11 +205,12 @@ class Agent:
             self._service.node_id,
             str(server.server_address[0]),
             int(server.server_address[1]),
-            server.token,
+            identity.token,
             os.getpid(),
             __version__,
             identity.incarnation,
-            fingerprint(self.config.tls_cert) if self.config.tls_cert else "",
+            fingerprint(self._certificate[0]) if self._certificate else "",
+            identity.owner_token,
         )
 
     def _wait(self, directory: Path, lock: FileLock) -> None:
@@ -223,6 +229,9 @@ class Agent:
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         log.info("stopping on %s", signal.Signals(number).name)
         self._stopping.set()
+
+    def _on_seen(self, nodes: Collection[str]) -> None:
+        self._greeter.greet(nodes)
 
     def _standing(self) -> Standing:
         return self._uploader.standing()

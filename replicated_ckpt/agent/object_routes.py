@@ -42,7 +42,7 @@ class ObjectRoutes:
         match (request.method, *parts):
             case ("GET", "saves", save_id):
                 return self._state(save_id)
-            case ("POST", verb):
+            case ("POST", "target" | "probe" | "upload" | "again" as verb):
                 return self._done(verb, request)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
@@ -79,9 +79,11 @@ class ObjectRoutes:
         return self._prober.probed(str(fields["url"]), fields["checkpoint_id"])
 
     def _ordered(self, fields: Mapping[str, Any]) -> Answer:
-        """Has a save of this node uploaded, by hand."""
+        """Has a save of this node uploaded, by hand: what lies here, to a bucket that this node's own user has named."""
         save_id, url = fields["save_id"], fields["url"]
         if not is_save_id(save_id) or url not in self._targets.known():
-            raise ConfigInvalid(f"upload: no save, or {url!r} is not known to node {self._service.node_id}.")
+            raise ConfigInvalid(f"upload: no save, or {str(url)[:200]!r} is not known to node {self._service.node_id}.")
+        if self._service.store.catalog.checkpoint_of(save_id) is None:
+            raise ObjectMissing("this agent", "upload", save_id, "no such save is committed here")
         self._uploader.orders.take(save_id, url)
         return Answer(b"{}\n", after=self._uploader.wake)

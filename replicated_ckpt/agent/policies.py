@@ -1,4 +1,4 @@
-"""The policies of retention that this node's ranks have named or its peers have told, kept across restarts."""
+"""The policies of retention that this node's own ranks have named, kept across restarts."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ _POLICIES_MAX = 256
 class PolicyBook:
     """The latest policy of each scope and tier. Safe for concurrent use.
 
-    A file that cannot be read counts as none, and nothing is removed until a save or a peer tells a policy again.
+    A file that cannot be read counts as none, and nothing is removed until a save tells a policy again.
     """
 
     def __init__(self, directory: Path) -> None:

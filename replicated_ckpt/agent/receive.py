@@ -6,6 +6,7 @@ from pathlib import Path
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.body import Body
+from replicated_ckpt.agent.intake import Take
 from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, Bytes, crc32c, decoded_footer, footer_bytes_of
 from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.direct import page_aligned
@@ -28,16 +29,17 @@ class Received:
         return cls(len(raw), crc32c(raw))
 
 
-def received(path: Path, body: Body, *, durable: bool, direct_io: str) -> Received:
+def received(path: Path, body: Body, take: Take, *, durable: bool, direct_io: str) -> Received:
     """Writes the body to `path`. Afterwards the file is whole, intact and, if asked for, durable; or it is not there.
 
     Raises:
+        PeerProtocolError: it is more than `take` lets through.
         ObjectCorrupt: the bytes do not match the footer that came with them.
         StoreFull, StoreError, SaveAborted: the disk refused. ConnectionResetError, TimeoutError: the sender stopped.
     """
     sink = FileSink(path, direct_io)
     try:
-        size, crc = _written(sink, body)
+        size, crc = _written(sink, body, take)
         _check_against_footer(path, sink, size, crc)
         if durable:
             sink.sync()
@@ -48,11 +50,11 @@ def received(path: Path, body: Body, *, durable: bool, direct_io: str) -> Receiv
     return Received(size, crc)
 
 
-def received_plain(path: Path, body: Body) -> Received:
+def received_plain(path: Path, body: Body, take: Take) -> Received:
     """As `received`, for a file without a footer: whoever uses it holds it against the manifest. Durable afterwards."""
     sink = FileSink(path)
     try:
-        size, crc = _written(sink, body)
+        size, crc = _written(sink, body, take)
         sink.finish_durably()
     except BaseException:
         sink.discard()
@@ -60,11 +62,12 @@ def received_plain(path: Path, body: Body) -> Received:
     return Received(size, crc)
 
 
-def _written(sink: FileSink, body: Body) -> tuple[int, int]:
+def _written(sink: FileSink, body: Body, take: Take) -> tuple[int, int]:
     piece = page_aligned(_DIRECT_PIECE_BYTES) if sink.is_direct else memoryview(bytearray(_PIECE_BYTES))
     size = crc = 0
     while not body.done:
         count = body.readinto(piece)
+        take(count)
         sink.write(piece[:count])
         failpoints.reach("agent.receiving")
         crc = crc32c(piece[:count], crc)

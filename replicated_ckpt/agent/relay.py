@@ -9,7 +9,7 @@ from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError
-from replicated_ckpt.stores.agent_client import FILE_BYTES_MAX, AgentAddress, AgentClient
+from replicated_ckpt.stores.agent_client import FILE_BYTES_MAX, AgentClient
 from replicated_ckpt.stores.durable import translated
 from replicated_ckpt.stores.shard_file import FileSink
 
@@ -20,12 +20,13 @@ def pulled(service: NodeService, save_id: str, request: Request) -> Received:
     """Stages `.metadata` of an open save as another agent of the save has it; durable afterwards.
 
     Raises:
-        PeerProtocolError: the request does not say what from whom. ObjectCorrupt: it is not what the other agent has.
+        PeerProtocolError: the request does not say what from whom. ObjectMissing: that node was not introduced here.
+        ObjectCorrupt: it is not what the other agent has.
         SaveAborted, StoreError: what the other agent, or the own store, refused with.
     """
     fields = request.document()
     try:
-        source = AgentAddress.from_json(fields["from"])
+        source = service.peers.address_of(str(fields["from"]))
         wanted = Received(int(fields["size_bytes"]), int(fields["crc32c"]))
     except (KeyError, TypeError, ValueError) as exc:
         raise PeerProtocolError(f"Metadata cannot be pulled with {type(exc).__name__}: {exc}.") from exc

@@ -1,12 +1,14 @@
 """The agent's verbs of repair: who is here, what seems bad, what is kept, read everything, carry out a plan."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from replicated_ckpt.agent.checks import Checks
+from replicated_ckpt.agent.greeting import heed_hello, known_sender
 from replicated_ckpt.agent.reprotect import Reprotector
-from replicated_ckpt.agent.request import Answer, Request, json_answer
+from replicated_ckpt.agent.request import Answer, Request, json_answer, one_line
+from replicated_ckpt.agent.rights import Right
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import give_up_lost
 from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
@@ -16,16 +18,16 @@ from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.inspection import Inspector
 
-_NODE_ID = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 _PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class RepairRoutes:
     """Maps requests to re-protection. Safe for concurrent use."""
 
-    def __init__(self, service: NodeService, reprotector: Reprotector) -> None:
+    def __init__(self, service: NodeService, reprotector: Reprotector, checks: Checks) -> None:
         self._service = service
         self._reprotector = reprotector
+        self._checks = checks
 
     def answer(self, verb: str, request: Request) -> Answer:
         """Answer to `POST /v1/{verb}`.
@@ -50,19 +52,13 @@ class RepairRoutes:
             raise PeerProtocolError(f"{verb} cannot be done with {type(exc).__name__}: {exc}.") from exc
 
     def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """A peer's agent has started: it is where the request comes from."""
-        peer = AgentAddress.from_json(fields["peer"])
-        if _NODE_ID.fullmatch(peer.node_id) is None or peer.node_id == self._service.node_id:
-            raise ConfigInvalid(f"{peer.node_id[:80]!r} cannot be a peer of node {self._service.node_id}.")
-        known = {address.node_id: address for address in self._service.peers.known()}
-        domain = peer.domain or (known[peer.node_id].domain if peer.node_id in known else None)
-        self._service.peers.learn([replace(peer, host=peer.host or request.peer_host, domain=domain)])
-        answer = json_answer(peers=[address.to_json() for address in known.values()])
-        return replace(answer, after=self._reprotector.wake)
+        """A known peer's agent has started, and may listen elsewhere."""
+        heed_hello(self._service.peers, AgentAddress.from_json(fields["peer"]), request.peer_host)
+        return replace(json_answer(), after=self._reprotector.wake)
 
     def _bye(self, fields: Mapping[str, Any], request: Request) -> Answer:
         del request
-        self._service.peers.leave(str(fields["node_id"]))
+        self._service.peers.leave(known_sender(self._service.peers, AgentAddress.from_json(fields["peer"])).node_id)
         return json_answer()
 
     def _hear(self, fields: Mapping[str, Any], request: Request) -> Answer:
@@ -81,7 +77,7 @@ class RepairRoutes:
         checkpoint_id, save_id, name = (fields[key] for key in ("checkpoint_id", "save_id", "name"))
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
             raise ConfigInvalid("suspects: no file of a checkpoint is named.")
-        self._reprotector.suspect(checkpoint_id, save_id, name, str(fields.get("why", ""))[:500])
+        self._reprotector.suspect(checkpoint_id, save_id, name, one_line(fields.get("why", "")))
         return json_answer()
 
     def _retain(self, fields: Mapping[str, Any], request: Request) -> Answer:
@@ -109,7 +105,7 @@ class RepairRoutes:
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
             raise ConfigInvalid(f"{str(checkpoint_id)[:200]!r} is no checkpoint id.")
         inspector = Inspector(self._service.store, self._service.node_id)
-        with request.heartbeat:
+        with self._checks.in_turn(request):
             findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id)]
         for holding in inspector.holdings:
             self._service.damage.note(holding)
@@ -125,9 +121,9 @@ class RepairRoutes:
         return replace(answer, after=self._reprotector.wake) if findings else answer
 
     def _carry_out(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Does this node's part of a plan, action by action, and says how each went."""
+        """Does this node's part of a plan, action by action, and says how each went. A peer may have nothing replaced."""
         part = RepairPlan.from_json(fields["plan"]).of_node(self._service.node_id)
         with request.heartbeat:
-            outcomes = self._reprotector.carried_out(part)
+            outcomes = self._reprotector.carried_out(part, may_replace=request.right >= Right.OWNER)
         results = [{"action": str(action), "error": error} for action, error in outcomes]
         return replace(json_answer(results=results), after=self._reprotector.wake)

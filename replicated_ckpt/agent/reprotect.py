@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
@@ -17,13 +17,12 @@ from replicated_ckpt.agent.retire import Retirer
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.agent.watch import Patience, PeerWatch
+from replicated_ckpt.core.asked_repair import is_of_held_save, refuse_unplanned
 from replicated_ckpt.core.finding import Finding
 from replicated_ckpt.core.lineage import histories_of
-from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.policy import NOTHING_SAID, Policy, Standing
+from replicated_ckpt.core.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.repair import NodeView, Presence, planned
-from replicated_ckpt.core.repair_plan import Action, RepairPlan
-from replicated_ckpt.core.retention import planned_retention, without_retired
+from replicated_ckpt.core.repair_plan import Action, Adopt, RepairPlan
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -34,6 +33,8 @@ STALE_ROUNDS_MAX = 6
 LEFTOVER_GRACE_S = 60.0
 SUSPECTS_MAX = 4096
 
+
+_NOT_PLANNED = "this node would not do it by its own look at the nodes; ask on its own host"
 
 Outcome: TypeAlias = tuple[Action, str]
 
@@ -72,9 +73,11 @@ class Reprotector:
         stopping: threading.Event,
         clock: Callable[[], float] = time.monotonic,
         standing: Callable[[], Standing] = lambda: NOTHING_SAID,
+        on_seen: Callable[[Collection[str]], None] = lambda _: None,
     ) -> None:
         self._service = service
         self.standing = standing
+        self._on_seen = on_seen
         self._retirer = Retirer(service, stopping)
         self._patience = patience
         self._clock = clock
@@ -84,7 +87,7 @@ class Reprotector:
         self._woken = threading.Event()
         self._busy = threading.Event()
         self._suspects = deque(service.damage.known(), maxlen=SUSPECTS_MAX)
-        self._orders: deque[tuple[RepairPlan, Future[list[Outcome]]]] = deque()
+        self._orders: deque[tuple[RepairPlan, bool, Future[list[Outcome]]]] = deque()
         self._manifests = ManifestBook(service.store, service.node_id, service.peers)
         self._held_before: set[str] = set()
         self._gone_since: dict[str, float] = {}
@@ -130,14 +133,17 @@ class Reprotector:
             "retention": self._retirer.status(),
         }
 
-    def carried_out(self, part: RepairPlan) -> list[Outcome]:
+    def carried_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
         """Has this node's part of a plan done by the thread of re-protection, and waits for it; each action's error or "".
+
+        `may_replace`: that a save gives way to another one is for the plan to say. Else it does only if this node, by
+        its own look at all nodes, plans the same.
 
         Raises:
             StoreUnavailable: the agent is leaving; some of it may have been done.
         """
         order: Future[list[Outcome]] = Future()
-        self._orders.append((part, order))
+        self._orders.append((part, may_replace, order))
         self.wake()
         while True:
             try:
@@ -180,11 +186,12 @@ class Reprotector:
         self._settle_old_leftovers()
         policies = self._service.policies.known()
         others = self.watch.looked()
+        self._on_seen([view.node_id for view in others if view.presence is Presence.UP])
         views = (self._own_view(), *others)
         told = histories_of(holding.version for view in others for holding in view.holdings or ())
         self._service.heard.hear({lineage: history.sequence for lineage, history in told.items()})
         in_doubt = self.watch.has_doubt(others)
-        kept = self._kept(views, policies, in_doubt=in_doubt)
+        kept = self._retirer.keep(self._manifests.of(views), views, policies, in_doubt=in_doubt)
         drop_outlived(self._service, kept, views)
         plan = planned(kept, views, self._service.node_id)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
@@ -200,25 +207,6 @@ class Reprotector:
         )
         self._say(found, plan)
         return found
-
-    def _kept(self, views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool) -> Mapping[str, Manifest]:
-        """Retires what the runs' policies keep no longer, and returns the manifests of the rest.
-
-        While a node is silent nothing is removed; nor is anything brought back that will be. A policy that was not among
-        those `told` before the look waits for the next one: nodes that answered this one may be silent by now.
-        """
-        try:
-            self._service.policies.learn(policy for view in views for policy in view.standing.policies)
-        except ReplicatedCkptError as exc:
-            log.warning("policies of retention are known until this agent ends: %s", exc)
-        manifests = self._manifests.of(views)
-        known = self._service.policies.known()
-        plan = planned_retention(manifests, views, known)
-        if set(known) != set(told):
-            self.wake()
-        elif not in_doubt:
-            self._retirer.carry_out(plan)
-        return without_retired(manifests, plan.retired)
 
     def _read_suspects(self) -> None:
         """Reads the files that were said to be bad, or have a wrong size; those that are bad count no more as copies."""
@@ -243,8 +231,19 @@ class Reprotector:
 
     def _do_orders(self) -> None:
         while self._orders:
-            part, order = self._orders.popleft()
-            order.set_result([(action, self._tried(action)) for action in part.actions])
+            part, may_replace, order = self._orders.popleft()
+            refused = frozenset() if may_replace else self._not_planned_here(part.adopt)
+            order.set_result(
+                [(action, _NOT_PLANNED if action in refused else self._tried(action)) for action in part.actions]
+            )
+
+    def _not_planned_here(self, adoptions: Sequence[Adopt]) -> frozenset[Adopt]:
+        held = self._service.holdings()
+        others = [action for action in adoptions if not is_of_held_save(action, held)]
+        if not others:
+            return frozenset()
+        views = (self._own_view(), *self.watch.looked())
+        return refuse_unplanned(others, planned(self._manifests.of(views), views, self._service.node_id).adopt)
 
     def _tried(self, action: Action) -> str:
         """Does one action; why it could not be done, or "".

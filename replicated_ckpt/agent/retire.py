@@ -2,10 +2,13 @@
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.core.retention import Removal, RetentionPlan
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.policy import Policy, agree, confirm
+from replicated_ckpt.core.repair import NodeView
+from replicated_ckpt.core.retention import Removal, RetentionPlan, planned_retention, without_retired
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.retire import retire
 
@@ -23,6 +26,21 @@ class Retirer:
 
     def status(self) -> Mapping[str, int]:
         return {"removed": self._removed, "held_back": len(self._held_back)}
+
+    def keep(
+        self, manifests: Mapping[str, Manifest], views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool
+    ) -> Mapping[str, Manifest]:
+        """Removes what the policies of this node's ranks keep no longer; returns the manifests that are looked after.
+
+        What the other nodes say of their policies can keep this one from removing, and from bringing back what they gave
+        up; it never has anything removed here. While a node is silent nothing is. A policy that was not among those `told`
+        before the look waits for the next one: nodes that answered this one may be silent by now.
+        """
+        own = self._service.policies.known()
+        agreed = agree([*own, *(policy for view in views for policy in view.standing.policies)])
+        if set(own) == set(told) and not in_doubt:
+            self.carry_out(planned_retention(manifests, views, confirm(agreed, own)))
+        return without_retired(manifests, planned_retention(manifests, views, agreed).retired)
 
     def carry_out(self, plan: RetentionPlan) -> None:
         """Does this node's part of a plan; what cannot be removed is logged, and is in the next plan again."""

@@ -6,18 +6,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from replicated_ckpt.agent.checks import Checks
 from replicated_ckpt.agent.file_answer import FileAnswer, file_answer
 from replicated_ckpt.agent.metrics import exposed
 from replicated_ckpt.agent.object_routes import ObjectRoutes
 from replicated_ckpt.agent.relay import opened_metadata, pulled
 from replicated_ckpt.agent.repair_routes import RepairRoutes
 from replicated_ckpt.agent.reprotect import Reprotector
-from replicated_ckpt.agent.request import Answer, Request, json_answer
+from replicated_ckpt.agent.request import Answer, Request, json_answer, one_line
+from replicated_ckpt.agent.rights import Right, needed_right
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.settle import settle
 from replicated_ckpt.agent.stock_routes import StockRoutes
+from replicated_ckpt.core.announced import Announced
 from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
+from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import flush_file
 from replicated_ckpt.stores.intent import Intent
 
@@ -49,9 +53,10 @@ class Routes:
     ) -> None:
         self._service = service
         self._reprotector = reprotector
-        self._repair = RepairRoutes(service, reprotector)
+        checks = Checks()
+        self._repair = RepairRoutes(service, reprotector, checks)
         self._objects = objects
-        self._stock = StockRoutes(service)
+        self._stock = StockRoutes(service, checks)
         self._status = status
         self._stop = stop
 
@@ -62,6 +67,7 @@ class Routes:
             ReplicatedCkptError: it is refused; nothing but what the error says was changed.
         """
         parts, query = _parted(request.target)
+        request.require(needed_right(request.method, parts))
         match (request.method, *parts):
             case ("GET", "v1", "status"):
                 return json_answer(**self._status(is_brief="brief" in query))
@@ -74,7 +80,7 @@ class Routes:
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"))
             case ("GET", "v1", "peers"):
-                return json_answer(peers=[peer.to_json() for peer in self._service.peers.known()])
+                return json_answer(peers=[peer.shown() for peer in self._service.peers.known()])
             case ("POST", "v1", "peers"):
                 return self._meet(request)
             case ("GET" | "HEAD", "v1", "files", save_id, name):
@@ -116,7 +122,7 @@ class Routes:
             case ("POST", "adopt"):
                 return self._adopt(request, save_id)
             case ("POST", "abort"):
-                self._service.abort(save_id, str(request.document().get("why", "no reason given"))[:500])
+                self._service.abort(save_id, one_line(request.document().get("why", "no reason given")))
                 return json_answer()
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
@@ -127,17 +133,19 @@ class Routes:
     def _begin(self, request: Request, save_id: str) -> Answer:
         fields = request.document()
         try:
-            peers = self._service.learn_peers(fields["peers"])
+            checkpoint_id, adopts = fields["checkpoint_id"], bool(fields.get("adopts", False))
+            peers = self._peers_of_save(request, checkpoint_id, fields["peers"], adopts=adopts)
             intent = Intent(
                 save_id,
-                fields["checkpoint_id"],
+                checkpoint_id,
                 str(fields["session"]),
                 bool(fields["overwrite"]),
-                bool(fields.get("adopts", False)),
+                adopts,
                 tuple(sorted({self._service.node_id, *(peer.node_id for peer in peers)})),
                 str(fields.get("coordinator", "")),
+                announced=Announced.from_json(fields.get("announced", {})),
             )
-        except (KeyError, TypeError, ValueError) as exc:
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise PeerProtocolError(f"A save cannot be opened with {type(exc).__name__}: {exc}.") from exc
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
@@ -148,6 +156,21 @@ class Routes:
                 settle(self._service, leftovers, peers)
         told = {lineage: history.to_json() for lineage, history in histories.items()}
         return json_answer(histories=told, replaces=replaces)
+
+    def _peers_of_save(
+        self, request: Request, checkpoint_id: object, named: Any, *, adopts: bool
+    ) -> tuple[AgentAddress, ...]:
+        """The other nodes of a save. A job introduces them; an adoption has to do with those that this node knows.
+
+        Raises:
+            StoreDenied: neither. ValueError, KeyError, TypeError: these are no addresses.
+        """
+        if request.right >= Right.JOB:
+            return self._service.learn_peers(named)
+        if not adopts or not self._stock.has(checkpoint_id):
+            request.require(Right.JOB)
+        nodes = {str(peer["node_id"]) for peer in named}
+        return tuple(peer for peer in self._service.peers.known() if peer.node_id in nodes)
 
     def _adopt(self, request: Request, save_id: str) -> Answer:
         """Shards that stock torch wrote here are staged with footers; answers what their manifest is to say."""

@@ -1,23 +1,25 @@
 """The agent's HTTP front door: reads a request, checks the token, routes it, answers. Plain threads, bounded in number."""
 
-import hmac
 import json
 import logging
 import os
 import socket
 import ssl
+import sys
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedReader
 from typing import Any, cast
 
 from replicated_ckpt.agent.body import Body, Head
 from replicated_ckpt.agent.connections import Connections
 from replicated_ckpt.agent.file_answer import FileAnswer
 from replicated_ckpt.agent.heartbeat import Heartbeat
-from replicated_ckpt.agent.request import Answer, Request
+from replicated_ckpt.agent.request import Answer, Request, one_line
+from replicated_ckpt.agent.rights import Right, Tokens
 from replicated_ckpt.agent.routes import Routes
+from replicated_ckpt.agent.strangers import Strangers
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -32,6 +34,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.agent_client import PROGRESS_TIMEOUT_S
+from replicated_ckpt.stores.durable import read_exactly
 from replicated_ckpt.version import __version__
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,8 @@ IDLE_CONNECTION_S = 60.0
 HEAD_BYTES_MAX = 64 << 10
 _DRAIN_BYTES_MAX = 64 << 20
 _LOGGED_CHARS = 200
+_LOGGED_ERROR_CHARS = 2000
+_PIECE_BYTES = 1 << 20
 
 
 class TokenInvalid(StoreDenied):
@@ -74,12 +79,15 @@ class AgentServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, bind: tuple[str, int], token: str, routes: Routes, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, bind: tuple[str, int], tokens: Tokens, routes: Routes, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.address_family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
-        self.token = token
+        self.tokens = tokens
         self.routes = routes
         self._tls = tls
         self.connections = Connections(CONNECTIONS_MAX)
+        self._strangers = Strangers()
         super().__init__(bind, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -107,7 +115,7 @@ class AgentServer(ThreadingHTTPServer):
             self.connections.secured(client_address, secured)
             secured.do_handshake()
         except (OSError, ValueError) as exc:  # a value error: it was closed meanwhile, to make room
-            log.warning("no TLS with %s: %s", client_address, exc)
+            self.log_problem(client_address, f"no TLS: {exc}")
             self.shutdown_request(secured)
             return None
         return secured
@@ -115,7 +123,17 @@ class AgentServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Called by socketserver inside its exception handler: the peer went away, or a defect of ours."""
         del request
-        log.warning("connection from %s broke", client_address, exc_info=True)  # noqa: LOG014
+        if self.connections.is_known(client_address):
+            log.warning("connection from %s broke", client_address, exc_info=True)  # noqa: LOG014
+        else:
+            self.log_problem(client_address, f"connection broke: {type(sys.exception()).__name__}")
+
+    def log_problem(self, client_address: Any, what: str) -> None:
+        """Logs one line; of a peer that has shown no valid token, as few as `Strangers` allows."""
+        if self.connections.is_known(client_address):
+            log.info("%s: %s", client_address, what)
+        else:
+            self._strangers.note(str(client_address[0]) if client_address else "this host", what)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -146,17 +164,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(PROGRESS_TIMEOUT_S)
         body = None
         try:
-            self._check_token()
+            right = self._shown_right()
             self.server.connections.working(self.client_address)
             body = Body(self.rfile, self.headers)
-            request = Request(
-                self.command, self.path, body, self.headers, Heartbeat(self.wfile, body), str(self.client_address[0])
-            )
+            heartbeat = Heartbeat(self.wfile, body)
+            host = str(self.client_address[0])
+            request = Request(self.command, self.path, body, self.headers, heartbeat, right, host)
             answer = self.server.routes.answer(request)
         except ReplicatedCkptError as exc:
             self._refuse(exc, body)
         except (OSError, ValueError) as exc:
-            log.warning("%s from %s broke: %s", self._shown(), self.client_address, exc)
+            self.server.log_problem(self.client_address, f"{self._shown()} broke: {exc}")
             self.close_connection = True
         else:
             self.close_connection = self.close_connection or not body.done  # what is left of it is no request
@@ -168,24 +186,34 @@ class _Handler(BaseHTTPRequestHandler):
         """The request as it may be logged: whoever sends it chooses it."""
         return f"{self.command[:_LOGGED_CHARS]!r} {self.path[:_LOGGED_CHARS]!r}"
 
-    def _check_token(self) -> None:
-        given = self.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
+    def _shown_right(self) -> Right:
+        """What the token of the request shows.
+
+        Raises:
+            TokenInvalid: nothing.
+        """
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        right = self.server.tokens.right_of(given) if scheme == "Bearer" else None
+        if right is None:
             path = self.path.partition("?")[0][:_LOGGED_CHARS]
             raise TokenInvalid("this agent", self.command, path, "no valid token")
+        return right
 
     def _refuse(self, exc: ReplicatedCkptError, body: Body | None) -> None:
         code = status_of(exc)
-        is_ours = code != HTTPStatus.INTERNAL_SERVER_ERROR
-        log.log(logging.INFO if is_ours else logging.ERROR, "%s: %d %s", self._shown(), code, exc)
+        what = f"refused {self._shown()}: {code} {one_line(exc, _LOGGED_ERROR_CHARS)}"
+        if code == HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("%s: %s", self.client_address[0], what)
+        else:
+            self.server.log_problem(self.client_address, what)
         self.close_connection = True
-        document = {"error": exc.message, "kind": type(exc).__name__}
+        document = {"error": exc.message, "kind": type(exc).__name__, "hint": exc.hint}
         self._send_bytes(code, json.dumps(document).encode(), "application/json")
         self._drain(body)
 
     def _drain(self, body: Body | None) -> None:
         """Reads what the peer still sends, so that it sees the answer and not a reset connection."""
-        self.connection.shutdown(socket.SHUT_WR)
+        socket.socket.shutdown(self.connection, socket.SHUT_WR)  # TLS's own would read on in the clear
         piece = memoryview(bytearray(1 << 20))
         drained = 0
         try:
@@ -223,8 +251,22 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             if self.command != "HEAD" and answer.length:
                 self.wfile.flush()
-                sent = self.connection.sendfile(file, answer.offset, answer.length)
+                sent = self._send_range(file, answer.offset, answer.length)
                 self.close_connection = self.close_connection or sent != answer.length
+
+    def _send_range(self, file: BufferedReader, offset: int, length: int) -> int:
+        """Sends a file's bytes and returns how many; over TLS in large pieces, as Python's own are of 8 KiB."""
+        connection: socket.socket = self.connection
+        if not isinstance(connection, ssl.SSLSocket):
+            return connection.sendfile(file, offset, length)
+        piece, sent = memoryview(bytearray(min(length, _PIECE_BYTES))), 0
+        while sent < length:
+            count = read_exactly(file.fileno(), piece[: length - sent], offset + sent)
+            if count == 0:
+                break
+            connection.sendall(piece[:count])
+            sent += count
+        return sent
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name in http.server
         log.debug("%s %s", self.client_address[0], format % args)

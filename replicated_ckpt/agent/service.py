@@ -14,6 +14,7 @@ from replicated_ckpt.agent.doubts import Doubts
 from replicated_ckpt.agent.fence import Fence
 from replicated_ckpt.agent.heard import HeardSequences
 from replicated_ckpt.agent.holds import Holds
+from replicated_ckpt.agent.intake import Intake, taking_metadata
 from replicated_ckpt.agent.leftover import Leftover
 from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.agent.pins import Pins
@@ -27,7 +28,7 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
 from replicated_ckpt.core.policy import scope_of
 from replicated_ckpt.core.settlement import Answer
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ReplicatedCkptError, SaveAborted, SaveSuperseded
-from replicated_ckpt.stores.adoption import stage_shards
+from replicated_ckpt.stores.adoption import check_adopted, stage_shards
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.durable import exclusive
 from replicated_ckpt.stores.intent import Intent
@@ -57,6 +58,7 @@ class NodeService:
         self.completing = threading.Lock()
         """Held by the thread that completes a save by what others know of it: one at a time, else they undo each other."""
         self._lock = threading.Lock()
+        self._intake = Intake(store)
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
         self._fence = Fence()
@@ -185,16 +187,20 @@ class NodeService:
         """
         self.check_open(save_id)
         path = self.store.staged_file(save_id, name)
+        intent = Intent.read(save_id, self.store.intent_path(save_id))
         if name == MANIFEST_NAME:
             raw = body.read_all(MANIFEST_BYTES_MAX)
+            check_adopted(self.store.root, intent, raw)
             self.store.put_small(save_id, name, raw)
             failpoints.reach("agent.decision-staged")
             return Received.of(raw)
         if name == METADATA_NAME:
-            return received_plain(path, body)
-        if ShardName.parse(name) is None:
-            raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")
-        return received(path, body, durable=durable, direct_io=self._direct_io)
+            with taking_metadata(intent, body.size_bytes) as take:
+                return received_plain(path, body, take)
+        if ShardName.parse(name) is None or intent.adopts:
+            raise ConfigInvalid(f"{name!r} is no file of a checkpoint that could be brought here.")
+        with self._intake.taking(intent, name, body.size_bytes) as take:
+            return received(path, body, take, durable=durable, direct_io=self._direct_io)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
         """Publishes a save; returns the shards held here. Idempotent.

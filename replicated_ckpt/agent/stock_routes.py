@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 
+from replicated_ckpt.agent.checks import Checks
 from replicated_ckpt.agent.file_answer import FileAnswer, file_answer
 from replicated_ckpt.agent.request import Answer, Request, json_answer
 from replicated_ckpt.agent.service import NodeService
@@ -18,8 +19,9 @@ METADATA_BYTES_MAX = 1 << 30
 class StockRoutes:
     """Maps requests to what lies there. Nothing is written. Safe for concurrent use."""
 
-    def __init__(self, service: NodeService) -> None:
+    def __init__(self, service: NodeService, checks: Checks) -> None:
         self._service = service
+        self._checks = checks
         self._shelf = StockShelf(service.store.root)
 
     def answer(self, request: Request, rest: list[str], query: Mapping[str, str]) -> Answer:
@@ -37,6 +39,12 @@ class StockRoutes:
                 return self._verify(request, _checkpoint_id(query))
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
+    def has(self, checkpoint_id: object) -> bool:
+        """Whether files without a manifest lie here under this id."""
+        if not isinstance(checkpoint_id, str) or not is_checkpoint_id(checkpoint_id):
+            return False
+        return any(self._shelf.holdings(self._service.node_id, checkpoint_id))
+
     def _listing(self, checkpoint_id: str | None) -> Answer:
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
             raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
@@ -53,7 +61,7 @@ class StockRoutes:
         """Reads what lies here of one checkpoint; the body is its `.metadata`, which may lie on another node only."""
         raw = request.body.read_all(METADATA_BYTES_MAX)
         inspector = StockInspector(self._service.store, self._service.node_id)
-        with request.heartbeat:
+        with self._checks.in_turn(request):
             ranges = item_ranges(raw)
             findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id, ranges)]
         document = {"findings": findings, "bytes_read": inspector.bytes_read, "unchecked": inspector.unchecked}

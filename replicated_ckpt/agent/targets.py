@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import threading
 from pathlib import Path
 
@@ -29,8 +28,6 @@ class TargetBook:
         self._lock = threading.Lock()
         self._target_by_url = self._read()
         self._bucket_by_url: dict[str, Bucket] = {}
-        for target in self._target_by_url.values():
-            os.environ.update(target.environment)
 
     def learn(self, target: ObjectTarget) -> bool:
         """Keeps a target, in place of an older one of the same URL; whether it is a new one.
@@ -47,7 +44,6 @@ class TargetBook:
                 del self._target_by_url[next(iter(self._target_by_url))]
             self._bucket_by_url.pop(target.url, None)
             raw = json.dumps([entry.to_json() for entry in self._target_by_url.values()]).encode()
-        os.environ.update(target.environment)
         with translated(str(self._path.parent), "write", _NAME):
             write_file(self._path, raw, 0o600)
         log.info("object store %s is known", target.url)

@@ -1,7 +1,6 @@
 """`replicated-ckpt repair`: has every node read everything, plans what mends it, prints the plan, then carries it out."""
 
 import argparse
-import ipaddress
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
 from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.tls import is_loopback
 
 _GREETING_WAIT_S = 20.0
 _POLL_S = 0.05
@@ -180,14 +180,7 @@ def _failures(answer: Mapping[str, Any], address: AgentAddress) -> dict[str, str
 
 def _bind_host(peers: list[AgentAddress]) -> str:
     """Where an agent that has to be started listens: peers on other hosts must reach it."""
-    return "127.0.0.1" if all(_is_loopback(peer.host) for peer in peers) else "0.0.0.0"  # noqa: S104 - a token guards it
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return "127.0.0.1" if all(is_loopback(peer.host) for peer in peers) else "0.0.0.0"  # noqa: S104 - a token guards it
 
 
 def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:

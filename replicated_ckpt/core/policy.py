@@ -79,12 +79,18 @@ def merged(own: Policy, heard: Policy) -> Policy:
     return own if own.retention == heard.retention else replace(own, retention=None)
 
 
-def latest(policies: Iterable[Policy]) -> tuple[Policy, ...]:
-    """Of each scope and tier the policy that holds, whatever the order in which they were heard."""
+def agree(policies: Iterable[Policy]) -> tuple[Policy, ...]:
+    """What all nodes that said these want kept together: of each scope and tier the later policy, in whatever order."""
     by_key: dict[tuple[str, str, str], Policy] = {}
     for policy in policies:
         by_key[policy.key] = merged(by_key.get(policy.key, policy), policy)
     return tuple(by_key.values())
+
+
+def confirm(agreed: Iterable[Policy], own: Iterable[Policy]) -> tuple[Policy, ...]:
+    """Those of the policies by which this node's own ranks want the same kept: by these it may remove."""
+    wanted = {policy.key: policy.retention for policy in own}
+    return tuple(policy for policy in agreed if policy.key in wanted and wanted[policy.key] == policy.retention)
 
 
 @dataclass(frozen=True)

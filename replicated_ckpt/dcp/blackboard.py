@@ -3,8 +3,10 @@
 No collective of ours is added: DCP's own order the messages. On a save every rank writes its post before it hands in its
 local plan, and the coordinator decides before it hands out the global one, so what is read is there. On a load the ranks
 meet with a deadline. A nonce in every post, repeated in the decision, makes sure that nobody acts on an earlier call's.
+With a job secret each post, and each note of a decision, carries a mark that only the job's processes can make.
 """
 
+import hashlib
 import json
 import uuid
 import zlib
@@ -13,8 +15,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from replicated_ckpt.dcp.job_secret import Seal, split
+from replicated_ckpt.dcp.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.waiting import ENDED_HINT, LINGER_S, POLL_S, Wait, reaching_store
-from replicated_ckpt.errors import MeetingFailed, RankFailed, ReplicatedCkptError
+from replicated_ckpt.errors import MeetingFailed, PeerProtocolError, RankFailed, ReplicatedCkptError
 
 COORDINATOR = 0
 _POLL_MAX_S = 0.1
@@ -30,10 +34,16 @@ class Blackboard:
     """
 
     def __init__(
-        self, store: "dist.Store", rank: int, size: int, find_lost: Callable[[], Sequence[int]] = tuple
+        self,
+        store: "dist.Store",
+        rank: int,
+        size: int,
+        find_lost: Callable[[], Sequence[int]] = tuple,
+        seal: Seal | None = None,
     ) -> None:
-        """`find_lost`: the ranks whose processes are known to have ended."""
+        """`find_lost`: the ranks whose processes are known to have ended. `seal`: the job secret's; None: there is none."""
         self._find_lost = find_lost
+        self._seal = seal or Seal()
         self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
         self._rank = rank
         self._size = size
@@ -50,7 +60,8 @@ class Blackboard:
 
     def repost(self, topic: str, fields: Mapping[str, Any], nonce: str) -> None:
         """Replaces this rank's post, if it has not been answered."""
-        self._write(f"{topic}/{self._rank}", {**fields, "nonce": nonce})
+        key, raw = f"{topic}/{self._rank}", _encoded({**fields, "nonce": nonce})
+        self._write(key, self._seal.mark(key, raw) + raw)
 
     def withdraw(self, topic: str) -> None:
         """Takes this rank's post back: it does not wait any more, and a later call is not to be answered with it."""
@@ -62,20 +73,19 @@ class Blackboard:
 
         Raises:
             RankFailed: a rank that did not post has ended. MeetingFailed: naming the ranks that did not post within
-            `deadline_s`.
+            `deadline_s`. JobSecretMismatch, ConfigInvalid, PeerProtocolError: a post is not believed. Others: a rank
+            posted that error.
         """
-        posts, problem = self.collect(topic, deadline_s, stale)
-        if problem is not None:
-            raise problem
-        return [post for post in posts if post is not None]
+        return all_present(*self.collect(topic, deadline_s, stale))
 
     def collect(
         self, topic: str, deadline_s: float, stale: Sequence[str | None] = ()
     ) -> tuple[list[dict[str, Any] | None], ReplicatedCkptError | None]:
         """Every rank's post, in rank order, None for one without; and why the ranks without one are not waited for.
 
-        One with the rank's `stale` nonce is an earlier call's and waited out. Once a rank is known to have failed, by its
-        post or because its process is gone, the others are waited for no longer than LINGER_S.
+        One with the rank's `stale` nonce is an earlier call's and waited out. One that is not believed has the error that
+        says why, and the nonce that it claims, which is only good for telling that rank. Once a rank is known to have
+        failed, by its post or because its process is gone, the others are waited for no longer than LINGER_S.
         """
         wait = Wait(deadline_s, self._pause_max_s)
         found: dict[int, dict[str, Any]] = {}
@@ -103,11 +113,22 @@ class Blackboard:
         keys = [f"{topic}/{rank}" for rank in ranks]
         with reaching_store():
             if self._store.check(keys):
-                yield from zip(ranks, map(_decoded, self._all_of(keys)), strict=True)
+                yield from zip(ranks, map(self._opened, keys, self._all_of(keys)), strict=True)
             elif one_by_one:
                 for rank, key in zip(ranks, keys, strict=True):
                     if self._store.check([key]):
-                        yield rank, _decoded(self._store.get(key))
+                        yield rank, self._opened(key, self._store.get(key))
+
+    def _opened(self, key: str, sealed: bytes) -> dict[str, Any]:
+        mark, raw = split(sealed)
+        try:
+            self._seal.check(key, raw, mark)
+            fields = _decoded(key, raw)
+            if not isinstance(fields.get("nonce"), str):
+                raise PeerProtocolError(f"{key!r} on the c10d store is no post.")
+        except ReplicatedCkptError as exc:
+            return {"nonce": _claimed_nonce(raw), "error": pack_error(exc)}
+        return fields
 
     def decide(
         self,
@@ -119,20 +140,27 @@ class Blackboard:
         """Writes the coordinator's decision about these posts; it is visible to all when this returns.
 
         Each rank then gets a note of its own that the decision is there, the nonce that it waits for: what is looked at
-        again and again is small, and the decision, which may be large, is read once. A rank without a post finds that it
-        was not waited for, and by its `stale` nonce that its next post is meant.
+        again and again is small, and the decision, which may be large, is read once. Its mark is that of both. A rank
+        without a post finds that it was not waited for, and by its `stale` nonce that its next post is meant.
         """
-        self._write(f"{topic}/decision", fields)
-        absent = {rank: stale[rank] if stale else None for rank, post in enumerate(posts) if post is None}
-        if absent:
-            self._write(f"{topic}/absent", absent)
-        notes = {f"{topic}/decided/{rank}": str(post["nonce"]) for rank, post in enumerate(posts) if post is not None}
+        raw = _encoded(fields)
+        self._write(f"{topic}/decision", raw)
+        before = stale or [None] * self._size
+        notes = {
+            key: self._note(key, nonce, raw)
+            for rank, post in enumerate(posts)
+            for key, nonce in (
+                [(f"{topic}/decided/{rank}", str(post["nonce"]))]
+                if post is not None
+                else [(f"{topic}/absent/{rank}", str(before[rank]))]
+            )
+        }
         with reaching_store():
             if self._store.has_extended_api():
                 self._store.multi_set(list(notes), list(notes.values()))
             else:
-                for key, nonce in notes.items():
-                    self._store.set(key, nonce)
+                for key, note in notes.items():
+                    self._store.set(key, note)
             self._store.check(list(notes)[-1:])
 
     def decision(self, topic: str, nonce: str, deadline_s: float, before: str | None = None) -> dict[str, Any]:
@@ -142,38 +170,44 @@ class Blackboard:
 
         Raises:
             RankFailed: a rank's process has ended, and no decision comes. MeetingFailed: none came within `deadline_s`.
+            JobSecretMismatch, ConfigInvalid, PeerProtocolError: it is not believed.
         """
         wait = Wait(deadline_s, self._pause_max_s)
         while True:
             is_over = wait.is_over
             lost = self._find_lost() if wait.is_look_due() else ()  # before the answer: one may decide and end
-            if self._is_answered(topic, nonce) or (wait.is_long and self._is_absent(topic, before)):
-                return self._read(f"{topic}/decision")
+            found = self._answer(topic, "decided", nonce)
+            if found is None and wait.is_long:
+                found = self._answer(topic, "absent", str(before))
+            if found is not None:
+                return found
             if COORDINATOR in lost or (lost and wait.is_long):
                 raise _ended(lost)
             if is_over:
                 raise MeetingFailed(f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.")
             wait.pause()
 
-    def _is_answered(self, topic: str, nonce: str) -> bool:
-        note = f"{topic}/decided/{self._rank}"
+    def _answer(self, topic: str, kind: str, nonce: str) -> dict[str, Any] | None:
+        """The decision that this rank's note of this kind is about, if the note is about the post with this nonce."""
+        key = f"{topic}/{kind}/{self._rank}"
         with reaching_store():
-            return bool(self._store.check([note]) and self._store.get(note) == nonce.encode())
+            note = self._store.get(key) if self._store.check([key]) else b""
+            if not note.startswith(nonce.encode()):
+                return None
+            raw = self._store.get(f"{topic}/decision")
+        signed = _signed(nonce, raw)
+        self._seal.check(key, signed, note[len(signed) :])
+        if not note.startswith(signed):
+            raise MeetingFailed(f"This rank was too late to read what was decided about this {topic}.")
+        return _decoded(f"{topic}/decision", raw)
 
-    def _is_absent(self, topic: str, before: str | None) -> bool:
-        """Whether a decision was made without this rank's present post."""
-        with reaching_store():
-            is_there = self._store.check([f"{topic}/absent"])
-        absent = self._read(f"{topic}/absent") if is_there else {}
-        return str(self._rank) in absent and absent[str(self._rank)] == before
+    def _note(self, key: str, nonce: str, decision: bytes) -> str:
+        signed = _signed(nonce, decision)
+        return (signed + self._seal.mark(key, signed)).decode()
 
-    def _read(self, key: str) -> dict[str, Any]:
+    def _write(self, key: str, raw: bytes) -> None:
         with reaching_store():
-            return _decoded(self._store.get(key))
-
-    def _write(self, key: str, fields: Mapping[Any, Any]) -> None:
-        with reaching_store():
-            self._store.set(key, _encoded(fields))
+            self._store.set(key, raw)
             self._store.check([key])  # a round trip on the same connection: the store has it before we go on
 
     def _all_of(self, keys: Sequence[str]) -> Sequence[bytes]:
@@ -187,12 +221,40 @@ def _ended(ranks: Sequence[int]) -> RankFailed:
     return RankFailed(f"The process of {', '.join(f'rank {rank}' for rank in ranks)} has ended.", ENDED_HINT)
 
 
+def all_present(posts: Sequence[Mapping[str, Any] | None], problem: ReplicatedCkptError | None) -> list[dict[str, Any]]:
+    """The posts of all ranks. Raises the error of the first rank that posted one, or why there is none of some rank."""
+    here = [dict(post) for post in posts if post is not None]
+    for post in here:
+        if "error" in post:
+            raise unpack_error(post["error"])
+    if problem is not None:
+        raise problem
+    return here
+
+
+def _signed(nonce: str, decision: bytes) -> bytes:
+    return (nonce + hashlib.sha256(decision).hexdigest()).encode()
+
+
 def _encoded(fields: Mapping[Any, Any]) -> bytes:
     """What every rank reads is packed where it is large: the coordinator's link carries it once for each of them."""
     raw = json.dumps(fields).encode()
     return raw if len(raw) < _PACKED_FROM_BYTES else zlib.compress(raw, 1)
 
 
-def _decoded(raw: bytes) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(raw if raw[:1] == b"{" else zlib.decompress(raw))
+def _claimed_nonce(raw: bytes) -> str:
+    """The nonce in a post that is not believed; nothing large is opened for it."""
+    try:
+        return str(json.loads(raw[:_PACKED_FROM_BYTES])["nonce"])
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return ""
+
+
+def _decoded(key: str, raw: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(raw if raw[:1] == b"{" else zlib.decompress(raw))
+    except (ValueError, RecursionError, zlib.error) as exc:
+        raise PeerProtocolError(f"{key!r} on the c10d store is no JSON: {type(exc).__name__}.") from exc
+    if not isinstance(fields, dict):
+        raise PeerProtocolError(f"{key!r} on the c10d store is no JSON object.")
     return fields

@@ -5,7 +5,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -82,10 +82,15 @@ class AgentCluster:
         self,
         addresses: Sequence[AgentAddress],
         own_node: str,
+        openers: Sequence[AgentAddress] = (),
         silence_by_node: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`silence_by_node`: what is wrong with the agents that are not asked, as the ranks of their nodes found."""
+        """`openers`: the same addresses with the nodes' invitations, which opening a save needs and nothing after it.
+
+        `silence_by_node`: what is wrong with the agents that are not asked, as the ranks of their nodes found.
+        """
         self._by_node = {address.node_id: address for address in addresses}
+        self._opener_by_node = {**self._by_node, **{address.node_id: address for address in openers}}
         self._silent = {
             node: StoreUnavailable(self._by_node[node].label, "ask", "agent", why)
             for node, why in silence_by_node.items()
@@ -103,12 +108,13 @@ class AgentCluster:
             "session": intent.session,
             "overwrite": intent.overwrite,
             "coordinator": intent.coordinator,
+            "announced": asdict(intent.announced),
             "peers": [address.to_json() for address in self._by_node.values()],
         }
         body = json.dumps(document).encode()  # once, not once for each node: it names all of them
 
         def opened(node: str) -> tuple[Histories, bool]:
-            with AgentClient(self._by_node[node]) as client:
+            with AgentClient(self._opener_by_node[node]) as client:
                 answer = client.put("POST", f"/v1/saves/{intent.save_id}", body)
             try:
                 return histories_from_json(answer["histories"]), bool(answer["replaces"])
@@ -132,7 +138,7 @@ class AgentCluster:
             relay.bring(
                 client.address.node_id,
                 lambda: client.put("PUT", f"{path}/{METADATA_NAME}", metadata),
-                lambda source: client.call("POST", f"{path}/pull", {"from": self._by_node[source].to_json(), **whole}),
+                lambda source: client.call("POST", f"{path}/pull", {"from": source, **whole}),
             )
 
         def committed(node: str) -> tuple[str, ...]:
@@ -159,7 +165,8 @@ class AgentCluster:
 def cluster_of(decision: SaveDecision, rank: int) -> AgentCluster:
     """The nodes of a decided save, as a rank of it reaches them."""
     silence = {node.node_id: node.silence for node in decision.nodes if node.silence}
-    return AgentCluster([node.address for node in decision.nodes], decision.node_of(rank).node_id, silence)
+    addresses, openers = zip(*((node.address, node.opener()) for node in decision.nodes), strict=True)
+    return AgentCluster(addresses, decision.node_of(rank).node_id, openers, silence)
 
 
 class LoneNode:

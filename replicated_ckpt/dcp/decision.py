@@ -2,14 +2,18 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from torch.distributed.checkpoint.planner import SavePlan
+
 from replicated_ckpt.config import CheckpointIdFrom
+from replicated_ckpt.core.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.core.layout import checkpoint_id_under
 from replicated_ckpt.core.placement import PlacedNode, Placement, placed
 from replicated_ckpt.core.uploading import UploadPlan
+from replicated_ckpt.dcp.announcement import announced
 from replicated_ckpt.dcp.node import NodePost
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.agent_client import AgentAddress
@@ -35,6 +39,7 @@ class SaveDecision:
     unreached: tuple[str, ...] = ()
     upload: UploadPlan | None = None
     lineage: str = ""
+    announced: Announced = NOTHING_ANNOUNCED
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies first."""
@@ -51,9 +56,15 @@ class SaveDecision:
     @property
     def intent(self) -> Intent:
         nodes = tuple(sorted(node.node_id for node in self.nodes))
-        coordinator = self.node_of(0).node_id
+        coordinator, announced = self.node_of(0).node_id, self.announced
         return Intent(
-            self.save_id, self.checkpoint_id, self.session, self.overwrite, nodes=nodes, coordinator=coordinator
+            self.save_id,
+            self.checkpoint_id,
+            self.session,
+            self.overwrite,
+            nodes=nodes,
+            coordinator=coordinator,
+            announced=announced,
         )
 
     def node_of(self, rank: int) -> NodePost:
@@ -81,7 +92,8 @@ class SaveDecision:
         return ranks
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """What every rank reads. Invitations are for the coordinator, who has used them by then."""
+        return asdict(replace(self, nodes=tuple(replace(node, invitation="") for node in self.nodes)))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "SaveDecision":
@@ -102,6 +114,7 @@ class SaveDecision:
             tuple(fields["unreached"]),
             None if fields["upload"] is None else UploadPlan(**fields["upload"]),
             fields["lineage"],
+            Announced(**fields["announced"]),
         )
 
 
@@ -120,8 +133,8 @@ class SavePost:
         return cls(fields["checkpoint_id"], NodePost.from_json(fields["node"]))
 
 
-def decided(posts: Sequence[SavePost], copies: int, save_id: str) -> SaveDecision:
-    """The decision that follows from what the ranks posted, in rank order.
+def decided(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence[SavePlan] = ()) -> SaveDecision:
+    """The decision that follows from what the ranks posted, and from DCP's plans for them, in rank order.
 
     Raises:
         CheckpointIdMismatch: the ranks named different checkpoints; one that takes the coordinator's names none.
@@ -145,6 +158,7 @@ def decided(posts: Sequence[SavePost], copies: int, save_id: str) -> SaveDecisio
         tuple(nodes.values()),
         tuple(place[post.node.node_id] for post in posts),
         placed([PlacedNode(node.node_id, node.domain) for node in nodes.values()], copies),
+        announced=announced(plans),
     )
 
 

@@ -13,7 +13,7 @@ from replicated_ckpt.agent.peers import PeerBook
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, checkpoint_id_under
-from replicated_ckpt.dcp.blackboard import Blackboard
+from replicated_ckpt.dcp.blackboard import Blackboard, all_present
 from replicated_ckpt.dcp.node import NodePost, SeenStore, reading_post
 from replicated_ckpt.dcp.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.seen_lineage import remember
@@ -180,7 +180,7 @@ def _coordinate(
     failure: BaseException | None = None
     try:
         posts, problem = board.collect("load", MEETING_TIMEOUT_S, stale)
-        outcome: Mapping[str, Any] = {"survey": survey(_all_present(posts, problem)).to_json()}
+        outcome: Mapping[str, Any] = {"survey": survey(all_present(posts, problem)).to_json()}
     except ReplicatedCkptError as exc:
         outcome = {"error": pack_error(exc)}
     except BaseException as exc:  # noqa: BLE001 - told to the other ranks, then raised
@@ -189,19 +189,6 @@ def _coordinate(
     _consumed[key] = [before if post is None else post["nonce"] for post, before in zip(posts, stale, strict=True)]
     board.decide("load", posts, outcome, stale)
     return failure
-
-
-def _all_present(
-    posts: Sequence[Mapping[str, Any] | None], problem: ReplicatedCkptError | None
-) -> list[Mapping[str, Any]]:
-    """The posts of all ranks. Raises the error of the first rank that posted one, or why there is none of some rank."""
-    here = [post for post in posts if post is not None]
-    for post in here:
-        if "error" in post:
-            raise unpack_error(post["error"])
-    if problem is not None:
-        raise problem
-    return here
 
 
 def _surveyed(
@@ -220,7 +207,8 @@ def _surveyed(
         return Surveyor(store, store.known_node_id(), addresses, bucket, nodes, lineage, seen).surveyed(ids[0])
     own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.known_node_id()
     known = [node.address for node in nodes.values() if node.address.port]
-    _introduced(known, addresses, world.session)
+    openers = [node.opener() for node in nodes.values() if not node.silence]
+    _introduced(known, openers, world.session)
     absent = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in nodes]
     survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen).surveyed(ids[0])
     _tell_load({address.node_id: address for address in (*survey.addresses, *addresses)}.values(), survey)
@@ -258,7 +246,7 @@ def _tell_load(addresses: Iterable[AgentAddress], survey: Survey) -> None:
     FanOut[AgentAddress, None]().run(addresses, tell)
 
 
-def _introduced(known: Sequence[AgentAddress], addresses: Sequence[AgentAddress], session: str) -> None:
+def _introduced(known: Sequence[AgentAddress], openers: Sequence[AgentAddress], session: str) -> None:
     """Tells every agent that answers who takes part, upon which each settles what earlier saves left behind."""
     body = json.dumps({"peers": [address.to_json() for address in known], "session": session}).encode()
 
@@ -266,4 +254,4 @@ def _introduced(known: Sequence[AgentAddress], addresses: Sequence[AgentAddress]
         with AgentClient(address) as client:
             client.put("POST", "/v1/peers", body)
 
-    FanOut[AgentAddress, None]().run(addresses, told)
+    FanOut[AgentAddress, None]().run(openers, told)

@@ -1,6 +1,5 @@
 """This process's node: its store, its agent, and what the others must know of it."""
 
-import ipaddress
 import logging
 import os
 import socket
@@ -11,15 +10,21 @@ from typing import Any
 
 from replicated_ckpt.agent.endpoint import read_endpoint
 from replicated_ckpt.agent.launch import can_hold_agent, ensured_agent, running_agent
+from replicated_ckpt.config import PLAIN_ENV
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptWarning
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.local import NO_NODE, LocalStore
+from replicated_ckpt.stores.tls import can_encrypt, is_loopback, is_network_trusted
 
 log = logging.getLogger(__name__)
 
 HOST_ENV = "REPLICATED_CKPT_HOST"
 _DOCUMENTATION_ADDRESS = "192.0.2.1"
+_PLAIN_WARNING = (
+    "Nodes talk to each other without encryption, as this Python has no package `cryptography` to make a certificate with. "
+    f"`pip install cryptography` on all nodes; or, where the network is trusted, set {PLAIN_ENV}=1."
+)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -28,6 +33,7 @@ class NodePost:
     """A node as one of its ranks presents it. `store_inode` tells apart two stores that one host sees.
 
     `silence` says why nothing is asked of its agent; empty: it answers.
+    `invitation` lets the coordinator open saves at its agent and introduce the job's nodes: see `Right.JOB`.
     """
 
     node_id: str
@@ -37,6 +43,11 @@ class NodePost:
     domain: str | None
     address: AgentAddress
     silence: str = ""
+    invitation: str = ""
+
+    def opener(self) -> AgentAddress:
+        """The address as the coordinator of the job has it."""
+        return replace(self.address, token=self.invitation) if self.invitation else self.address
 
     def __repr__(self) -> str:
         return f"NodePost(node {self.node_id} on {self.host})"
@@ -54,6 +65,7 @@ class NodePost:
             fields["domain"],
             AgentAddress.from_json(fields["address"]),
             str(fields.get("silence", "")),
+            str(fields.get("invitation", "")),
         )
 
 
@@ -73,14 +85,16 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
     """
     host = advertised_host()
     try:
-        endpoint, silence = ensured_agent(store, host if _is_loopback(host) else _any_address(host)), ""
+        endpoint, silence = ensured_agent(store, host if is_loopback(host) else _any_address(host)), ""
     except AgentUnavailable as exc:
         known = read_endpoint(store.agent_directory())
         if known is None:
             raise
         log.warning("this node's agent does not answer, and the others go on without it: %s", exc)
         endpoint, silence = known, str(exc)
-    return _post(store, endpoint.address(host, domain), silence)
+    if not (endpoint.tls_sha256 or can_encrypt() or is_loopback(host) or is_network_trusted()):
+        warnings.warn(_PLAIN_WARNING, ReplicatedCkptWarning, stacklevel=2)
+    return _post(store, endpoint.address(host, domain), silence, endpoint.invitation())
 
 
 def present_again(store: LocalStore, before: NodePost) -> NodePost:
@@ -106,7 +120,7 @@ def reading_post(store: LocalStore) -> NodePost | None:
             return post
         endpoint, silence = running_agent(store), f"{store.root} cannot be written, and no agent runs there."
         if endpoint is not None:
-            return _post(store, endpoint.address(advertised_host()), "")
+            return _post(store, endpoint.address(advertised_host()), "", endpoint.invitation())
     except AgentUnavailable as exc:
         silence = str(exc)
         warnings.warn(silence, ReplicatedCkptWarning, stacklevel=2)
@@ -117,10 +131,10 @@ def reading_post(store: LocalStore) -> NodePost | None:
     return _post(store, AgentAddress(node_id, "", 0, ""), silence)
 
 
-def _post(store: LocalStore, address: AgentAddress, silence: str) -> NodePost:
+def _post(store: LocalStore, address: AgentAddress, silence: str, invitation: str = "") -> NodePost:
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     name = socket.gethostname()
-    return NodePost(address.node_id, name, boot_id, _inode(store), address.domain, address, silence)
+    return NodePost(address.node_id, name, boot_id, _inode(store), address.domain, address, silence, invitation)
 
 
 def lone_post(store: LocalStore, domain: str | None) -> NodePost:
@@ -145,10 +159,10 @@ def advertised_host() -> str:
     if override:
         return override
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if master == "localhost" or _is_loopback(master):
+    if master == "localhost" or is_loopback(master):
         return "127.0.0.1"
     address = _source_address(master)
-    if address is None or _is_loopback(address):
+    if address is None or is_loopback(address):
         address = _source_address(_DOCUMENTATION_ADDRESS)
     return address or "127.0.0.1"
 
@@ -162,13 +176,6 @@ def _source_address(destination: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _any_address(host: str) -> str:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from replicated_ckpt.dcp.job_secret import Seal, split
 from replicated_ckpt.dcp.torch_private import default_store
+from replicated_ckpt.errors import ReplicatedCkptError
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,8 @@ def _state_and_start(pid: int) -> tuple[str, str]:
 class Presence:
     """The processes of the job, as one of them knows them. On the store there is one key for each, and one for a death."""
 
-    def __init__(self, store: "dist.Store", rank: int) -> None:
+    def __init__(self, store: "dist.Store", rank: int, seal: Seal | None = None) -> None:
+        self._seal = seal or Seal()
         self._store: Any = dist.PrefixStore(_PREFIX, store)  # its stub does not say that `add` returns a number
         self._rank = rank
         self._host: str | None = None
@@ -87,14 +90,22 @@ class Presence:
         return self._lost
 
     def _append(self, name: str, process: Process) -> None:
-        self._store.set(f"{name}/{self._store.add(name, 1)}", json.dumps(asdict(process)))
+        key, raw = f"{name}/{self._store.add(name, 1)}", json.dumps(asdict(process)).encode()
+        self._store.set(key, self._seal.mark(key, raw) + raw)
 
     def _read(self, name: str, done: int, found: dict[int, Process]) -> int:
         """Adds the entries after the first `done`; returns how many are read now. One that is being written comes later."""
         count = self._store.add(name, 0)
         while done < count and self._store.check([f"{name}/{done + 1}"]):
             done += 1
-            process = Process(**json.loads(self._store.get(f"{name}/{done}")))
+            key = f"{name}/{done}"
+            mark, raw = split(self._store.get(key))
+            try:
+                self._seal.check(key, raw, mark)
+                process = Process(**json.loads(raw))
+            except (ReplicatedCkptError, ValueError, TypeError, RecursionError) as exc:
+                log.warning("what %r on the c10d store says about a process is not believed: %s", key, exc)
+                continue
             found[process.rank] = process
         return done
 
@@ -110,7 +121,7 @@ class _Known:
     def presence(self) -> Presence:
         group = dist.group.WORLD
         if self._presence is None or self._group() is not group or self._pid != os.getpid():
-            self._presence = Presence(default_store(), dist.get_rank())
+            self._presence = Presence(default_store(), dist.get_rank(), Seal.of_job("presence"))
             self._presence.announce()
             self._group, self._pid = weakref.ref(group), os.getpid()
         return self._presence

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from replicated_ckpt.dcp.blackboard import COORDINATOR, Blackboard
+from replicated_ckpt.dcp.job_secret import Seal
 from replicated_ckpt.dcp.presence import announce
 from replicated_ckpt.dcp.torch_private import calling, default_store
 from replicated_ckpt.dcp.waiting import reaching_store
@@ -66,4 +67,4 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
             lost = presence.lost() if presence is not None else {}
         return [rank for rank, member in enumerate(members) if member in lost]
 
-    return World(rank, size, Blackboard(store, rank, size, find_lost), name)
+    return World(rank, size, Blackboard(store, rank, size, find_lost, Seal.of_job(name)), name)

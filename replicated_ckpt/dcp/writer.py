@@ -188,7 +188,7 @@ class ReplicatedWriter(StorageWriter):
         else:
             raw_posts = board.posts("save", DECISION_TIMEOUT_S)
             posts = [SavePost.from_json(post) for post in raw_posts]
-        decision = decided(posts, self.config.copies, uuid.uuid4().hex)
+        decision = decided(posts, self.config.copies, uuid.uuid4().hex, plans)
         self._cluster: Cluster = LoneNode(self._store) if board is None else cluster_of(decision, self._world.rank)
         decision = replace(decision, session=self._world.session, overwrite=self.config.overwrite)
         failpoints.reach("coordinator.drawn")

@@ -11,17 +11,38 @@ from pathlib import Path
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.checksum import BlockHasher, BlockTable
 from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR
+from replicated_ckpt.core.manifest import decoded_manifest
 from replicated_ckpt.core.metadata_places import item_ranges
 from replicated_ckpt.core.sources import ByteRange
 from replicated_ckpt.core.zip_crc import ItemDamaged, checked_item
-from replicated_ckpt.errors import ObjectCorrupt
+from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt
 from replicated_ckpt.stores.carry_over import Signature, link_others, originals_path, signature
 from replicated_ckpt.stores.committed import committed_directory
 from replicated_ckpt.stores.durable import read_exactly, translated, write_file
 from replicated_ckpt.stores.inspection import Paced, at_once
+from replicated_ckpt.stores.intent import Intent
 from replicated_ckpt.stores.shard_file import FileSink
 
 PIECE_BYTES = 4 << 20
+CLOCKS_DIFFER_S = 86400.0
+
+
+def check_adopted(root: Path, intent: Intent, raw_manifest: bytes) -> None:
+    """Holds the manifest of a save against what it was opened for: an adoption is as old as the files that it adopts.
+
+    So it comes before all that was saved since, in its lineage by the sequence and among lineages by the time: it takes no
+    other save's place, neither for "latest" nor in what a policy keeps. `.metadata` is of another node's clock.
+
+    Raises:
+        ManifestInvalid: it is no adoption's.
+    """
+    if not intent.adopts:
+        return
+    manifest = decoded_manifest(raw_manifest, "what was brought")
+    with translated(str(root), "look at", intent.checkpoint_id):
+        newest_s = max((entry.stat().st_mtime for entry in os.scandir(root / intent.checkpoint_id)), default=0.0)
+    if manifest.sequence != 0 or manifest.created_unix_s > newest_s + CLOCKS_DIFFER_S:
+        raise ManifestInvalid(f"Save {intent.save_id} adopts what stock torch wrote, and its manifest says otherwise.")
 
 
 def stage_shards(

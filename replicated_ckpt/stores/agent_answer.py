@@ -17,6 +17,7 @@ from replicated_ckpt.errors import (
 )
 
 _MESSAGE_CHARS = 10_000
+_HINT_CHARS = 1_000
 
 
 def document_in(raw: bytes, what: str) -> dict[str, Any]:
@@ -37,9 +38,11 @@ def document_in(raw: bytes, what: str) -> dict[str, Any]:
 def refusal(status: int, raw: bytes, peer: str, method: str, path: str) -> ReplicatedCkptError:
     """The error that an agent refused a request with."""
     try:
-        message = str(json.loads(raw)["error"])[:_MESSAGE_CHARS]
+        fields = json.loads(raw)
+        message, hint = str(fields["error"])[:_MESSAGE_CHARS], fields.get("hint")
     except (ValueError, KeyError, TypeError, RecursionError):
-        message = raw[:200].decode(errors="replace")
+        message, hint = raw[:200].decode(errors="replace"), None
+    hint = hint[:_HINT_CHARS] if isinstance(hint, str) else None
     by_status: dict[int, type[StoreError]] = {
         401: StoreDenied,
         403: StoreDenied,
@@ -49,9 +52,9 @@ def refusal(status: int, raw: bytes, peer: str, method: str, path: str) -> Repli
         507: StoreFull,
     }
     if status in by_status:
-        return by_status[status](peer, method, path, message)
+        return by_status[status](peer, method, path, message, hint)
     if status == 409:
-        return CheckpointExists(f"{peer}: {message}")
+        return CheckpointExists(f"{peer}: {message}", hint)
     if status == 410:
-        return SaveAborted(f"{peer}: {message}")
-    return PeerProtocolError(f"{peer} answered {method} {path} with status {status}: {message}")
+        return SaveAborted(f"{peer}: {message}", hint)
+    return PeerProtocolError(f"{peer} answered {method} {path} with status {status}: {message}", hint)

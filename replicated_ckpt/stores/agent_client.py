@@ -26,7 +26,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.agent_answer import document_in, refusal
 from replicated_ckpt.stores.deadline import given_up_after
-from replicated_ckpt.stores.tls import PinnedConnection
+from replicated_ckpt.stores.tls import PinnedConnection, PlainConnection
 
 PROGRESS_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 120.0
@@ -48,7 +48,7 @@ class AgentAddress:
 
     `incarnation` counts the starts of the node's agents: of two addresses of one node the larger one is the later one.
     `domain` is the node's failure domain, if it is known. `tls_sha256` is the fingerprint of its certificate; empty: it
-    speaks plain HTTP.
+    speaks plain HTTP, and is talked to only on this host, or where the user trusts the network.
     """
 
     node_id: str
@@ -67,7 +67,12 @@ class AgentAddress:
         return f"node {self.node_id} at {self.host}:{self.port}"
 
     def to_json(self) -> dict[str, Any]:
+        """With the token: for those who are to talk to the agent, and no list that others read."""
         return asdict(self)
+
+    def shown(self) -> dict[str, Any]:
+        """The same without the token."""
+        return {name: value for name, value in asdict(self).items() if name != "token"}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
@@ -102,7 +107,7 @@ def opened_connection(address: AgentAddress, timeout_s: float) -> http.client.HT
         return PinnedConnection(
             address.host, address.port, timeout=timeout_s, sha256=address.tls_sha256, label=address.label
         )
-    return http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+    return PlainConnection(address.host, address.port, timeout=timeout_s, label=address.label)
 
 
 class AgentClient:

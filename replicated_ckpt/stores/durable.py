@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError,
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_IS_SHARED = stat.S_ISGID | stat.S_IRGRP | stat.S_IXGRP
+SHARED_MODE = 0o2750
+"""Of a directory that a group may read; what is made in it is of that group, too."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -59,6 +63,16 @@ def flush_file(path: Path) -> None:
         os.close(fd)
 
 
+def make_directory(path: Path) -> None:
+    """Makes a directory if it is missing: private to this user, or shared with a group as the directory above is."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    if path.parent.stat().st_mode & _IS_SHARED == _IS_SHARED:
+        path.chmod(SHARED_MODE)
+
+
 def make_directories(path: Path, above: Path) -> None:
     """Creates `path` below the existing `above`, durably: each name on the way is fsynced in its parent.
 
@@ -67,16 +81,16 @@ def make_directories(path: Path, above: Path) -> None:
     if path == above:
         return
     make_directories(path.parent, above)
-    path.mkdir(exist_ok=True)
+    make_directory(path)
     fsync_directory(path.parent)
 
 
 def make_root(path: Path) -> None:
-    """Creates a directory and what is missing above it, durably: every name up to the mount point is fsynced.
+    """Creates a directory, private to this user, and what is missing above it, durably: names are fsynced up to the mount.
 
     A directory above that may not be read cannot be fsynced; it was there before, as nobody makes names in it.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
     for inner, outer in zip((path, *path.parents), path.parents, strict=False):
         if inner.is_mount():
             return

@@ -8,6 +8,7 @@ from pathlib import Path
 from replicated_ckpt.core.layout import NODE_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.durable import fsync_directory, make_root, translated, write_file
+from replicated_ckpt.stores.ownership import check_root
 
 
 def made_identity(root: Path) -> str:
@@ -20,6 +21,7 @@ def made_identity(root: Path) -> str:
     with translated(str(root), "identify", NODE_NAME):
         if not path.exists():
             make_root(root)
+            check_root(root)
             fresh = path.with_name(f".{NODE_NAME}.{uuid.uuid4().hex}")
             write_file(fresh, json.dumps({"node_id": uuid.uuid4().hex[:12]}).encode())
             try:

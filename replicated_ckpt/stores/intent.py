@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from replicated_ckpt.core.announced import NOTHING_ANNOUNCED, Announced
+
 
 @dataclass(frozen=True)
 class Intent:
@@ -22,6 +24,8 @@ class Intent:
     nodes: tuple[str, ...] = ()
     coordinator: str = ""
     replaces: str = ""
+    announced: Announced = NOTHING_ANNOUNCED
+    """What peers may bring of it."""
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -40,6 +44,7 @@ class Intent:
                 tuple(map(str, fields.get("nodes", ()))),
                 str(fields.get("coordinator", "")),
                 str(fields.get("replaces", "")),
+                announced=Announced.from_json(fields.get("announced", {})),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls(save_id, "", "", overwrite=False)

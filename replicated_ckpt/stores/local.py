@@ -36,6 +36,7 @@ from replicated_ckpt.stores.durable import (
     fsync_directory,
     hashed_file,
     make_directories,
+    make_directory,
     publish_directory,
     remove_moved,
     remove_tree,
@@ -44,6 +45,7 @@ from replicated_ckpt.stores.durable import (
 )
 from replicated_ckpt.stores.identity import made_identity, read_identity
 from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.ownership import make_private
 from replicated_ckpt.stores.place import PlaceNotes
 from replicated_ckpt.stores.replaced import check_order, holds_all_shards, keep_replaced, replaced_path, take_back
 from replicated_ckpt.stores.retire import origins
@@ -74,6 +76,7 @@ class LocalStore:
         self.root = Path(os.path.abspath(root))  # noqa: PTH100 - a symbolic link stays what the user called it
         self.catalog = Catalog(self.root)
         self.places = PlaceNotes(self.root)
+        self._private: os.stat_result | None = None
 
     def __repr__(self) -> str:
         return f"LocalStore({str(self.root)!r})"
@@ -92,10 +95,14 @@ class LocalStore:
         return read_identity(self.root) if (self.root / NODE_NAME).exists() else NO_NODE
 
     def agent_directory(self) -> Path:
-        """The agent's directory, private to this user; created if need be."""
+        """The agent's directory, private to this user; created if need be.
+
+        Raises:
+            StoreDenied: another user of the host can have put it there, or something in it. StoreError
+        """
         path = self.root_agent_directory()
         with translated(str(self.root), "create", AGENT_DIR):
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._private = make_private(self.root, path, self._private)
         return path
 
     def root_agent_directory(self) -> Path:
@@ -135,7 +142,7 @@ class LocalStore:
             if not self._is_intent_kept(intent):
                 write_file(self.intent_path(intent.save_id), intent.encoded())
             failpoints.reach("store.intent-written")
-            staging.mkdir(exist_ok=True)
+            make_directory(staging)
             fsync_directory(staging.parent)
         failpoints.reach("store.opened")
 
@@ -267,7 +274,7 @@ class LocalStore:
     def _trash(self, save_id: str) -> Path:
         """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""
         directory = self.root / TRASH_DIR
-        directory.mkdir(exist_ok=True)
+        make_directory(directory)
         return directory / save_id
 
     def _forget(self, save_id: str) -> None:

@@ -15,7 +15,7 @@ def opened_client(target: ObjectTarget) -> ObjectClient:
 
     S3 by botocore, which s3fs brings along, wherever the options are ones that it can honour: fewer copies and less CPU
     time than s3fs (docs/design.md has the figures). Anything else by fsspec. What fsspec's configuration has for the
-    scheme (its files, and FSSPEC_S3_KEY and the like) holds where no option is given.
+    scheme, in its files, holds where no option is given.
 
     Raises:
         ConfigInvalid: no package here speaks this scheme, or the options do not fit it.
@@ -32,9 +32,7 @@ def opened_client(target: ObjectTarget) -> ObjectClient:
 
 
 def _configured(scheme: str) -> dict[str, Any]:
-    """fsspec's own configuration of a scheme, by the environment as it is now: an agent learns it after its start."""
+    """fsspec's own configuration of a scheme, as this process has it."""
     import fsspec.config  # by whoever has a bucket: it costs every start of an agent 35 ms
 
-    by_environment: dict[str, dict[str, Any]] = {}
-    fsspec.config.set_conf_env(by_environment)
-    return {**fsspec.config.conf.get(scheme, {}), **by_environment.get(scheme, {})}
+    return dict(fsspec.config.conf.get(scheme, {}))

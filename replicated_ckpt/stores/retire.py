@@ -7,7 +7,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, STAGING_DIR, TRASH_DIR, i
 from replicated_ckpt.core.manifest import decoded_manifest
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing
 from replicated_ckpt.stores.catalog import Catalog
-from replicated_ckpt.stores.durable import exclusive, make_directories, remove_moved, translated
+from replicated_ckpt.stores.durable import exclusive, make_directories, make_directory, remove_moved, translated
 
 
 def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
@@ -29,7 +29,7 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
             if place is None:
                 return False
             trash = root / TRASH_DIR / save_id
-            trash.parent.mkdir(exist_ok=True)
+            make_directory(trash.parent)
             remove_moved(trash, place.parent, staging)
             place.rename(trash)
             failpoints.reach("retire.trashed")

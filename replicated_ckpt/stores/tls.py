@@ -1,12 +1,48 @@
-"""TLS between agents and their clients: the certificate is pinned by its fingerprint, which travels with the address."""
+"""TLS between agents and their clients: the certificate is pinned by its fingerprint, which travels with the address.
 
+What goes beyond this host is encrypted, unless the user says that the network is trusted.
+"""
+
+import functools
 import hashlib
 import hmac
 import http.client
+import ipaddress
+import os
 import ssl
+from importlib.util import find_spec
 from pathlib import Path
 
+from replicated_ckpt.config import PLAIN_ENV, TLS_CERT_ENV
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
+
+PLAIN_HINT = (
+    f"All nodes encrypt what they send to each other, or none. Where none shall, set {PLAIN_ENV}=1 on all of them "
+    "(`--plain` for an agent); else unset it, and `pip install cryptography` where it is missing."
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing that is sent there leaves this host."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_network_trusted() -> bool:
+    """Whether the user said that nothing has to be encrypted."""
+    return os.environ.get(PLAIN_ENV, "") not in ("", "0")
+
+
+def can_encrypt() -> bool:
+    """Whether an agent of this Python has, or can make, a certificate."""
+    return bool(os.environ.get(TLS_CERT_ENV)) or find_spec("cryptography") is not None
+
+
+def is_plain_allowed(host: str) -> bool:
+    """Whether an agent may be talked to at `host` without TLS."""
+    return is_loopback(host) or is_network_trusted() or not can_encrypt()
 
 
 def server_context(certificate: str, key: str) -> ssl.SSLContext:
@@ -17,6 +53,7 @@ def server_context(certificate: str, key: str) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.num_tickets = 0  # no client resumes a session
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as exc:
@@ -39,15 +76,40 @@ def fingerprint(certificate: str) -> str:
         raise ConfigInvalid(f"{certificate} holds no certificate: {exc}.") from exc
 
 
+@functools.cache
+def _client_context() -> ssl.SSLContext:
+    """The same for all connections: it knows nothing of the other side."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # the fingerprint is compared, which is stricter
+    return context
+
+
+class PlainConnection(http.client.HTTPConnection):
+    """A connection without TLS: on this host, or where the user trusts the network."""
+
+    def __init__(self, host: str, port: int, *, timeout: float, label: str) -> None:
+        super().__init__(host, port, timeout=timeout)
+        self._label = label
+
+    def connect(self) -> None:
+        """Connects.
+
+        Raises:
+            StoreDenied: what is sent there must be encrypted, and the address has no fingerprint. OSError
+        """
+        if not is_plain_allowed(self.host):
+            detail = "its address has no fingerprint of a certificate, and nothing is sent there unencrypted"
+            raise StoreDenied(self._label, "connect", "TLS", detail, PLAIN_HINT)
+        super().connect()
+
+
 class PinnedConnection(http.client.HTTPSConnection):
     """A connection that goes on only if the other side has the key of exactly one certificate; no authority is asked."""
 
     def __init__(self, host: str, port: int, *, timeout: float, sha256: str, label: str) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE  # the fingerprint is compared below, which is stricter
-        super().__init__(host, port, timeout=timeout, context=context)
+        super().__init__(host, port, timeout=timeout, context=_client_context())
         self._sha256 = sha256
         self._label = label
 

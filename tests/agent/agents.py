@@ -36,6 +36,11 @@ class RunningAgent:
     endpoint: Endpoint
 
     def client(self, timeout_s: float = 5.0) -> AgentClient:
+        """As the agent's own user has it, who may ask for everything."""
+        return AgentClient(self.endpoint.local_address(), timeout_s)
+
+    def peer(self, timeout_s: float = 5.0) -> AgentClient:
+        """As another node has it."""
         return AgentClient(self.endpoint.address(), timeout_s)
 
     def signal(self, number: int) -> None:

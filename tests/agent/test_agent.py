@@ -81,29 +81,38 @@ def test_curl_can_talk_to_it_and_only_with_the_token(tmp_path: Path) -> None:
     with running_agent(tmp_path / "a") as agent:
         base = f"http://127.0.0.1:{agent.endpoint.port}"
         shown = subprocess.run(
-            ["curl", "-sS", "-m", "5", "-H", f"Authorization: Bearer {agent.endpoint.token}", f"{base}/v1/status"],
+            [
+                "curl",
+                "-sS",
+                "-m",
+                "5",
+                "-H",
+                f"Authorization: Bearer {agent.endpoint.owner_token}",
+                f"{base}/v1/status",
+            ],
             capture_output=True,
             check=True,
         )
         assert json.loads(shown.stdout)["node_id"] == agent.endpoint.node_id
-        for token in ("", "x" * 32, agent.endpoint.token + "x"):
+        for token in ("", "x" * 32, agent.endpoint.token + "x", agent.endpoint.owner_token + "x"):
             address = AgentAddress("n", "127.0.0.1", agent.endpoint.port, token)
             for method, path in [("GET", "/v1/status"), ("GET", "/v1/peers"), ("POST", "/v1/shutdown"), ("GET", "/")]:
                 with AgentClient(address) as client, pytest.raises(StoreDenied):
                     client.call(method, path)
 
 
-def test_the_token_is_in_a_private_file_and_nowhere_else(tmp_path: Path) -> None:
-    """Only this user may read it; it is in no log, and not in the process list."""
+def test_the_tokens_are_in_private_files_and_nowhere_else(tmp_path: Path) -> None:
+    """Only this user may read them; they are in no log, and not in the process list."""
     with running_agent(tmp_path / "a", "--verbose") as agent:
         with agent.client() as client:
             client.call("GET", "/v1/status")
         endpoint = tmp_path / "a" / ".agent" / "endpoint.json"
         assert stat.S_IMODE(endpoint.stat().st_mode) == 0o600
-        assert agent.endpoint.token not in (tmp_path / "a" / "agent.out").read_text()
-        assert agent.endpoint.token not in repr(agent.endpoint) + repr(agent.endpoint.address())
-        command = Path(f"/proc/{agent.process.pid}/cmdline").read_bytes()
-        assert agent.endpoint.token.encode() not in command
+        command = Path(f"/proc/{agent.process.pid}/cmdline").read_text()
+        for token in (agent.endpoint.token, agent.endpoint.owner_token):
+            assert token not in (tmp_path / "a" / "agent.out").read_text()
+            assert token not in repr(agent.endpoint) + repr(agent.endpoint.address())
+            assert token not in command
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_an_agent_that_listens_says_how_it_is(tmp_path: Path, monkeypatch: pytes
     answers: list[dict[str, Any]] = []
 
     def asked(directory: Path, identity: Identity) -> None:
-        with AgentClient(AgentAddress("0" * 12, "127.0.0.1", identity.port, identity.token)) as client:
+        with AgentClient(AgentAddress("0" * 12, "127.0.0.1", identity.port, identity.owner_token)) as client:
             answers.append(client.call("GET", "/v1/status"))
             client.call("POST", "/v1/shutdown")
 

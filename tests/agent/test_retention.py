@@ -11,6 +11,7 @@ import pytest
 from replicated_ckpt import Retention, failpoints
 from replicated_ckpt.agent.policies import PolicyBook
 from replicated_ckpt.core.policy import NODES, Policy
+from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.local import LocalStore
 from replicated_ckpt.stores.retire import retire
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
@@ -94,8 +95,8 @@ def test_each_agent_retires_its_part_and_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_node_that_was_away_retires_them_when_it_is_back(tmp_path: Path, how: int) -> None:
-    """It was never told of the policy: its peers tell it. What the others retired meanwhile is not brought back."""
+def test_a_node_that_was_away_retires_them_when_its_ranks_say_so(tmp_path: Path, how: int) -> None:
+    """What its peers say has nothing removed there. What they retired meanwhile is not brought back, nor missed."""
     stores = stored(tmp_path, 3, (1, 2, 3))
     with agents(stores) as all_three:
         running = all_three[:2]
@@ -109,6 +110,11 @@ def test_a_node_that_was_away_retires_them_when_it_is_back(tmp_path: Path, how: 
         gone_to(stores[:2], [4])
         with running_agent(stores[2].root, *QUICK) as back:
             meet(*running, back)
+            wait_for(lambda: there(stores[2]) == [1, 2, 3, 4], 20, "the new one")
+            stays(stores, *running, back)
+            with back.client() as client:
+                wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 20, "nothing to do")
+            tell(back, Retention(keep_last=1), revision=4)
             gone_to(stores, [4])
             stays(stores, *running, back)
     assert [findings(store) for store in stores[:2]] == [[], []]
@@ -127,6 +133,7 @@ def test_nothing_goes_while_a_node_is_silent(tmp_path: Path) -> None:
             time.sleep(0.2)
             assert there(stores[0]) == there(stores[1]) == [1, 2, 3]
         running[2].signal(signal.SIGCONT)
+        tell(running[2], Retention(keep_last=1), revision=3)
         meet(*running)
         gone_to(stores, [3])
     stores = stored(tmp_path / "given-up", 3, (1, 2, 3))
@@ -152,7 +159,7 @@ def test_the_newest_whole_one_stays_though_newer_ones_are_not(tmp_path: Path) ->
 
 
 def test_the_later_policy_holds_on_all_nodes(tmp_path: Path) -> None:
-    """One node was left with the policy of an earlier run: it takes over what the others were told, and removes nothing."""
+    """One node was left with the policy of an earlier run: what the others were told later keeps it from removing."""
     stores = stored(tmp_path, 2, (1, 2, 3))
     with running_agent(stores[1].root, *QUICK) as other:
         tell(other, None, revision=9)
@@ -161,7 +168,23 @@ def test_the_later_policy_holds_on_all_nodes(tmp_path: Path) -> None:
             tell(agent, Retention(keep_last=1), revision=3)
             stays(stores, agent, other)
             tell(agent, Retention(keep_last=2), revision=10)
+            gone_to(stores[:1], [2, 3])
+            assert there(stores[1]) == [1, 2, 3]
+            tell(other, Retention(keep_last=2), revision=10)
             gone_to(stores, [2, 3])
+
+
+def test_a_peer_cannot_have_anything_removed(tmp_path: Path) -> None:
+    """However late the policy that it says it has: a node removes for its own ranks only."""
+    stores = stored(tmp_path, 2, (1, 2, 3))
+    with agents(stores) as (peer, agent):
+        tell(peer, Retention(keep_last=1), revision=99)
+        gone_to(stores[:1], [3])
+        assert there(stores[1]) == [1, 2, 3]
+        tell(agent, Retention(keep_last=2), revision=4)
+        stays(stores, peer, agent)
+        with agent.peer() as client, pytest.raises(StoreDenied, match="OWNER"):
+            client.call("POST", "/v1/retention", {"policies": []})
 
 
 def test_a_policy_survives_the_agent(tmp_path: Path) -> None:
@@ -229,7 +252,8 @@ def test_a_killed_agent_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytes
         second = stack.enter_context(running_agent(stores[1].root, *QUICK))
         monkeypatch.delenv(failpoints.ENV)
         meet(first, second)
-        tell(first, Retention(keep_last=1), revision=2)
+        for agent in (first, second):
+            tell(agent, Retention(keep_last=1), revision=2)
         assert second.process.wait(20) == -signal.SIGKILL
         assert there(stores[1]) == [2]
         (trash,) = (stores[1].root / ".trash").iterdir()

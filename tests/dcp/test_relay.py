@@ -15,7 +15,7 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.dcp import cluster
 from replicated_ckpt.dcp.cluster import AgentCluster
 from replicated_ckpt.dcp.relay import SENDS_AT_ONCE, Relay
-from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, SaveAborted, StoreUnavailable
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import PARALLEL_MAX, FanOut
 from replicated_ckpt.stores.intent import Intent
@@ -97,7 +97,12 @@ def relayed(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> tupl
     monkeypatch.setattr(AgentClient, "put", put)
     monkeypatch.setattr(cluster, "RELAY_FROM_BYTES", 0)
     monkeypatch.setattr("replicated_ckpt.dcp.relay.SENDS_AT_ONCE", 1)
-    return AgentCluster(addresses, addresses[0].node_id), sent
+    return AgentCluster(addresses, addresses[0].node_id, openers(agents)), sent
+
+
+def openers(agents: list[RunningAgent]) -> list[AgentAddress]:
+    """The agents' addresses as the coordinator of a job of their ranks has them."""
+    return [replace(agent.endpoint.address(), token=agent.endpoint.invitation()) for agent in agents]
 
 
 def decided(nodes: AgentCluster, agents: list[RunningAgent], checkpoint_id: str) -> bytes:
@@ -128,31 +133,31 @@ def test_what_is_pulled_is_held_against_its_checksum(agents: list[RunningAgent])
     """Other bytes than the coordinator's are not kept, and neither is what cannot be believed or is not open."""
     source, target = agents[0].endpoint.address(), agents[1]
     save = f"{8:032x}"
-    with AgentClient(source) as client:
+    with agents[0].client() as client:
         client.call(
             "POST",
             f"/v1/saves/{save}",
             {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "peers": []},
         )
         client.put("PUT", f"/v1/saves/{save}/{METADATA_NAME}", METADATA)
-    wanted = {"from": source.to_json(), "size_bytes": len(METADATA), "crc32c": crc32c(METADATA)}
+    wanted = {"from": source.node_id, "size_bytes": len(METADATA), "crc32c": crc32c(METADATA)}
     with target.client() as client:
         with pytest.raises(SaveAborted):
             client.call("POST", f"/v1/saves/{save}/pull", wanted)  # not open there
-        client.call(
-            "POST",
-            f"/v1/saves/{save}",
-            {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "peers": []},
-        )
+        dead = replace(source, node_id="f" * 12, port=1)
+        peers = [source.to_json(), dead.to_json()]
+        document = {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "peers": peers}
+        client.call("POST", f"/v1/saves/{save}", document)
         with pytest.raises(ObjectCorrupt):
             client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "crc32c": 1})
         with pytest.raises(PeerProtocolError):
             client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "size_bytes": 1 << 62})
         with pytest.raises(PeerProtocolError):
             client.call("POST", f"/v1/saves/{save}/pull", {})
-        dead = replace(source, port=1)
         with pytest.raises(StoreUnavailable):
-            client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "from": dead.to_json()})
+            client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "from": dead.node_id})
+        with pytest.raises(ObjectMissing, match="introduced"):
+            client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "from": "e" * 12})
         staging = LocalStore(target.root).staging(save)
         assert [path.name for path in staging.iterdir()] == []
         assert client.call("POST", f"/v1/saves/{save}/pull", wanted)["crc32c"] == crc32c(METADATA)

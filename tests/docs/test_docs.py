@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     "README.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     "docs/conversions.md",
     "docs/design.md",
     "docs/runbook.md",

@@ -39,7 +39,14 @@ def exchanged(agent: RunningAgent, raw: bytes) -> bytes:
 
 
 def request(agent: RunningAgent, line: str, *heads: str, body: bytes = b"", token: str | None = None) -> bytes:
-    lines = [f"{line} HTTP/1.1", "Host: x", f"Authorization: Bearer {token or agent.endpoint.token}", *heads, "", ""]
+    lines = [
+        f"{line} HTTP/1.1",
+        "Host: x",
+        f"Authorization: Bearer {token or agent.endpoint.owner_token}",
+        *heads,
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode("latin-1") + body
 
 

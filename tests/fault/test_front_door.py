@@ -19,6 +19,7 @@ from replicated_ckpt.agent.endpoint import read_endpoint
 from replicated_ckpt.agent.pace import Pace
 from replicated_ckpt.agent.reprotect import Reprotector
 from replicated_ckpt.agent.request import DOCUMENT_BYTES_MAX
+from replicated_ckpt.agent.rights import Tokens
 from replicated_ckpt.agent.routes import Routes
 from replicated_ckpt.agent.server import AgentServer
 from replicated_ckpt.agent.service import NodeService
@@ -37,7 +38,7 @@ from tests.agent.agents import object_routes, running_agent
 from tests.agent.checkpoints import checkpointed, held, shard
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
-TOKEN = "t" * 32
+TOKEN, OWNER = "t" * 32, "o" * 32
 SAVE = "1" * 32
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 RSS_MAX_KIB = 300 << 10
@@ -51,7 +52,7 @@ class Door:
     port: int
     outside: Path
 
-    def client(self, token: str = TOKEN) -> AgentClient:
+    def client(self, token: str = OWNER) -> AgentClient:
         return AgentClient(AgentAddress("node", "127.0.0.1", self.port, token))
 
     def tree(self) -> dict[str, bytes]:
@@ -80,7 +81,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
         lambda *, is_brief: {"ok": True, "brief": is_brief},
         lambda: None,
     )
-    server = AgentServer(("127.0.0.1", 0), TOKEN, routes)
+    server = AgentServer(("127.0.0.1", 0), Tokens(TOKEN, OWNER), routes)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     reprotector.start()
@@ -149,7 +150,7 @@ def test_random_framing(door: Door, verb: tuple[str, str], heads: list[str], bod
     method, path = verb
     if path.endswith(("/shutdown", "/commit", "/abort")):
         return
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {TOKEN}", *heads, "", ""]
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {OWNER}", *heads, "", ""]
     exchanged(door, "\r\n".join(lines).encode() + body)
     door.assert_well()
 
@@ -168,7 +169,7 @@ def test_no_path_leads_out(door: Door, method: str, parts: list[str], checkpoint
     path = f"/v1/{'/'.join(parts)}?checkpoint_id={checkpoint_id}".encode().decode("latin-1")
     for prefix in ("", f"files/{SAVE}/", f"saves/{SAVE}/", "saves/"):
         target = path.replace("/v1/", f"/v1/{prefix}", 1).replace(" ", "%20")
-        head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 1\r\n\r\nx"
+        head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {OWNER}\r\nContent-Length: 1\r\n\r\nx"
         answer = exchanged(door, head.encode("latin-1"))
         assert b"secret" not in answer
         assert b'"token"' not in answer

@@ -49,7 +49,8 @@ def test_a_received_file_is_the_same(size_bytes: int, tmp_path: Path) -> None:
     raw = data + table_of([data]).encoded()
     headers = Message()
     headers["Content-Length"] = str(len(raw))
-    found = received(tmp_path / "shard", Body(io.BytesIO(raw), headers), durable=True, direct_io="on")
+    body = Body(io.BytesIO(raw), headers)
+    found = received(tmp_path / "shard", body, lambda _: None, durable=True, direct_io="on")
     assert (tmp_path / "shard").read_bytes() == raw
     assert found.crc32c == table_of([data]).file_crc()
 

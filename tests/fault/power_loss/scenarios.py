@@ -113,7 +113,7 @@ def receive_copy(store: LocalStore, save_id: str, shard: str, *, in_memory: bool
     headers = Message()
     headers["Content-Length"] = str(len(raw))
     body, path = Body(io.BytesIO(raw), headers), store.staged_file(save_id, shard)
-    received(path, body, durable=not in_memory, direct_io=_direct_io(shard))
+    received(path, body, lambda _: None, durable=not in_memory, direct_io=_direct_io(shard))
 
 
 def _direct_io(shard: str) -> str:

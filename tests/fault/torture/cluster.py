@@ -14,10 +14,12 @@ from typing import Any
 from unittest import mock
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent import greeting, reprotect, service
+from replicated_ckpt.agent import reprotect, service
 from replicated_ckpt.agent.endpoint import Endpoint, keep_identity, next_identity
+from replicated_ckpt.agent.greeting import Greeter
 from replicated_ckpt.agent.pace import Pace
 from replicated_ckpt.agent.reprotect import Protection, Reprotector
+from replicated_ckpt.agent.rights import Tokens
 from replicated_ckpt.agent.routes import Routes
 from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.agent.watch import Patience
@@ -55,7 +57,7 @@ class Node:
         self.root = cluster.base / f"node{index}"
         self.agent: Actor | None = None
         self.port = 9000 + index
-        self.token = ""
+        self.tokens = Tokens("", "")
 
     @property
     def is_up(self) -> bool:
@@ -74,18 +76,24 @@ class Node:
             directory = store.agent_directory()
             self.service = NodeService(store)
             self.service.recover()
+            identity = next_identity(directory)
+            self.tokens = identity.tokens
+            keep_identity(directory, identity)
+            peer, owner = self.tokens.peer, self.tokens.owner
+            self.endpoint = Endpoint(
+                self.service.node_id, "", self.port, peer, 1, "0.1.0", identity.incarnation, owner_token=owner
+            )
+            greeter = Greeter(self.service, self.endpoint)
             patience = Patience(lost_after_s=LOST_AFTER_S)
             stopping = threading.Event()
-            self.reprotector = Reprotector(self.service, patience, NoPace(), stopping, self.cluster.now)
+            self.reprotector = Reprotector(
+                self.service, patience, NoPace(), stopping, self.cluster.now, on_seen=greeter.greet
+            )
             self.routes = Routes(
                 self.service, self.reprotector, object_routes(self.service, stopping), dict, stopping.set
             )
-            identity = next_identity(directory)
-            self.token = identity.token
-            keep_identity(directory, identity)
-            self.endpoint = Endpoint(self.service.node_id, "", self.port, self.token, 1, "0.1.0", identity.incarnation)
             self.agent = actor
-            greeting._greet(self.service, self.endpoint)
+            greeter.greet_all()
 
     def address(self) -> AgentAddress:
         return self.endpoint.address(f"host{self.index}")

@@ -188,7 +188,9 @@ class Job:
             raise StoreUnavailable("this rank", "present", "node", "it is dead")
         node.boot()
         inode = f"store{node.index}"
-        return NodePost(node.service.node_id, f"host{node.index}", f"boot{node.index}", inode, None, node.address())
+        address, invitation = node.address(), node.endpoint.invitation()
+        host, boot = f"host{node.index}", f"boot{node.index}"
+        return NodePost(node.service.node_id, host, boot, inode, None, address, invitation)
 
 
 class FirstError(Exception):

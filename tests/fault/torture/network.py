@@ -14,6 +14,7 @@ from replicated_ckpt.agent.body import Body
 from replicated_ckpt.agent.file_answer import FileAnswer
 from replicated_ckpt.agent.heartbeat import Heartbeat
 from replicated_ckpt.agent.request import Answer, Request
+from replicated_ckpt.agent.rights import Right, Tokens
 from replicated_ckpt.agent.routes import Routes
 from replicated_ckpt.agent.server import status_of
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -38,7 +39,7 @@ class Served(Protocol):
 
     index: int
     agent: Actor | None
-    token: str
+    tokens: Tokens
     port: int
     routes: Routes
 
@@ -90,12 +91,13 @@ class Network:
             raise TimeoutError("cut off")
         if node is None or node.agent is None or node.agent.is_dead:
             raise ConnectionRefusedError("no agent listens")
-        if address.token != node.token:
+        right = node.tokens.right_of(address.token)
+        if right is None:
             return Response(401, b'{"error": "no valid token"}')
         agent = node.agent
         with self.acting(agent):
             try:
-                response = _served(node.routes, method, target, headers, body, f"host{caller.node}")
+                response = _served(node.routes, method, target, headers, body, right, f"host{caller.node}")
             except Killed:
                 self.after_kill()
                 raise ConnectionResetError("the agent was killed") from None
@@ -104,8 +106,10 @@ class Network:
         return response
 
 
-def _served(routes: Routes, method: str, target: str, headers: Message, body: bytes, peer_host: str) -> "Response":
-    request = Request(method, target, Body(io.BytesIO(body), headers), headers, NoHeartbeat(), peer_host)
+def _served(
+    routes: Routes, method: str, target: str, headers: Message, body: bytes, right: Right, peer_host: str
+) -> "Response":
+    request = Request(method, target, Body(io.BytesIO(body), headers), headers, NoHeartbeat(), right, peer_host)
     try:
         answer = routes.answer(request)
     except ReplicatedCkptError as exc:

@@ -1,0 +1,35 @@
+"""Checks of this whole store that others ask for: one at a time, so that asking more often does not read more at once."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from replicated_ckpt.agent.request import Request
+from replicated_ckpt.errors import StoreUnavailable
+
+CHECKS_MAX = 16
+"""Under way or waiting for their turn: as many nodes may be told to verify at the same hour."""
+
+
+class Checks:
+    """Safe for concurrent use."""
+
+    def __init__(self) -> None:
+        self._places = threading.BoundedSemaphore(CHECKS_MAX)
+        self._turn = threading.Lock()
+
+    @contextmanager
+    def in_turn(self, request: Request) -> Iterator[None]:
+        """Does the block when no other check is under way; the peer is told meanwhile that this agent lives.
+
+        Raises:
+            StoreUnavailable: too many wait already.
+        """
+        if not self._places.acquire(blocking=False):
+            detail = f"{CHECKS_MAX} checks of this node are under way or wait"
+            raise StoreUnavailable("this agent", "verify", "", detail, "Ask again when they are done.")
+        try:
+            with request.heartbeat, self._turn:
+                yield
+        finally:
+            self._places.release()

@@ -1,0 +1,32 @@
+"""The agent as ranks start it, `python -I` and the path of this file: of the rank's Python this package and no more.
+
+    python -I .../replicated_ckpt/agent/isolated.py FOLDER ... -- ARGUMENT ...
+
+The folders are searched last: there the rank found what this package needs. What the user's own paths hold is not run.
+"""
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def main() -> int:
+    """Runs the agent with the arguments behind `--`; returns its exit code."""
+    end = sys.argv.index("--")
+    folders, sys.argv[1:] = sys.argv[1:end], sys.argv[end + 1 :]
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    spec = spec_from_file_location(_PACKAGE.name, _PACKAGE / "__init__.py", submodule_search_locations=[str(_PACKAGE)])
+    assert spec is not None
+    assert spec.loader is not None
+    package = module_from_spec(spec)
+    sys.modules[_PACKAGE.name] = package  # this very one, whatever else is installed under its name
+    spec.loader.exec_module(package)
+    from replicated_ckpt.agent.__main__ import main as agent_main
+
+    return agent_main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Rights: who asks, by the token of the request, and what each may ask for. A verb not named here is the owner's."""
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+INVITATION_S = 86400.0
+"""The slowest rank of a save or load comes within the time-out of its process group, which is hours at most."""
+
+
+class Right(IntEnum):
+    """What the sender of a request has shown to be. Each may ask for all that those before it may."""
+
+    PEER = 1
+    """Another node of a job, or one that was: it has the agent's token, which travels with the agent's address."""
+    JOB = 2
+    """The coordinator of a job of this node's ranks: it has an invitation, which they post for this job's ranks."""
+    OWNER = 3
+    """The agent's own user on its own host: it has read ROOT/.agent."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What opens one agent. Neither appears in `repr`, logs or errors."""
+
+    peer: str = field(repr=False)
+    owner: str = field(repr=False)
+
+    @classmethod
+    def draw(cls) -> "Tokens":
+        return cls(secrets.token_hex(16), secrets.token_hex(16))
+
+    def right_of(self, given: str) -> Right | None:
+        """The right of the request that carries `given`; None: it has none."""
+        if _are_same(given, self.owner):
+            return Right.OWNER
+        if _are_same(given, self.peer):
+            return Right.PEER
+        return Right.JOB if _is_invitation(given, self.owner, time.time()) else None
+
+
+def invite(owner_token: str, now_unix_s: float) -> str:
+    """What lets the coordinator of a job open saves here and introduce the job's nodes, for INVITATION_S.
+
+    It is made from the owner's token and does not reveal it, so a rank asks no agent for it, and no agent keeps it.
+    """
+    until = str(int(now_unix_s + INVITATION_S))
+    return f"{until}.{_signature(owner_token, until)}"
+
+
+def _is_invitation(given: str, owner_token: str, now_unix_s: float) -> bool:
+    until, _, signature = given.partition(".")
+    return _are_same(signature, _signature(owner_token, until)) and now_unix_s < int(until)
+
+
+def _signature(owner_token: str, until: str) -> str:
+    return hmac.new(owner_token.encode(), f"invitation {until}".encode(errors="replace"), hashlib.sha256).hexdigest()
+
+
+def _are_same(given: str, known: str) -> bool:
+    return bool(known) and hmac.compare_digest(given.encode(errors="replace"), known.encode())
+
+
+def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 - one return a kind of verb
+    """The least right that a request for this path needs. SECURITY.md says why."""
+    match (method, *parts):
+        case ("GET", "metrics") | ("GET", "v1", "holdings"):
+            return Right.PEER
+        case ("GET" | "HEAD", "v1", "files", _, _) | ("GET" | "HEAD", "v1", "stock", *_):
+            return Right.PEER
+        case ("POST", "v1", "saves", _):  # an adoption of what lies here may be opened by a peer: see Routes
+            return Right.PEER
+        case ("GET" | "PUT" | "POST", "v1", "saves", _, *_):
+            return Right.PEER
+        case ("POST", "v1", "hello" | "bye" | "hear" | "suspects" | "verify" | "repair"):
+            return Right.PEER
+        case ("POST", "v1", "stock", "verify") | ("POST", "v1", "object", "upload"):
+            return Right.PEER
+        case ("POST", "v1", "peers"):
+            return Right.JOB
+    return Right.OWNER

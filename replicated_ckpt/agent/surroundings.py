@@ -1,0 +1,40 @@
+"""What an agent gets from the rank that starts it. It serves later jobs, too: so exactly these variables, and no path."""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from replicated_ckpt.config import JOB_SECRET_ENV, JOB_SECRET_FILE_ENV
+
+_PREFIXES = ("REPLICATED_CKPT_", "LC_")
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+_NAMES = {
+    "PATH", "HOME", "TMPDIR", "LANG", "TZ",
+    "LD_LIBRARY_PATH",  # without it the rank's own Python may not start
+    # The way to an object store. Its credentials come with its name, from the rank that names it.
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", *_PROXIES, *(name.lower() for name in _PROXIES),
+}  # fmt: skip
+_DEPENDENCIES = ("fastcrc", "cryptography", "fsspec", "s3fs")
+
+
+def agent_environment() -> dict[str, str]:
+    """The variables of this process that its agent gets."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name in _NAMES or name.startswith(_PREFIXES)) and name not in (JOB_SECRET_ENV, JOB_SECRET_FILE_ENV)
+    }
+
+
+def isolated_python() -> list[str]:
+    """The command that runs this very package's agent in this Python; the agent's own arguments follow."""
+    package = Path(__file__).resolve().parents[1]
+    homes = [str(package.parent), *filter(None, map(_home, _DEPENDENCIES))]
+    return [sys.executable, "-I", str(package / "agent" / "isolated.py"), *dict.fromkeys(homes), "--"]
+
+
+def _home(module: str) -> str | None:
+    """The folder in which this process finds a package that this one needs; None where it has none."""
+    spec = find_spec(module)
+    return str(Path(spec.origin).resolve().parents[1]) if spec is not None and spec.origin else None

@@ -1,0 +1,128 @@
+"""The log of an agent: two files of bounded size, whatever the agent and strangers do."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.launch import ensured_agent
+from replicated_ckpt.agent.log_file import LOG_NAME, open_log
+from replicated_ckpt.agent.strangers import ADDRESSES_MAX, INTERVAL_S, Strangers
+from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.stores.local import LocalStore
+from tests.agent.agents import stop_agent
+
+TALKER = """
+import logging, os, sys
+from pathlib import Path
+from replicated_ckpt.agent import log_file
+log_file.LOG_BYTES_MAX = 20_000
+folder = Path(sys.argv[1])
+fd = log_file.open_log(folder)
+os.dup2(fd, 1)
+os.dup2(fd, 2)
+logging.basicConfig(level=logging.INFO, handlers=[log_file.BoundedLog(folder)])
+for number in range(1000):
+    logging.info("line %d %s", number, "x" * 80)
+print("and what is printed", flush=True)
+raise SystemExit("and how it ended")
+"""
+
+
+def test_a_log_goes_on_in_a_new_file_when_it_is_full(tmp_path: Path) -> None:
+    """The newest lines, prints and tracebacks included, are in `log`, those before in `log.1`, and nothing else is kept."""
+    done = subprocess.run([sys.executable, "-c", TALKER, str(tmp_path)], timeout=60, check=False)
+    assert done.returncode == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"log", "log.1"}
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 20_000 + 500
+    newest = (tmp_path / "log").read_text()
+    older = (tmp_path / "log.1").read_text()
+    assert newest.splitlines()[-2:] == ["and what is printed", "and how it ended"]
+    numbers = [int(line.split("line ")[1].split()[0]) for line in (older + newest).splitlines() if "line " in line]
+    assert numbers == list(range(numbers[0], 1000))
+
+
+def test_a_full_log_is_set_aside_before_an_agent_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that fail at their start, again and again, fill it no more than one that runs."""
+    monkeypatch.setattr("replicated_ckpt.agent.log_file.LOG_BYTES_MAX", 10)
+    for text in (b"first, long enough", b"second, long enough", b"third"):
+        with open(open_log(tmp_path), "ab") as log:  # noqa: PTH123 - a descriptor
+            log.write(text)
+    assert (tmp_path / "log").read_bytes() == b"third"
+    assert (tmp_path / "log.1").read_bytes() == b"second, long enough"
+
+
+def test_a_log_is_no_link(tmp_path: Path) -> None:
+    """Nothing is appended, or created, at the other end of one."""
+    (tmp_path / LOG_NAME).symlink_to(tmp_path / "precious")
+    with pytest.raises(StoreDenied, match="symbolic link"):
+        open_log(tmp_path)
+    assert not (tmp_path / "precious").exists()
+
+
+def test_strangers_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """One line a minute for each address, with a count; more addresses than are kept go together; nothing is forgotten."""
+    now = 0.0
+    strangers = Strangers(lambda: now)
+    for _ in range(1000):
+        strangers.note("10.0.0.1", "401")
+    assert len(caplog.messages) == 1
+    now = INTERVAL_S
+    strangers.note("10.0.0.2", "no TLS")
+    assert caplog.messages[1:] == [
+        "no valid token from 10.0.0.1: 999 times in 60 s, last: 401",
+        "no valid token from 10.0.0.2: no TLS",
+    ]
+    caplog.clear()
+    for number in range(100_000):
+        strangers.note(f"2001:db8::{number:x}", "401")
+    assert len(caplog.messages) <= ADDRESSES_MAX
+    now = 2 * INTERVAL_S
+    caplog.clear()
+    strangers.note("10.0.0.3", "401")
+    assert any("other addresses: " in message for message in caplog.messages)
+    assert len(caplog.messages) <= 2
+
+
+def flood(port: int) -> None:
+    """Many kinds of connections that never show the token."""
+    kinds = [
+        b"GET /v1/status HTTP/1.1\r\nAuthorization: Bearer " + b"x" * 32 + b"\r\n\r\n",
+        b"PUT /" + b"y" * 5000 + b" HTTP/1.1\r\nContent-Length: 100\r\n\r\nshort",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET / HTTP/9.9\r\n\r\n", b"", b"\r\n\r\n", b"\xff" * 3000,
+        b"GET / HTTP/1.1\r\nX: " + b"z" * 70_000 + b"\r\n\r\n",
+    ]  # fmt: skip
+    for _ in range(40):
+        for raw in kinds:
+            with socket.create_connection(("127.0.0.1", port), 10) as connection:
+                try:
+                    connection.sendall(raw)
+                    connection.recv(100) if b"Bearer" in raw else None
+                except OSError:
+                    continue  # it was refused while it still came
+
+
+def test_connections_without_a_token_leave_a_line_or_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of them costs the log of a real agent a few hundred bytes; a request with the token is logged as before."""
+    monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "30")
+    root = tmp_path / "root"
+    endpoint = ensured_agent(LocalStore(root), "127.0.0.1")
+    try:
+        log = root / ".agent" / "log"
+        before = log.read_text()
+        flood(endpoint.port)
+        with AgentClient(endpoint.local_address()) as client:
+            with pytest.raises(Exception, match="no such verb"):
+                client.call("GET", "/v1/nothing")
+            client.call("GET", "/v1/status")
+        said = log.read_text().removeprefix(before)
+        strangers = [line for line in said.splitlines() if "/v1/nothing" not in line]
+        assert len(strangers) <= 2, said[:2000]
+        assert len(said) < 2000
+        assert "no valid token from 127.0.0.1" in said
+        assert "/v1/nothing" in said
+    finally:
+        stop_agent(root)

@@ -1,0 +1,92 @@
+"""What an agent that a rank starts gets from it: exact variables, this very package, and nothing of the user's paths."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fastcrc
+import pytest
+
+import replicated_ckpt
+from replicated_ckpt.version import __version__
+from tests.agent.agents import HOME, stop_agent
+
+PACKAGE = Path(replicated_ckpt.__file__).parent
+RANK = """
+import json, sys
+from pathlib import Path
+from replicated_ckpt.agent.launch import ensured_agent
+from replicated_ckpt.stores.local import LocalStore
+endpoint = ensured_agent(LocalStore(sys.argv[1]), "127.0.0.1")
+environment = Path(f"/proc/{endpoint.pid}/environ").read_bytes().decode().split(chr(0))
+maps = Path(f"/proc/{endpoint.pid}/cmdline").read_bytes().decode().split(chr(0))
+print(json.dumps([endpoint.version, [entry.partition("=")[0] for entry in environment if entry], maps]))
+"""
+
+
+def started(root: Path, environment: Mapping[str, str], python: str = sys.executable) -> tuple[str, list[str]]:
+    """Version of the agent that a rank with this environment starts, and the names of its variables."""
+    usual = {"PATH": os.environ["PATH"], "HOME": str(root.parent), "REPLICATED_CKPT_AGENT_IDLE_S": "5"}
+    done = subprocess.run(
+        [python, "-c", RANK, str(root)],
+        env={**usual, **environment}, cwd="/", capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    stop_agent(root)
+    return found[0], found[1]
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A folder whose modules, once imported by any Python, leave a mark."""
+    folder = tmp_path / "planted"
+    folder.mkdir()
+    for name in ("sitecustomize", "usercustomize", "cryptography"):
+        code = f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).open('a').write('{name} ')"
+        (folder / f"{name}.py").write_text(code)
+    return folder
+
+
+def test_an_agent_gets_exactly_the_variables_that_it_needs(tmp_path: Path) -> None:
+    """Paths, libraries to preload, credentials and the job's secret stay with the rank."""
+    kept = {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TMPDIR": "/tmp", "REPLICATED_CKPT_AGENT_LOST_AFTER_S": "7"}
+    left = {
+        "PYTHONPATH": str(HOME), "PYTHONSTARTUP": "/x", "PYTHONHASHSEED": "0", "LD_AUDIT": "", "AWS_PROFILE": "x",
+        "AWS_SECRET_ACCESS_KEY": "x" * 20, "MASTER_ADDR": "x", "RANK": "0", "SSH_AUTH_SOCK": "/x",
+        "REPLICATED_CKPT_JOB_SECRET": "s" * 32, "REPLICATED_CKPT_JOB_SECRET_FILE": "",
+    }  # fmt: skip
+    _, names = started(tmp_path / "root", {**kept, **left})
+    assert sorted(names) == sorted([*kept, "PATH", "HOME", "REPLICATED_CKPT_AGENT_IDLE_S"])
+
+
+def test_nothing_on_the_ranks_path_runs_in_the_agent(tmp_path: Path, planted: Path) -> None:
+    """A module that a user's PYTHONPATH puts before the package's needs runs in that user's rank alone."""
+    started(tmp_path / "root", {"PYTHONPATH": f"{planted}:{HOME}"})
+    assert (tmp_path / "ran").read_text() == "sitecustomize "  # of the rank: that it ran shows that the test can fail
+
+
+def test_the_agent_runs_the_package_of_the_rank(tmp_path: Path, planted: Path) -> None:
+    """Two versions lie on one host: the rank's own is the agent's, wherever it comes from and whatever lies beside it."""
+    shutil.copytree(PACKAGE, planted / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    version = planted / PACKAGE.name / "version.py"
+    version.write_text(version.read_text().replace(__version__, "99.1.0"))
+    found, _ = started(tmp_path / "root", {"PYTHONPATH": str(planted)})
+    assert found == "99.1.0"
+    assert (tmp_path / "ran").read_text() == "sitecustomize "
+
+
+def test_what_the_package_needs_is_found_where_the_rank_found_it(tmp_path: Path) -> None:
+    """Also where modules come by PYTHONPATH alone, as on hosts with environment modules."""
+    bare = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    needs = Path(fastcrc.__file__).parents[1]
+    missing = subprocess.run([bare, "-I", "-c", "import fastcrc"], capture_output=True, timeout=60, check=False)
+    if not bare.exists() or missing.returncode == 0:
+        pytest.skip("no Python here without the package's needs")
+    found, _ = started(tmp_path / "root", {"PYTHONPATH": f"{HOME}:{needs}"}, str(bare))
+    assert found == __version__

@@ -1,0 +1,51 @@
+"""`make audit` says what is known, and never takes an index without an answer for one that knows of nothing."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD: dict[str, Any] = {"name": "good", "version": "1", "vulns": []}
+BAD = {"name": "bad", "version": "2", "vulns": [{"id": "PYSEC-1", "fix_versions": ["3"], "description": "..."}]}
+SKIPPED = {"name": "skipped", "skip_reason": "Dependency not found on PyPI and could not be audited: skipped (1)"}
+
+
+def audited(folder: Path, answer: str) -> tuple[int, str]:
+    """Exit code and output of the tool, with a pip-audit beside its Python that answers so."""
+    (folder / "python").symlink_to(sys.executable)
+    tool = folder / "pip-audit"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    command = [str(folder / "python"), str(ROOT / "tools" / "audit.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=dict(os.environ))
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("dependencies", "code", "said"),
+    [
+        ([GOOD, GOOD], 0, "2 of 2 pinned packages were looked up, 0 vulnerabilities"),
+        ([GOOD, BAD], 1, "bad 2: PYSEC-1, fixed in 3"),
+        ([SKIPPED, SKIPPED], 2, "0 of 2 pinned packages were looked up"),
+        ([GOOD, SKIPPED], 2, "Nothing is known about the other 1, as the package index has no answer: skipped"),
+        ([BAD, SKIPPED], 1, "Nothing is known about the other 1"),
+    ],
+)
+def test_what_is_known_and_what_is_not(tmp_path: Path, dependencies: list[Any], code: int, said: str) -> None:
+    """Exit code 0 means that every pinned package was looked up and that nothing is known of any."""
+    found = audited(tmp_path, json.dumps({"dependencies": dependencies, "fixes": []}))
+    assert found[0] == code
+    assert said in found[1]
+
+
+def test_an_audit_that_did_not_run_is_no_good_news(tmp_path: Path) -> None:
+    """Without an answer of pip-audit the tool says so."""
+    code, said = audited(tmp_path, "Traceback: no network")
+    assert code == 2
+    assert "Nothing was looked up" in said

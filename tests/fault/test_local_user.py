@@ -1,0 +1,99 @@
+"""Another user of the host prepares a root before the first agent starts: the agent believes none of it."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.launch import ensured_agent
+from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.stores.local import LocalStore
+from tests.agent.agents import HOME
+
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user"),
+]
+NOBODY = 65534
+CHOSEN = "00000000000000000000000000000bad"
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory that every user of the host may write, as /tmp is."""
+    with tempfile.TemporaryDirectory(prefix="rckpt-") as base:
+        Path(base).chmod(0o1777)
+        yield Path(base)
+
+
+def as_nobody(command: str) -> None:
+    subprocess.run(["sh", "-c", command], user=NOBODY, group=NOBODY, extra_groups=[], check=True, timeout=20)
+
+
+def agent_refused(root: Path) -> str:
+    """What an agent says that ends because it does not believe its root."""
+    command = [sys.executable, "-m", "replicated_ckpt.agent", "--root", str(root), "--idle-exit-s", "30"]
+    environment = {**os.environ, "PYTHONPATH": str(HOME)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 5, done.stderr
+    return done.stderr
+
+
+def test_an_identity_that_another_user_chose_is_not_used(scratch: Path) -> None:
+    """The agent ends with an error that names owner and mode, and nobody's token opens anything."""
+    as_nobody(f"mkdir -m 777 {scratch}/root {scratch}/root/.agent")
+    identity = json.dumps({"token": CHOSEN, "port": 0, "incarnation": 5})
+    as_nobody(f"echo '{identity}' > {scratch}/root/.agent/identity.json; chmod 666 {scratch}/root/.agent/identity.json")
+    said = agent_refused(scratch / "root")
+    assert "StoreDenied" in said
+    assert "nobody" in said
+    assert "0777" in said
+    assert not (scratch / "root/.agent/endpoint.json").exists()
+
+
+def test_an_agents_directory_that_is_a_link_is_not_followed(scratch: Path) -> None:
+    """Neither in a root of another user, nor in one's own that all can write."""
+    as_nobody(f"mkdir -m 777 {scratch}/root {scratch}/theirs && ln -s {scratch}/theirs {scratch}/root/.agent")
+    agent_refused(scratch / "root")
+    (scratch / "own").mkdir()
+    (scratch / "own").chmod(0o1777)
+    as_nobody(f"ln -s {scratch}/theirs {scratch}/own/.agent")
+    agent_refused(scratch / "own")
+    (scratch / "own").chmod(0o755)
+    assert "it is no directory" in agent_refused(scratch / "own")
+    assert list((scratch / "theirs").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["-s", ""])
+def test_no_log_is_appended_to_a_file_of_another_users_choice(scratch: Path, kind: str) -> None:
+    """A rank that starts an agent opens its log only where no other user can have put a link, soft or hard."""
+    (scratch / "precious").write_text("precious")
+    os.chown(scratch / "precious", NOBODY if not kind else 0, -1)
+    as_nobody(f"mkdir -m 777 {scratch}/root {scratch}/root/.agent")
+    as_nobody(f"ln {kind} {scratch}/precious {scratch}/root/.agent/log")
+    with pytest.raises(StoreDenied, match="nobody"):
+        ensured_agent(LocalStore(scratch / "root"), "127.0.0.1")
+    os.chown(scratch / "root", 0, 0)
+    os.chown(scratch / "root/.agent", 0, 0)
+    (scratch / "root").chmod(0o755)
+    with pytest.raises(StoreDenied, match="can write it"):
+        ensured_agent(LocalStore(scratch / "root"), "127.0.0.1")
+    (scratch / "root/.agent").chmod(0o700)
+    with pytest.raises(StoreDenied, match="log"):
+        ensured_agent(LocalStore(scratch / "root"), "127.0.0.1")
+    assert (scratch / "precious").read_text() == "precious"
+
+
+def test_what_is_made_in_a_directory_for_all_is_ones_own(scratch: Path) -> None:
+    """In /tmp, say: the root is made private, and another user finds nothing in it to read, rename or replace."""
+    store = LocalStore(scratch / "root")
+    store.agent_directory()
+    for command in ("ls {0}", "mv {0} {0}-2", "mkdir {0}/x", "rm -rf {0}/.agent"):
+        with pytest.raises(subprocess.CalledProcessError):
+            as_nobody(command.format(store.root))
+    assert store.agent_directory().exists()

@@ -1,0 +1,283 @@
+"""Whose a store is: root and .agent count only where no other user of the host can have put something there."""
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt.agent.endpoint import read_endpoint
+from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.core.layout import AGENT_DIR
+from replicated_ckpt.errors import ConfigInvalid, StoreDenied
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.ownership import GROUP_ENV, TRUST_ROOT_ENV
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
+NOBODY, STRANGERS = 65534, 54321
+
+
+def root_of_another(base: Path) -> Path:
+    os.chown(base / "root", NOBODY, NOBODY)
+    return base / "root"
+
+
+def root_for_all(base: Path) -> Path:
+    (base / "root").chmod(0o777)
+    return base / "root"
+
+
+def root_for_a_group(base: Path) -> Path:
+    os.chown(base / "root", -1, STRANGERS)
+    (base / "root").chmod(0o770)
+    return base / "root"
+
+
+def sticky_root(base: Path) -> Path:
+    (base / "root").chmod(0o1777)
+    return base / "root"
+
+
+def parent_for_all(base: Path) -> Path:
+    base.chmod(0o777)
+    return base
+
+
+def parent_of_another(base: Path) -> Path:
+    os.chown(base, NOBODY, -1)
+    return base
+
+
+def link_in_the_agents_place(base: Path) -> Path:
+    (base / "theirs").mkdir(mode=0o700)
+    (base / "root" / AGENT_DIR).symlink_to(base / "theirs")
+    return base / "root" / AGENT_DIR
+
+
+def agent_of_another(base: Path) -> Path:
+    (base / "root" / AGENT_DIR).mkdir()
+    os.chown(base / "root" / AGENT_DIR, NOBODY, -1)
+    return base / "root" / AGENT_DIR
+
+
+def agent_for_all(base: Path) -> Path:
+    (base / "root" / AGENT_DIR).mkdir()
+    (base / "root" / AGENT_DIR).chmod(0o1777)
+    return base / "root" / AGENT_DIR
+
+
+def file_of_another(base: Path) -> Path:
+    path = base / "root" / AGENT_DIR / "identity.json"
+    path.parent.mkdir()
+    path.write_text('{"token": "0000", "port": 0, "incarnation": 5}')
+    os.chown(path, NOBODY, -1)
+    return path
+
+
+def file_for_all(base: Path) -> Path:
+    path = base / "root" / AGENT_DIR / "peers.json"
+    path.parent.mkdir()
+    path.write_text("[]")
+    path.chmod(0o606)
+    return path
+
+
+def linked_log(base: Path) -> Path:
+    path = base / "root" / AGENT_DIR / "log"
+    path.parent.mkdir()
+    (base / "precious").write_text("precious")
+    path.symlink_to(base / "precious")
+    return path
+
+
+def pipe_in_a_files_place(base: Path) -> Path:
+    path = base / "root" / AGENT_DIR / "endpoint.json"
+    path.parent.mkdir()
+    os.mkfifo(path, 0o600)
+    return path
+
+
+def link_of_another_to_the_root(base: Path) -> Path:
+    (base / "root").rename(base / "real")
+    (base / "root").symlink_to(base / "real")
+    os.chown(base / "root", NOBODY, -1, follow_symlinks=False)
+    return base / "root"
+
+
+def linked_through_a_directory_for_all(base: Path) -> Path:
+    (base / "open").mkdir()
+    (base / "open").chmod(0o777)
+    (base / "root").rename(base / "open" / "real")
+    (base / "root").symlink_to("open/real")
+    return base / "open"
+
+
+Scene = Callable[[Path], Path]
+HOSTILE: list[Scene] = [
+    root_of_another, root_for_all, root_for_a_group, sticky_root, parent_for_all, parent_of_another,
+    link_in_the_agents_place, agent_of_another, agent_for_all, file_of_another, file_for_all, linked_log,
+    pipe_in_a_files_place, link_of_another_to_the_root, linked_through_a_directory_for_all,
+]  # fmt: skip
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "base" / "root").mkdir(parents=True, mode=0o700)
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("scene", HOSTILE)
+def test_what_another_user_can_have_put_there_is_not_believed(base: Path, scene: Scene) -> None:
+    """The error names the path, its owner, its mode and the next step; nothing was made or appended."""
+    culprit = scene(base)
+    status = culprit.lstat()
+    with pytest.raises(StoreDenied) as caught:
+        LocalStore(base / "root").agent_directory()
+    error = caught.value
+    assert error.key == str(culprit)
+    assert f"({status.st_uid})" in error.detail
+    assert f"{stat.S_IMODE(status.st_mode):04o}" in error.detail
+    assert str(culprit) in error.hint
+    assert not (base / "root" / "node.json").exists()
+    assert not (base / "precious").exists() or (base / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("scene", [root_of_another, root_for_all, parent_for_all, parent_of_another, agent_of_another])
+def test_who_trusts_the_hosts_users_says_so(base: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where containers see other owners than the host does, one variable believes owners and modes; links never."""
+    scene(base)
+    monkeypatch.setenv(TRUST_ROOT_ENV, "1")
+    LocalStore(base / "root").agent_directory()
+    (base / "root" / AGENT_DIR / "log").symlink_to(base / "precious")
+    with pytest.raises(StoreDenied, match="no plain file"):
+        LocalStore(base / "root").agent_directory()
+
+
+def own_group(base: Path) -> None:
+    (base / "root").chmod(0o775)
+    base.chmod(0o775)
+
+
+def sticky_parent(base: Path) -> None:
+    base.chmod(0o1777)
+
+
+def own_link(base: Path) -> None:
+    (base / "root").rename(base / "real")
+    (base / "root").symlink_to("../base/real")
+
+
+def readable_root(base: Path) -> None:
+    (base / "root").chmod(0o755)
+
+
+@pytest.mark.parametrize("scene", [own_group, sticky_parent, own_link, readable_root])
+def test_usual_directories_are_believed(base: Path, scene: Callable[[Path], None]) -> None:
+    """The owner's own group, a sticky directory above as /tmp is, a link of one's own, a root that all may read."""
+    scene(base)
+    store = LocalStore(base / "root")
+    assert stat.S_IMODE(store.agent_directory().stat().st_mode) == 0o700
+    assert store.agent_directory().exists()
+
+
+def test_what_is_read_without_an_agent_is_not_believed_either(base: Path) -> None:
+    """`ls` and a load by one process read addresses and tokens without starting an agent."""
+    file_for_all(base)
+    with pytest.raises(StoreDenied, match="other users can write it"):
+        PeerBook(base / "root" / AGENT_DIR).known()
+    endpoint = base / "root" / AGENT_DIR / "endpoint.json"
+    endpoint.symlink_to(base / "elsewhere")
+    with pytest.raises(StoreDenied, match="symbolic link"):
+        read_endpoint(endpoint.parent)
+    endpoint.unlink()
+    os.mkfifo(endpoint, 0o600)  # whoever opened it would wait for a writer
+    with pytest.raises(StoreDenied, match="no plain file"):
+        read_endpoint(endpoint.parent)
+
+
+def test_a_directory_that_was_swapped_is_looked_at_again(base: Path) -> None:
+    """A store that checked once notices another directory in the place of its own."""
+    store = LocalStore(base / "root")
+    store.agent_directory().rename(base / "away")
+    agent_of_another(base)
+    with pytest.raises(StoreDenied, match="nobody"):
+        store.agent_directory()
+
+
+def saved(root: Path) -> None:
+    writer = ReplicatedWriter(root, copies=1)
+    dcp.save({"a": torch.arange(9)}, checkpoint_id="run/step-1", storage_writer=writer)
+
+
+def reads(uid: int, gid: int, path: Path) -> bool:
+    """Whether a process of this user and group can read the file."""
+    pid = os.fork()
+    if pid == 0:
+        os.setgroups([])
+        os.setgid(gid)
+        os.setuid(uid)
+        try:
+            path.read_bytes()
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A directory that other users can pass."""
+    with tempfile.TemporaryDirectory(prefix="rckpt-") as base:
+        Path(base).chmod(0o711)
+        yield Path(base)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_a_store_is_private(reachable: Path, umask: int) -> None:
+    """A root that a save makes is 0700, and so is each directory in it, also in a root that was there and is not."""
+    before = os.umask(umask)
+    try:
+        saved(reachable / "fresh")
+        (reachable / "there").mkdir()
+        (reachable / "there").chmod(0o755)
+        saved(reachable / "there")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((reachable / "fresh").stat().st_mode) == 0o700
+    for root in (reachable / "fresh", reachable / "there"):
+        made = [path for path in root.rglob("*") if path.is_dir()]
+        assert {"run", "step-1", ".staging", AGENT_DIR} <= {path.name for path in made}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
+        assert not reads(NOBODY, STRANGERS, root / "run/step-1/__0_0.distcp")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_group_may_read_what_is_saved(reachable: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With REPLICATED_CKPT_GROUP its members read checkpoints, and nothing of the agent's; others read nothing."""
+    monkeypatch.setenv(GROUP_ENV, str(STRANGERS))
+    root = reachable / "shared"
+    before = os.umask(umask)
+    try:
+        saved(root)
+    finally:
+        os.umask(before)
+    for name in ("__0_0.distcp", ".metadata", ".manifest.json"):
+        assert reads(NOBODY, STRANGERS, root / "run/step-1" / name)
+        assert not reads(NOBODY, NOBODY, root / "run/step-1" / name)
+    assert stat.S_IMODE((root / AGENT_DIR).stat().st_mode) & 0o777 == 0o700
+    LocalStore(root).agent_directory()  # and it is still believed
+
+
+def test_a_group_that_is_none_is_an_error_of_the_configuration(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the variable, before anything is made."""
+    monkeypatch.setenv(GROUP_ENV, "no-such-group-here")
+    with pytest.raises(ConfigInvalid, match=GROUP_ENV):
+        LocalStore(base / "root").agent_directory()
+    assert not (base / "root" / AGENT_DIR).exists()
