@@ -111,6 +111,13 @@ class RetentionPlan:
         """Those that stay only because something else has to happen first."""
         return tuple(verdict for verdict in self.verdicts if verdict.is_kept and verdict.rule in _HOLDING_BACK)
 
+    def of_saves(self, save_ids: Collection[str]) -> "RetentionPlan":
+        """The part that is about these saves."""
+        return RetentionPlan(
+            tuple(verdict for verdict in self.verdicts if verdict.save_id in save_ids),
+            tuple(removal for removal in self.removals if removal.save_id in save_ids),
+        )
+
     def of_node(self, node_id: str) -> tuple[Removal, ...]:
         """The part that one node has to do, oldest checkpoint first."""
         return tuple(removal for removal in reversed(self.removals) if removal.node_id == node_id)
