@@ -20,7 +20,7 @@ class Checks:
 
     @contextmanager
     def in_turn(self, request: Request, body_bytes_max: int = 0) -> Iterator[bytes]:
-        """Does the block, with the request's body, when no other check is under way; meanwhile the agent gives signs of life.
+        """Does the block, with the request's body, when no other check is under way; the agent gives signs of life.
 
         Raises:
             StoreUnavailable: too many wait already, and the body was not read. PeerProtocolError: it is too large.
