@@ -42,7 +42,7 @@ class Retirer:
         plan = planned_retention(manifests, views, agreed)
         if set(own) == set(told) and not in_doubt:
             by_own_word = planned_retention(manifests, views, confirm(agreed, own)).retired
-            self.carry_out(plan.of_saves(by_own_word | self._brought(manifests)))
+            self.carry_out(plan.only(by_own_word | self._brought(manifests)))
         return without_retired(manifests, plan.retired)
 
     def _brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
