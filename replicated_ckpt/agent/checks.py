@@ -19,17 +19,18 @@ class Checks:
         self._turn = threading.Lock()
 
     @contextmanager
-    def in_turn(self, request: Request) -> Iterator[None]:
-        """Does the block when no other check is under way; the peer is told meanwhile that this agent lives.
+    def in_turn(self, request: Request, body_bytes_max: int = 0) -> Iterator[bytes]:
+        """Does the block, with the request's body, when no other check is under way; the agent gives signs of life.
 
         Raises:
-            StoreUnavailable: too many wait already.
+            StoreUnavailable: too many wait already, and the body was not read. PeerProtocolError: it is too large.
         """
         if not self._places.acquire(blocking=False):
             detail = f"{CHECKS_MAX} checks of this node are under way or wait"
             raise StoreUnavailable("this agent", "verify", "", detail, "Ask again when they are done.")
         try:
+            raw = request.body.read_all(body_bytes_max) if body_bytes_max else b""
             with request.heartbeat, self._turn:
-                yield
+                yield raw
         finally:
             self._places.release()

@@ -22,12 +22,16 @@ GREETING_TIMEOUT_S = 2.0
 
 
 class Greeter:
-    """Greets each peer once after a start, when it answers: one that was away then may have missed where this node is."""
+    """Greets each peer that was known at the start, then or as soon as it answers: who was away may look elsewhere for us.
+
+    Peers that are introduced later are told by the ranks where this node is.
+    """
 
     def __init__(self, service: NodeService, endpoint: Endpoint) -> None:
         self._peers = service.peers
         self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
-        self._greeted: set[str] = set()
+        self._lock = threading.Lock()
+        self._missing = {peer.node_id for peer in service.peers.known()}
 
     def start(self) -> threading.Thread:
         """Greets every known peer, in the background; returns the thread that does."""
@@ -36,13 +40,19 @@ class Greeter:
         return thread
 
     def greet_all(self) -> None:
-        self.greet({peer.node_id for peer in self._peers.known()})
+        self.greet(tuple(self._missing))
 
     def greet(self, nodes: Collection[str]) -> None:
         """Greets those of these nodes that have not heard this agent since it started."""
-        missing = [peer for peer in self._peers.known() if peer.node_id in nodes and peer.node_id not in self._greeted]
-        outcome = FanOut[AgentAddress, None]().run(missing, self._greet)
-        self._greeted |= {address.node_id for address in outcome.results}
+        with self._lock:
+            missing = self._missing & set(nodes)
+        if not missing:
+            return
+        outcome = FanOut[AgentAddress, None]().run(
+            [peer for peer in self._peers.known() if peer.node_id in missing], self._greet
+        )
+        with self._lock:
+            self._missing -= {address.node_id for address in outcome.results}
         for address, error in outcome.errors.items():
             log.info("could not greet %s: %s", address.label, error.message)
 
@@ -61,7 +71,7 @@ class Greeter:
 
 
 def heed_hello(book: PeerBook, said: AgentAddress, from_host: str) -> None:
-    """Notes where the agent of a known node listens now, as it says itself.
+    """Notes that a known node is there, and where its agent listens now, as it says itself.
 
     Its host changes with it only where its certificate is pinned: over plain HTTP the token alone would lead every peer of
     the node to whoever has seen it.

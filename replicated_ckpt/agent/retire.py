@@ -33,14 +33,24 @@ class Retirer:
         """Removes what the policies of this node's ranks keep no longer; returns the manifests that are looked after.
 
         What the other nodes say of their policies can keep this one from removing, and from bringing back what they gave
-        up; it never has anything removed here. While a node is silent nothing is. A policy that was not among those `told`
-        before the look waits for the next one: nodes that answered this one may be silent by now.
+        up. It has nothing removed here but what re-protection brought, of saves in which this node had no rank. While a
+        node is silent nothing is removed. A policy that was not among those `told` before the look waits for the next one:
+        nodes that answered this one may be silent by now.
         """
         own = self._service.policies.known()
         agreed = agree([*own, *(policy for view in views for policy in view.standing.policies)])
+        plan = planned_retention(manifests, views, agreed)
         if set(own) == set(told) and not in_doubt:
-            self.carry_out(planned_retention(manifests, views, confirm(agreed, own)))
-        return without_retired(manifests, planned_retention(manifests, views, agreed).retired)
+            by_own_word = planned_retention(manifests, views, confirm(agreed, own)).retired
+            self.carry_out(plan.only(by_own_word | self._brought(manifests)))
+        return without_retired(manifests, plan.retired)
+
+    def _brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
+        """The saves in which this node had no rank: what lies here of them, other nodes' word has brought."""
+        own = self._service.node_id
+        return frozenset(
+            save_id for save_id, manifest in manifests.items() if own not in {node.node_id for node in manifest.nodes}
+        )
 
     def carry_out(self, plan: RetentionPlan) -> None:
         """Does this node's part of a plan; what cannot be removed is logged, and is in the next plan again."""

@@ -59,9 +59,8 @@ class StockRoutes:
 
     def _verify(self, request: Request, checkpoint_id: str) -> Answer:
         """Reads what lies here of one checkpoint; the body is its `.metadata`, which may lie on another node only."""
-        raw = request.body.read_all(METADATA_BYTES_MAX)
         inspector = StockInspector(self._service.store, self._service.node_id)
-        with self._checks.in_turn(request):
+        with self._checks.in_turn(request, METADATA_BYTES_MAX) as raw:
             ranges = item_ranges(raw)
             findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id, ranges)]
         document = {"findings": findings, "bytes_read": inspector.bytes_read, "unchecked": inspector.unchecked}

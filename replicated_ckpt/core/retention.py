@@ -1,7 +1,7 @@
 """Retention: which checkpoints a tier still keeps under a run's policy, and which it gives up, with the reason."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from replicated_ckpt.config import Retention
@@ -111,6 +111,10 @@ class RetentionPlan:
     def held_back(self) -> tuple[Verdict, ...]:
         """Those that stay only because something else has to happen first."""
         return tuple(verdict for verdict in self.verdicts if verdict.is_kept and verdict.rule in _HOLDING_BACK)
+
+    def only(self, save_ids: Collection[str]) -> "RetentionPlan":
+        """The same with the removals of these saves alone."""
+        return replace(self, removals=tuple(removal for removal in self.removals if removal.save_id in save_ids))
 
     def of_node(self, node_id: str) -> tuple[Removal, ...]:
         """The part that one node has to do, oldest checkpoint first."""

@@ -45,10 +45,16 @@ DATA = os.urandom(3 << 20)
 
 
 def begin(
-    agent: RunningAgent, number: int, *, session: str = "s", checkpoint_id: str = "step-1", overwrite: bool = False
+    agent: RunningAgent,
+    number: int,
+    *others: RunningAgent,
+    session: str = "s",
+    checkpoint_id: str = "step-1",
+    overwrite: bool = False,
 ) -> str:
-    name = save_id(number)
-    document = {"checkpoint_id": checkpoint_id, "session": session, "overwrite": overwrite, "peers": peers_of(agent)}
+    """Opens a save of this node and of others at this one's agent."""
+    name, peers = save_id(number), peers_of(agent, *others)
+    document = {"checkpoint_id": checkpoint_id, "session": session, "overwrite": overwrite, "peers": peers}
     with agent.client() as client:
         client.call("POST", f"/v1/saves/{name}", document)
     return name
@@ -256,7 +262,7 @@ def test_a_save_in_progress_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
 def test_a_node_that_missed_the_commit_makes_up_for_it(tmp_path: Path) -> None:
     """A save that a peer has committed is completed from staging, with the peer's manifest and metadata."""
     with running_agent(tmp_path / "a") as first, running_agent(tmp_path / "b") as second:
-        name = begin(second, 1, session="job")
+        name = begin(second, 1, first, session="job")
         sent(second, name, DATA)
         committed(first, 1, DATA)
         begin_document = {
@@ -281,7 +287,7 @@ def written(sink: PeerSink, piece: memoryview, times: int) -> None:
 def test_a_decided_save_is_never_taken_for_a_given_up_one(tmp_path: Path) -> None:
     """A node that asks the one where the decision lies gets the save completed, although nobody had published it yet."""
     with running_agent(tmp_path / "a") as decider, running_agent(tmp_path / "b") as other:
-        name = begin(other, 1, session="job")
+        name = begin(other, 1, decider, session="job")
         sent(other, name, DATA)
         staged(LocalStore(decider.root), 1, DATA)
         with other.client() as client:

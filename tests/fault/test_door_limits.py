@@ -14,7 +14,8 @@ from tests.agent.agents import RunningAgent, running_agent
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 RSS_MAX_KIB = 200 << 10
 HEADERS = 99
-GOODBYE = b'{"node_id":""}'
+GIVE_UP, DOCUMENT = "POST /v1/saves/" + "8" * 32 + "/abort", b'{"why":"test"}'
+"""A request with a body, of 14 bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -143,23 +144,23 @@ def test_strangers_write_little_to_the_log(agent: RunningAgent) -> None:
 def test_a_body_of_doubtful_length_is_refused(agent: RunningAgent, heads: list[str]) -> None:
     """What could be read in two ways is not read at all, and what comes after it is no second request."""
     second = request(agent, "GET /v1/status")
-    body = GOODBYE if "Length" in heads[0] else b"e\r\n" + GOODBYE + b"\r\n0\r\n\r\n"
-    answer = exchanged(agent, request(agent, "POST /v1/bye", *heads, body=body + second))
+    body = DOCUMENT if "Length" in heads[0] else b"e\r\n" + DOCUMENT + b"\r\n0\r\n\r\n"
+    answer = exchanged(agent, request(agent, GIVE_UP, *heads, body=body + second))
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
 def test_a_chunk_is_read(agent: RunningAgent) -> None:
     """What the next test refuses is refused for its size: with a good one it is answered."""
-    body = b"00e;x=y\r\n" + GOODBYE + b"\r\n0\r\n\r\n"
-    raw = request(agent, "POST /v1/bye", "Transfer-Encoding: chunked", body=body)
+    body = b"00e;x=y\r\n" + DOCUMENT + b"\r\n0\r\n\r\n"
+    raw = request(agent, GIVE_UP, "Transfer-Encoding: chunked", body=body)
     assert exchanged(agent, raw).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("size", [b"0xe", b"+e", b"0_e", b"-e", b" e", b"", b"fffffffffffffff", b"100000000", b"e e"])
 def test_a_doubtful_chunk_is_refused(agent: RunningAgent, size: bytes) -> None:
     """A chunk's size is hexadecimal digits, and no more of them than a size can have."""
-    raw = request(agent, "POST /v1/bye", "Transfer-Encoding: chunked", body=size + b"\r\n" + GOODBYE + b"\r\n0\r\n\r\n")
+    raw = request(agent, GIVE_UP, "Transfer-Encoding: chunked", body=size + b"\r\n" + DOCUMENT + b"\r\n0\r\n\r\n")
     assert exchanged(agent, raw).startswith(b"HTTP/1.1 400 ")
 
 
