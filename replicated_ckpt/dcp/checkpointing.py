@@ -35,6 +35,7 @@ class CheckpointManager:
         object_store: a bucket for the checkpoints besides, and `storage_options` to get there.
         object_every: only every so many-th checkpoint goes there.
         preempt_on: names of signals. After any rank was sent one, `should_save` is true once more, and `preempted` on.
+        trust_pickles: as of ReplicatedReader.
         writer_options: whatever else ReplicatedWriter takes: copies, ack, domain, on_degraded, object_retention, ...
             A step that was saved before is replaced, as after a loss beyond repair, unless {"overwrite": False}.
 
@@ -54,6 +55,7 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         object_every: int = 1,
         preempt_on: tuple[str, ...] = ("SIGTERM",),
+        trust_pickles: bool = False,
         writer_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = ManagerConfig(every=every, preempt_on=preempt_on)
@@ -63,7 +65,7 @@ class CheckpointManager:
         self._group: Any = None
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
-        self._reader = ReplicatedReader(root, process_group=self._group, **where)
+        self._reader = ReplicatedReader(root, process_group=self._group, trust_pickles=trust_pickles, **where)
         self._preemption = Preemption(self.config.preempt_on)
         self._announced = False
         self._in_flight: Future[Any] | None = None
