@@ -215,9 +215,12 @@ class _Builder(Values):
         name, offset, number = fields.get("fqn"), fields.get("offset"), fields.get("index")
         if type(name) is not str or not (number is None or type(number) is int):
             raise PickleUnsafe("has the place of an item without a name")
-        if offset is not None:
-            offset = self._size(offset)
-        return self._made(node, MetadataIndex, fields, {"fqn": name, "index": number, "offset": offset})
+        attributes: dict[str, Any] = {"fqn": name}
+        if "index" in fields:
+            attributes["index"] = number
+        if "offset" in fields:
+            attributes["offset"] = None if offset is None else self._size(offset)
+        return self._made(node, MetadataIndex, fields, attributes)
 
     def _info(self, node: Any) -> StorageInfo:
         if type(node) is Made and type(node.value) is StorageInfo:

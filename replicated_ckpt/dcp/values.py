@@ -150,7 +150,11 @@ def made_as_picklers_do(called: Any, arguments: tuple[Any, ...], state: Any, con
         instance.__setstate__(state)
         return instance
     attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-    vars(instance).update(attributes or {})
+    for part in (attributes, slots):
+        if part is not None and not isinstance(part, dict):
+            raise TypeError(f"a state is a dictionary, not {type(part).__name__}")
+    if attributes:
+        vars(instance).update(attributes)
     for name, value in (slots or {}).items():
         setattr(instance, name, value)
     return instance

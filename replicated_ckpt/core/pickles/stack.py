@@ -86,7 +86,7 @@ class Stack:
     def _filled(self, kind: type[list[Any]]) -> Any:
         """The container on top, or the contents of an instance there, which begin as one of this kind."""
         target = self._new()
-        if type(target) is not Made:
+        if type(target) is not Made or target.state is not None:
             return target
         if target.contents is None:
             target.contents = kind()
