@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from replicated_ckpt.core.pickles.tree import Made, Named, PickleUnsafe
 from replicated_ckpt.dcp.values import Key
 
@@ -29,7 +31,7 @@ def numpy_value(node: Made, key: Key, of: Of) -> Any:
     """The value of a call of one of KEYS; `of` makes those of its parts.
 
     Raises:
-        PickleUnsafe: it is an array of objects or records, or none at all; or numpy is not installed.
+        PickleUnsafe: it is an array of objects or records, or none at all.
     """
     try:
         if key in _ARRAYS:
@@ -37,15 +39,11 @@ def numpy_value(node: Made, key: Key, of: Of) -> Any:
         return _scalar(node, of) if key in _SCALARS else _dtype(node, of)
     except PickleUnsafe:
         raise
-    except ModuleNotFoundError as exc:
-        raise PickleUnsafe(f"holds values of numpy, which is not installed ({exc})") from exc
     except (ValueError, TypeError, OverflowError) as exc:
         raise PickleUnsafe(f"holds a value of numpy that is none: {exc}") from exc
 
 
 def _array(node: Made, of: Of) -> Any:
-    import numpy as np
-
     kind = node.arguments[0] if node.arguments else None
     if type(kind) is not Named or (kind.module, kind.name) != _NDARRAY or type(node.state) is not tuple:
         raise PickleUnsafe("holds an array of a class of its own")
@@ -59,8 +57,6 @@ def _array(node: Made, of: Of) -> Any:
 
 
 def _scalar(node: Made, of: Of) -> Any:
-    import numpy as np
-
     described, data = node.arguments
     dtype, raw = _dtype(described, of), of(data)
     if type(raw) is not bytes or len(raw) != dtype.itemsize:
@@ -70,8 +66,6 @@ def _scalar(node: Made, of: Of) -> Any:
 
 def _dtype(node: Any, of: Of) -> Any:
     """A type of plain numbers, dates or texts: it has no parts and no flags."""
-    import numpy as np
-
     if type(node) is not Made or (node.called.module, node.called.name) != _DTYPE or type(node.state) is not tuple:
         raise PickleUnsafe("holds a value of numpy without a type")
     text, (_, order, *parts) = node.arguments[0], node.state

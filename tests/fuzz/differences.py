@@ -137,4 +137,4 @@ def _parts(value: Any) -> list[Any]:
     items: list[Any] = list(value.items()) if isinstance(value, dict) else []
     items += list(value) if isinstance(value, list | tuple) else []
     items += [value.real, value.imag] if isinstance(value, complex) else []
-    return [*items, *sorted(own.items()), *slots]
+    return [*items, *sorted(own.items(), key=repr), *slots]
