@@ -201,12 +201,37 @@ class UploadFailed(ReplicatedCkptError):
 
 
 class MetadataUnsafe(ReplicatedCkptError):
-    """`.metadata` names something that DCP metadata does not consist of; it was not unpickled."""
+    """`.metadata` is not what DCP writes, or names something that DCP metadata does not consist of; it was not believed."""
 
     default_hint = (
-        "If you trust the checkpoint and the class is your own planner's, register it: "
-        "replicated_ckpt.dcp.metadata.register_safe_class(cls)."
+        "Load another checkpoint, and find out who can write to that store: nothing of ours writes such bytes."
     )
+
+
+class ObjectUnsafe(ReplicatedCkptError):
+    """An object in a shard is not loaded by default; none of its code ran, and the planner was not given it.
+
+    `names` are the classes and functions that it names and nothing allows, as pairs of module and name.
+    """
+
+    default_hint = (
+        "If you trust whoever can write this checkpoint with running code here: ReplicatedReader(..., trust_pickles=True), "
+        "or --trust-pickles. To go without it, leave it out of the state dict, or of an export with --exclude."
+    )
+
+    def __init__(self, fqn: str, where: str, names: Sequence[tuple[str, str]], why: str = "") -> None:
+        paths = [name if module == "builtins" else f"{module}.{name}" for module, name in names]
+        problem = why or f"it names {', '.join(paths)}, which nothing allows"
+        modules = sorted({module for module, _ in names} - {"builtins"})
+        allowing = "".join(f"import {module}; " for module in modules)
+        allowing += f"torch.serialization.add_safe_globals([{', '.join(paths)}])"
+        hint = f"If they are harmless, allow them before the load: `{allowing}`. {self.default_hint}" if names else None
+        super().__init__(f"The object {fqn!r} in {where} is not loaded: {problem}.", hint)
+        self.args = (fqn, where, tuple(names), why)
+        self.fqn = fqn
+        self.where = where
+        self.names = tuple(names)
+        self.why = why
 
 
 class PeerProtocolError(ReplicatedCkptError):

@@ -41,7 +41,7 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--trust-pickles",
         action="store_true",
-        help="unpickle objects that torch.load(weights_only=True) refuses: whoever wrote them can run code here",
+        help="unpickle objects that are refused otherwise: whoever wrote them can run code here",
     )
 
 

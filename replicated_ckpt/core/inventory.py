@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
-from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.lineage import Version, moment
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Holding:
             bool(fields["has_metadata"]),
             sizes,
             tuple(str(name) for name in fields.get("damaged", ()) if name in sizes),
-            float(fields.get("created_unix_s", 0.0)),
+            moment(fields.get("created_unix_s", 0.0)),
             str(fields.get("lineage", "")),
             fields.get("is_replaced") is True,
             tuple(str(name) for name in fields.get("footless", ()) if name in sizes),

@@ -72,7 +72,7 @@ def histories_from_json(fields: Mapping[str, Any]) -> dict[str, History]:
     """
     found = {}
     for lineage, told in fields.items():
-        history = History(index(told["sequence"]), float(told["created_unix_s"]))
+        history = History(index(told["sequence"]), moment(told["created_unix_s"]))
         if not is_lineage(lineage) or not 0 <= history.sequence <= HEARD_SEQUENCE_MAX:
             raise ValueError(f"no valid history of lineage {lineage!r}: {history!r}"[:500])
         found[lineage] = history
@@ -83,3 +83,16 @@ def newest_lineage(histories: Histories) -> str | None:
     """The lineage whose newest save was made last, by the clock; None where no store holds a save of any."""
     held = [lineage for lineage, history in histories.items() if history.created_unix_s > 0]
     return max(held, key=lambda lineage: (histories[lineage].created_unix_s, lineage), default=None)
+
+
+def moment(value: object) -> float:
+    """A time stamp that another machine told.
+
+    Raises:
+        TypeError, ValueError: it is no number, or one without end.
+    """
+    if not isinstance(value, int | float):
+        raise TypeError(f"expected a number, found {type(value).__name__}")
+    if not abs(value) < 1 << 62:
+        raise ValueError("expected a time stamp, found a number that is none")
+    return float(value)

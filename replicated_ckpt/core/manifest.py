@@ -7,7 +7,7 @@ from typing import Any
 
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
-from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.lineage import Version, moment
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
 
 VERSION = 1
@@ -128,7 +128,7 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
         save_id=_text(fields["save_id"]),
         checkpoint_id=_text(fields["checkpoint_id"]),
         sequence=_count(fields["sequence"], SEQUENCE_MAX),
-        created_unix_s=float(fields["created_unix_s"]),
+        created_unix_s=moment(fields["created_unix_s"]),
         world_size=_count(fields["world_size"]),
         copies=_count(fields["copies"]),
         metadata_bytes=_count(fields["metadata_bytes"]),

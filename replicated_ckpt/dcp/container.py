@@ -1,26 +1,24 @@
 """The container of one tensor: the zip archive that `torch.save` writes and stock torch reads, without its cost per tensor.
 
 What surrounds the data is the same for all tensors of one dtype, shape and stride, so it is made once by `torch.save`
-and then repeated; on the way back, it is understood once by `torch.load`. The zip's own CRC32 stays out: our CRC32C covers
-these bytes. Source: torch.serialization (torch 2.7 to 2.15); PKWARE APPNOTE 6.3.10 for the zip records.
+and then repeated; on the way back, its pickle is read once. The zip's own CRC32 stays out: our CRC32C covers these bytes.
+Source: torch.serialization (torch 2.7 to 2.15).
 """
 
-import io
-import struct
 from dataclasses import dataclass
 
 import torch
 
-from replicated_ckpt.dcp.memory import tensor_over
+from replicated_ckpt.core.archive import find_records, within
+from replicated_ckpt.core.pickles.follower import follow
+from replicated_ckpt.core.pickles.tensors import tensor_of
+from replicated_ckpt.dcp.memory import empty_tensor, tensor_over
+from replicated_ckpt.dcp.objects import ObjectValues, pickle_in
+from replicated_ckpt.dcp.storages import Storages, copied, dtype_of, record_of
 from replicated_ckpt.stores.address import address_of
 
 TEMPLATE_BYTES_MAX = 1 << 20
 _TEMPLATES_MAX = 4096
-_EOCD = struct.Struct("<4s4H2LH")
-_ZIP64_EOCD = struct.Struct("<4sQ2H2L4Q")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
-_LOCAL_HEADER_BYTES = 30
-_U32_MAX = 0xFFFFFFFF
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -38,51 +36,10 @@ def data_range(raw: memoryview) -> tuple[int, int]:
     Raises:
         ValueError: `raw` is no container of one stored tensor.
     """
-    try:
-        entries, position = _central_directory(raw)
-        for _ in range(entries):
-            (
-                magic,
-                _,
-                _,
-                _,
-                method,
-                _,
-                _,
-                _,
-                size,
-                plain_size,
-                name_bytes,
-                extra_bytes,
-                comment_bytes,
-                _,
-                _,
-                _,
-                offset,
-            ) = _ENTRY.unpack_from(raw, position)
-            if magic != b"PK\x01\x02":
-                break
-            name = bytes(raw[position + _ENTRY.size : position + _ENTRY.size + name_bytes])
-            if name.endswith(b"/data/0"):
-                if method != 0 or size != plain_size or _U32_MAX in (size, offset):
-                    break
-                name_local, extra_local = struct.unpack_from("<2H", raw, offset + 26)
-                return offset + _LOCAL_HEADER_BYTES + name_local + extra_local, size
-            position += _ENTRY.size + name_bytes + extra_bytes + comment_bytes
-    except struct.error as exc:
-        raise ValueError(f"a damaged zip archive: {exc}") from exc
-    raise ValueError("not a container of one tensor")
-
-
-def _central_directory(raw: memoryview) -> tuple[int, int]:
-    """Number of entries and position of the central directory."""
-    magic, _, _, _, entries, _, offset, _ = _EOCD.unpack_from(raw, len(raw) - _EOCD.size)
-    if magic != b"PK\x05\x06":
-        raise ValueError("not a zip archive")
-    if _U32_MAX in (offset, entries) or entries == 0xFFFF:
-        fields = _ZIP64_EOCD.unpack_from(raw, len(raw) - _EOCD.size - 20 - _ZIP64_EOCD.size)
-        entries, offset = fields[7], fields[9]
-    return entries, offset
+    record = find_records(within(raw), len(raw)).get("data/0")
+    if record is None:
+        raise ValueError("not a container of one tensor")
+    return record.start, record.size
 
 
 @dataclass(frozen=True)
@@ -93,6 +50,7 @@ class _Layout:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     size_bytes: int
+    offset: int
 
 
 class TensorReader:
@@ -106,50 +64,40 @@ class TensorReader:
         """The tensor in a container; it may share memory with `raw` and is valid only as long as that keeps its bytes.
 
         Raises:
-            ValueError, RuntimeError, pickle.UnpicklingError: it is no container of a tensor.
+            ValueError, RuntimeError: it is no container of a tensor.
         """
         start, size = self._data_range(raw)
         layout = self._layout_by_head.get(bytes(raw[:start])) if 0 < start <= TEMPLATE_BYTES_MAX else None
         if layout is None or layout.size_bytes != size:
-            return self._learned(raw, start, size)
+            return self._learn(raw, start, size)
         return _viewed(raw[start : start + size], layout)
 
     def _data_range(self, raw: memoryview) -> tuple[int, int]:
         key = len(raw).to_bytes(8, "little") + bytes(raw[-640:])
         known = self._data_range_by_tail.get(key)
         if known is None:
-            try:
-                known = data_range(raw)
-            except ValueError:
-                known = (0, 0)  # larger than 4 GiB, or compressed: torch.load understands it
+            record = find_records(within(raw), len(raw)).get("data/0")
+            known = (record.start, record.size) if record is not None else (0, 0)
             if len(self._data_range_by_tail) < _TEMPLATES_MAX:
                 self._data_range_by_tail[key] = known
         return known
 
-    def _learned(self, raw: memoryview, start: int, size: int) -> torch.Tensor:
-        """Loads by `torch.load`, which accepts tensors only, and remembers the layout if it is a simple one."""
-        tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"a container of {type(tensor).__name__}, not of a tensor")  # noqa: TRY004 - of bytes
-        has_no_scale = _has_no_scale(tensor)
-        plain = (is_plain(tensor) or has_no_scale) and fills_storage(tensor)
-        if not start or not size or not plain or tensor.numel() * tensor.element_size() != size:
-            return tensor
-        layout = _Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), size)
+    def _learn(self, raw: memoryview, start: int, size: int) -> torch.Tensor:
+        """Reads the pickle of a tensor, and remembers the layout if it is a simple one."""
+        records = find_records(within(raw), len(raw))
+        outline = tensor_of(tree := follow(pickle_in(within(raw), records)))
+        if outline is None or record_of(outline.storage, records).start != start:
+            return _other_tensor(ObjectValues(Storages(records, copied(raw))).whole(tree, len(raw)))
+        layout = _Layout(dtype_of(outline), outline.shape, outline.stride, size, outline.offset)
         if len(self._layout_by_head) < _TEMPLATES_MAX:
             self._layout_by_head[bytes(raw[:start])] = layout
-        return _viewed(raw[start : start + size], layout) if has_no_scale else tensor
+        return _viewed(raw[start : start + size], layout)
 
 
-def _has_no_scale(tensor: torch.Tensor) -> bool:
-    """Whether it was numbers seen as a quantized type: `torch.load` makes a quantized tensor without a scale of them."""
-    if not tensor.is_quantized:
-        return False
-    try:
-        tensor.qscheme()
-    except RuntimeError:
-        return True
-    return False
+def _other_tensor(value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"a container of {type(value).__name__}, not of a tensor")  # noqa: TRY004 - of bytes
+    return value
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:
@@ -171,6 +119,8 @@ def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 def _viewed(data: memoryview, layout: _Layout) -> torch.Tensor:
+    if not data:
+        return empty_tensor((0,), layout.dtype).as_strided(layout.shape, layout.stride, layout.offset)
     if address_of(data) % layout.dtype.itemsize:
         data = memoryview(bytearray(data))
-    return tensor_over(data, layout.dtype).as_strided(layout.shape, layout.stride)
+    return tensor_over(data, layout.dtype).as_strided(layout.shape, layout.stride, layout.offset)

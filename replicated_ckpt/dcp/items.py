@@ -1,7 +1,6 @@
 """Items: how one tensor or object lies in a shard. The container is that of `torch.save`, so stock torch reads it."""
 
 import io
-import pickle
 
 import torch
 from torch.distributed.checkpoint.planner import (
@@ -14,8 +13,10 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from replicated_ckpt.dcp.container import TensorReader
+from replicated_ckpt.dcp.objects import save_again
 from replicated_ckpt.dcp.tensor_writer import Stream, TensorWriter
 from replicated_ckpt.dcp.torch_private import narrowed
+from replicated_ckpt.dcp.unloadable import warn_if_unloadable
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
 ALIGNMENT_BYTES = 64
@@ -42,6 +43,7 @@ class ItemWriter:
                 raise ConfigInvalid(
                     f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to BytesIO."
                 )
+            warn_if_unloadable(data.getbuffer(), item.index.fqn)
             stream.refer(data.getbuffer())
         else:
             if not isinstance(data, torch.Tensor):
@@ -53,26 +55,32 @@ class ItemWriter:
 
 
 class ItemReader:
-    """Gives verified items to a planner. One thread."""
+    """Gives verified items to a planner. One thread.
 
-    def __init__(self) -> None:
+    `trust_pickles`: objects go to it as they lie in the shard; else as this process has saved them again.
+    """
+
+    def __init__(self, *, trust_pickles: bool) -> None:
         self._tensors = TensorReader()
+        self._trust_pickles = trust_pickles
 
     def read(self, raw: memoryview, item: ReadItem, planner: LoadPlanner, source: str) -> None:
-        """Gives one item to the planner: bytes as they are, a tensor's named part into the target tensor.
+        """Gives one item to the planner: an object, or a tensor's named part into the target tensor.
 
         Nothing of `raw` is kept.
 
         Raises:
-            ObjectCorrupt: the item is intact but not what the metadata says; nothing was given to the planner.
+            ObjectUnsafe: the object is not loaded by default. ObjectCorrupt: the item is intact but not what the metadata
+            says. Nothing was given to the planner.
         """
-        if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(raw))
-            return
         name = item.storage_index.fqn
+        if item.type == LoadItemType.BYTE_IO:
+            given = io.BytesIO(raw) if self._trust_pickles else save_again(raw, name, f"shard {source}")
+            planner.load_bytes(item, given)
+            return
         try:
             tensor = narrowed(self._tensors.read(raw), item.storage_offsets, item.lengths)
-        except (ValueError, RuntimeError, pickle.UnpicklingError) as exc:
+        except (ValueError, RuntimeError) as exc:
             raise ObjectCorrupt(source, "load", name, f"its bytes are intact but no tensor: {exc}") from exc
         target = target_of(item, planner, tuple(tensor.size()), source)
         target.copy_(tensor)

@@ -55,14 +55,10 @@ def met(
     world: World,
     given_id: str | os.PathLike[str] | None,
     opened_bucket: Callable[[], Bucket | None] = lambda: None,
-    prepared: Callable[[Survey], Survey] = lambda survey: survey,
     *,
     lineage: str = NEWEST_LINEAGE,
 ) -> Survey:
     """The survey for a load of `given_id`, the same on every rank; only the coordinator looks into the bucket.
-
-    `prepared`: what the coordinator alone does for all ranks, with the survey that they get then. One process alone
-    does not.
 
     Raises:
         AgreedError: with the error that this rank raises, as every rank does. Others: this rank's alone.
@@ -72,7 +68,7 @@ def met(
 
     def survey(posts: Sequence[Mapping[str, Any]]) -> Survey:
         with translated(str(store.root), "look for", "checkpoints"):
-            return prepared(_surveyed(store, world, posts, opened_bucket(), lineage))
+            return _surveyed(store, world, posts, opened_bucket(), lineage)
 
     post, failure = _presented(store, world, given_id)
     decision = _decision(world, world.blackboard, post, failure, survey)

@@ -1,9 +1,8 @@
 """Finding an intact copy of a checkpoint's `.metadata`: the own one, a peer's, the bucket's."""
 
-import hashlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -11,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from replicated_ckpt.agent.mend import tell_suspect
 from replicated_ckpt.core.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
-from replicated_ckpt.dcp.metadata import decoded_metadata, scan_metadata
+from replicated_ckpt.dcp.metadata import decoded_metadata
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path, stock_path
@@ -43,33 +42,12 @@ class UnreadMetadata(Metadata):
 
 
 def verified_metadata(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> Metadata:
-    """The checkpoint's metadata from the first copy that is intact, safely unpickled.
+    """The checkpoint's metadata from the first copy that is intact, safely read.
 
     Raises:
         ShardLost: no copy is. MetadataUnsafe: an intact one is not what DCP metadata consists of.
     """
-    raw, source = _intact(store, survey, bucket, reader_key)
-    return decoded_metadata(
-        raw, source, is_scanned=survey.scanned_sha256 != "" and survey.scanned_sha256 == _digest(raw)
-    )
-
-
-def scanned(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> Survey:
-    """The survey with the digest of the metadata that this process has scanned: it takes far longer than unpickling.
-
-    As it was, if there is none to be had or it is not safe: each rank finds that itself, and says so.
-    """
-    try:
-        raw, _ = _intact(store, survey, bucket, reader_key)
-        scan_metadata(raw)
-    except ReplicatedCkptError as exc:
-        log.warning("every rank looks at .metadata itself: %s", exc)
-        return survey
-    return replace(survey, scanned_sha256=_digest(raw))
-
-
-def _digest(raw: bytes) -> str:
-    return hashlib.sha256(raw).hexdigest()
+    return decoded_metadata(*_intact(store, survey, bucket, reader_key))
 
 
 def _intact(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> tuple[bytes, str]:

@@ -21,7 +21,7 @@ from replicated_ckpt.dcp.items import ItemReader
 from replicated_ckpt.dcp.lineage_choice import describe_lineage
 from replicated_ckpt.dcp.lookup import looked_up
 from replicated_ckpt.dcp.meeting import AgreedError, met
-from replicated_ckpt.dcp.metadata_copies import UnreadMetadata, scanned, verified_metadata
+from replicated_ckpt.dcp.metadata_copies import UnreadMetadata, verified_metadata
 from replicated_ckpt.dcp.presence import announce
 from replicated_ckpt.dcp.rank_load import RankLoad, places_of
 from replicated_ckpt.dcp.report import LoadReport
@@ -61,6 +61,10 @@ class ReplicatedReader(StorageReader):
         storage_options: how to get there, as s3fs takes it.
         lineage: which run to load where checkpoints of several lie in one directory of ids: "newest", the one saved last
             by the clock, with a ReplicatedCkptWarning; "refuse" (LineagesMet); or the lineage that a warning named.
+        trust_pickles: hand objects that are no tensors to the planner as they lie in the shards. DCP unpickles them, so
+            whoever can write the checkpoint runs code here. Off: an object is loaded that names only what
+            `torch.load(weights_only=True)` knows, what `torch.serialization.add_safe_globals` added, or numpy's
+            plain scalars and arrays; another one is ObjectUnsafe.
 
     One reader serves many loads, one at a time.
 
@@ -77,6 +81,7 @@ class ReplicatedReader(StorageReader):
         object_store: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         lineage: str = NEWEST_LINEAGE,
+        trust_pickles: bool = False,
     ) -> None:
         super().__init__()
         self.config = ReaderConfig.checked(root, object_store=object_store, lineage=lineage)
@@ -87,7 +92,7 @@ class ReplicatedReader(StorageReader):
         self._target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self._bucket: Bucket | None = None
         self._given_id: str | os.PathLike[str] | None = None
-        self._items = ItemReader()
+        self._items = ItemReader(trust_pickles=trust_pickles)
         self._stored = StoredTensors()
         self._forget()
         if not no_dist:
@@ -144,8 +149,8 @@ class ReplicatedReader(StorageReader):
         self._is_met = True
         self._world = world_of_call(self._process_group, self._no_dist)
         try:
-            how = (self._opened_bucket, self._scanned)
-            self._survey = met(self._store, self._world, self._given_id, *how, lineage=self.config.lineage)
+            where, lineage = self._opened_bucket, self.config.lineage
+            self._survey = met(self._store, self._world, self._given_id, where, lineage=lineage)
         except AgreedError as exc:
             self._failure = exc.error
             raise exc.error from None
@@ -155,7 +160,7 @@ class ReplicatedReader(StorageReader):
                 raise
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's `.metadata`, verified and safely unpickled.
+        """The checkpoint's `.metadata`, verified and safely read.
 
         Called by DCP, what went wrong is raised a moment later, by `set_up_storage_reader` or whatever looks at the
         metadata before: DCP would take it for metadata that every rank has for itself, and raise an AssertionError.
@@ -214,8 +219,9 @@ class ReplicatedReader(StorageReader):
         """Reads every item of the plan, verified, into the planner's tensors.
 
         Raises:
-            ShardLost: no intact copy is left. Tensors that were not read yet keep what they held. One that was being read
-            holds bytes of the checkpoint, each verified, up to some place in it, and what it held from there on.
+            ShardLost: no intact copy is left. ObjectUnsafe: an object names what nothing allows. Tensors that were not read
+            yet keep what they held. One that was being read holds bytes of the checkpoint, each verified, up to some place
+            in it, and what it held from there on.
         """
         try:
             traffic = self._load.read(plan, planner, self._opened_bucket())
@@ -241,9 +247,6 @@ class ReplicatedReader(StorageReader):
     @property
     def _reader_key(self) -> str:
         return f"rank {self._world.rank}"
-
-    def _scanned(self, survey: Survey) -> Survey:
-        return scanned(self._store, survey, self._opened_bucket(), self._reader_key)
 
     @property
     def _surveyed(self) -> Survey:

@@ -43,8 +43,7 @@ class Survey:
 
     `addresses` are the peers that answered; `searched` tells in words every place that was looked at. `in_bucket` is None
     if the save does not lie there. `stock_warning` is not empty if stock torch wrote it on the nodes' disks: then the
-    manifest was made up by the look, and has no checksums of shards. `scanned_sha256` is that of the `.metadata` which the
-    coordinator has scanned, so that the others need not; empty: nobody has. `lineages` are those in the directory of the
+    manifest was made up by the look, and has no checksums of shards. `lineages` are those in the directory of the
     checkpoint's id, the chosen one first; `sequence_max` is the largest sequence of that.
     """
 
@@ -54,7 +53,6 @@ class Survey:
     searched: tuple[str, ...]
     in_bucket: InBucket | None = None
     stock_warning: str = ""
-    scanned_sha256: str = ""
     lineages: tuple[LineageFound, ...] = ()
     sequence_max: int = 0
 
@@ -84,7 +82,6 @@ class Survey:
             tuple(fields["searched"]),
             None if fields["in_bucket"] is None else InBucket(**fields["in_bucket"]),
             fields["stock_warning"],
-            fields["scanned_sha256"],
             tuple(LineageFound(**{**found, "nodes": tuple(found["nodes"])}) for found in fields["lineages"]),
             fields["sequence_max"],
         )

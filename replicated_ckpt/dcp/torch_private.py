@@ -6,27 +6,39 @@ what is nested is their own.
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import metadata as old_metadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 
 __all__ = [
     "DcpCall",
+    "MemoryFormat",
+    "OldMemoryFormat",
     "OldTensorProperties",
     "StorageInfo",
+    "StoragePrefix",
     "calling",
     "default_store",
     "flattened",
+    "layout_of",
     "metadata_version",
     "narrowed",
+    "typed_storage",
+    "weights_only_names",
 ]
 
+MemoryFormat, OldMemoryFormat = dcp_metadata._MEM_FORMAT_ENCODING, old_metadata.MEM_FORMAT_ENCODING  # noqa: SLF001
+layout_of = torch.serialization._get_layout  # noqa: SLF001
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 _ENTRY_POINTS = {
@@ -59,6 +71,17 @@ def calling() -> DcpCall | None:
             return DcpCall(values.get("process_group"), bool(values.get("no_dist", False)))
         frame = frame.f_back
     return None
+
+
+def weights_only_names() -> Mapping[str, Any]:
+    """What `torch.load(weights_only=True)` lets a pickle name, by module and name with a dot between them."""
+    found: Mapping[str, Any] = torch._weights_only_unpickler._get_allowed_globals()  # noqa: SLF001
+    return found
+
+
+def typed_storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """A storage as the functions that rebuild tensors take it, without a warning that such ones are on their way out."""
+    return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def default_store() -> "dist.Store":

@@ -2,7 +2,9 @@
 
 import io
 import json
+import math
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,14 @@ from replicated_ckpt import KeyRules, ReplicatedReader, export_checkpoint, impor
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.manifest import decoded_manifest
 from replicated_ckpt.dcp.convert import source
-from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ObjectMissing, ReplicatedCkptWarning, StoreError
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ConfigInvalid,
+    ObjectMissing,
+    ObjectUnsafe,
+    ReplicatedCkptWarning,
+    StoreError,
+)
 from tests.convert.states import assert_equal, blank, contents, scheduled, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -82,8 +91,27 @@ def test_an_existing_checkpoint_is_replaced_only_on_demand(tmp_path: Path) -> No
 
 
 def header(fields: Any, data: bytes = b"") -> bytes:
-    raw = json.dumps(fields).encode()
+    return headed(json.dumps(fields).encode(), data)
+
+
+def headed(raw: bytes, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(raw)) + raw + data
+
+
+def bytes_at(start: int, end: int) -> dict[str, Any]:
+    return {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+
+
+def deflated(value: Any) -> bytes:
+    """What torch.save would write if it compressed its records: most readers unpack them, however large they get."""
+    buffer = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(pickled(value))) as source,
+        zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as to,
+    ):
+        for entry in source.infolist():
+            to.writestr(entry.filename, source.read(entry))
+    return buffer.getvalue()
 
 
 def pickled(value: Any) -> bytes:
@@ -96,14 +124,27 @@ def pickled(value: Any) -> bytes:
     ("format_", "raw", "said"),
     [
         ("torch", None, "does not exist"),
-        ("torch", b"nothing", "no file of torch.save|weights_only"),
+        ("torch", b"nothing", "no file of torch.save"),
         ("torch", pickled([torch.ones(2)]), "holds a list"),
-        ("torch", pickled(scheduled()), "weights_only"),
+        ("torch", pickled({"a.b": 1, "a": {"b": 2}}), "two entries of one name"),
+        ("torch", deflated({"a": torch.zeros(5)}), "store otherwise"),
         ("torch", pickled({"a": torch.eye(3).to_sparse()}), "no plain tensor|mapped"),
         ("safetensors", None, "does not exist"),
         ("safetensors", b"", "no header"),
         ("safetensors", struct.pack("<Q", 1 << 62) + b"{}", "no header"),
         ("safetensors", header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234567"), "offsets"),
+        ("safetensors", header({"a": bytes_at(0, 4), "b": bytes_at(2, 6)}, b"123456"), "gap, or lie in another"),
+        ("safetensors", header({"a": bytes_at(0, 4), "b": bytes_at(0, 4)}, b"1234"), "gap, or lie in another"),
+        ("safetensors", header({"a": bytes_at(0, 4), "b": bytes_at(5, 6)}, b"123456"), "gap, or lie in another"),
+        ("safetensors", header({"a": bytes_at(0, 4)}, b"123456"), "end at 4, and the file at 6"),
+        ("safetensors", header({"a": {"dtype": "U8", "shape": [0, 10**30], "data_offsets": [0, 0]}}), "no sizes"),
+        ("safetensors", header({"a": {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}}, b"1"), "65 dim"),
+        ("safetensors", header({"a": {"dtype": "U8", "shape": [math.inf], "data_offsets": [0, 1]}}, b"1"), "Infinity"),
+        ("safetensors", header({"a": {"dtype": "U8", "shape": [math.nan], "data_offsets": [0, 1]}}, b"1"), "NaN"),
+        ("safetensors", header({"__metadata__": [1]}), "no '{' at byte"),
+        ("safetensors", headed(b'{"a":{"dtype":"U8","shape":[],"data_offsets":[0,0]},"a":{}}'), "there twice|fit"),
+        ("safetensors", headed(b'{"a":' + b"[" * 3000 + b"]" * 3000 + b"}"), "no safetensors"),
+        ("safetensors", headed(b"{} {}"), "behind the header"),
         ("safetensors", header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"), "offsets"),
         ("safetensors", header({"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}, b"12345678"), "'F99'"),
         ("safetensors", header({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}), "no sizes"),
@@ -122,9 +163,14 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, format_: str, raw: byte
     assert not (tmp_path / "root").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*will not be loaded by default")
 def test_a_torch_file_with_objects_needs_trust(tmp_path: Path) -> None:
     """Its pickles run code only if they are told to be trusted."""
     torch.save(scheduled(), tmp_path / "m.pth")
+    with pytest.raises(ObjectUnsafe, match=r"tests\.convert\.states\.Schedule") as raised:
+        imported(tmp_path / "m.pth", tmp_path / "root", "torch")
+    assert "add_safe_globals([tests.convert.states.Schedule])" in raised.value.hint
+    assert not (tmp_path / "root").exists()
     imported(tmp_path / "m.pth", tmp_path / "root", "torch", trust_pickles=True)
     export_checkpoint("step-7", tmp_path / "out", format="torch", root=tmp_path / "root", trust_pickles=True)
     assert_equal(torch.load(tmp_path / "out", weights_only=False), scheduled())

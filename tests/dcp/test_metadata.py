@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -108,7 +108,7 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path, place: str) -> None:
     if place == "planner_data":
         hostile = Metadata({}, planner_data=hostile, storage_data={})
     elif place == "storage_data":
-        hostile = Metadata({}, storage_data={"x": hostile})
+        hostile = Metadata({}, storage_data={MetadataIndex("x"): hostile})
     with pytest.raises(MetadataUnsafe, match=r"posix\.mkdir"):
         decoded_metadata(pickle.dumps(hostile), "node n")
     assert not target.exists()

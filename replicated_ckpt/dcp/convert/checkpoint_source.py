@@ -1,7 +1,8 @@
 """One of our checkpoints as the bytes that a conversion reads: through ReplicatedReader, from whatever tiers survive."""
 
 import io
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +73,16 @@ class ReaderFetcher:
 
     def close(self) -> None:
         """The reader closes what it opens."""
+
+
+def range_reader(
+    root: str | os.PathLike[str] | None,
+    object_store: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ReplicatedReader:
+    """A reader for `checkpoint_source`, on this process alone: bytes pass it as they are, and nothing unpickles them."""
+    options: dict[str, Any] = {"object_store": object_store, "storage_options": storage_options}
+    return ReplicatedReader(root, no_dist=True, trust_pickles=True, **options)
 
 
 def checkpoint_source(reader: ReplicatedReader, checkpoint_id: str) -> ItemsSource:

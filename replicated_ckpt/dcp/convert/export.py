@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from replicated_ckpt.core.keys import KeyRules
-from replicated_ckpt.dcp.convert.checkpoint_source import checkpoint_source
+from replicated_ckpt.dcp.convert.checkpoint_source import checkpoint_source, range_reader
 from replicated_ckpt.dcp.convert.dcp_sink import DcpSink
 from replicated_ckpt.dcp.convert.progress import Converted, Progress, Reporter
 from replicated_ckpt.dcp.convert.safetensors_sink import SafetensorsSink
 from replicated_ckpt.dcp.convert.source import Contents, Source
 from replicated_ckpt.dcp.convert.torch_sink import TorchSink
-from replicated_ckpt.dcp.reader import ReplicatedReader
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.output import Output
 from replicated_ckpt.stores.output_local import LocalOutput
@@ -60,18 +59,18 @@ def export_checkpoint(
     Args:
         to: a path, or a URL that fsspec knows. "torch" makes a file; the others a directory.
         shard_size_limit: bytes, or "5GB", of a file of safetensors or of a DCP directory.
-        trust_pickles: unpickle objects that `torch.load(weights_only=True)` refuses. Whoever wrote them can run code.
+        trust_pickles: unpickle objects that a load refuses (ObjectUnsafe). Whoever wrote them can run code.
         storage_options, to_options: how to reach the object store, and `to`, as fsspec takes them.
         progress: called now and then.
 
     Raises:
         ConfigInvalid: an argument cannot work, a key rule fits nothing, or `to` exists and `overwrite` is off.
-        CheckpointNotFound, ShardLost, MetadataUnsafe: as in a load. StoreFull, StoreError: of the output.
+        CheckpointNotFound, ShardLost, MetadataUnsafe, ObjectUnsafe: as in a load. StoreFull, StoreError: of the output.
     """
     started_at = time.monotonic()
     if format not in get_args(Format):
         raise ConfigInvalid(f"format must be one of {get_args(Format)}, not {format!r}.")
-    reader = ReplicatedReader(root, object_store=object_store, storage_options=storage_options, no_dist=True)
+    reader = range_reader(root, object_store, storage_options)
     source = checkpoint_source(reader, checkpoint_id)
     try:
         chosen = source.contents.chosen(keys or KeyRules())

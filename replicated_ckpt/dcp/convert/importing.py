@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt.core.keys import KeyRules
-from replicated_ckpt.dcp.convert.checkpoint_source import checkpoint_source
+from replicated_ckpt.dcp.convert.checkpoint_source import checkpoint_source, range_reader
 from replicated_ckpt.dcp.convert.dcp_directory import dcp_directory
 from replicated_ckpt.dcp.convert.export import Format
 from replicated_ckpt.dcp.convert.progress import Converted, Progress, Reporter
@@ -47,7 +47,7 @@ def import_checkpoint(
         path: a file of `torch.save`; a `.safetensors` file or a directory of them; or a directory with `.metadata` and
             all shards.
         copies, overwrite, object_store, storage_options: as for ReplicatedWriter.
-        trust_pickles: load a torch file that `torch.load(weights_only=True)` refuses. Whoever wrote it can run code.
+        trust_pickles: unpickle a torch file that is refused otherwise (ObjectUnsafe). Whoever wrote it can run code.
 
     Raises:
         ConfigInvalid: there is nothing such at `path`, or a key rule fits nothing. CheckpointExists, StoreError,
@@ -67,7 +67,7 @@ def import_checkpoint(
     finally:
         source.close()
     reporter.verifying()
-    _read_back(ReplicatedReader(root, no_dist=True), checkpoint_id)
+    _read_back(range_reader(root), checkpoint_id)
     writer.wait()
     return Converted.of(contents, checkpoint_id, str(root), time.monotonic() - started_at, ())
 

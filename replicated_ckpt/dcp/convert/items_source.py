@@ -1,7 +1,5 @@
 """A DCP checkpoint as a source: its items, wherever their bytes come from."""
 
-import io
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from replicated_ckpt.core.box import Box
 from replicated_ckpt.core.keys import Path
+from replicated_ckpt.dcp.container import TensorReader
 from replicated_ckpt.dcp.convert.item_outline import END_BYTES, data_start
 from replicated_ckpt.dcp.convert.memory import window_tensor
 from replicated_ckpt.dcp.convert.source import Contents, ObjectEntry, Part, TensorEntry
@@ -54,6 +53,7 @@ class ItemsSource:
         self._info_by_place: dict[tuple[str, tuple[int, ...]], StorageInfo] = {}
         for index, info in metadata.storage_data.items():
             self._info_by_place[index.fqn, tuple(index.offset or ())] = info
+        self._tensors = TensorReader()
         self._data_starts: dict[tuple[str, int], int | None] = {}
         self.contents = self._contents(metadata)
 
@@ -124,10 +124,10 @@ class ItemsSource:
             ObjectCorrupt: it is not the one that the metadata describes.
         """
         try:
-            tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-        except (ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as exc:
+            tensor = self._tensors.read(raw)
+        except (ValueError, RuntimeError) as exc:
             raise ObjectCorrupt(self._label, "convert", entry.key, f"its bytes are no tensor: {exc}") from exc
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.sizes or tensor.dtype != entry.dtype:
+        if tuple(tensor.shape) != chunk.sizes or tensor.dtype != entry.dtype:
             raise ObjectCorrupt(self._label, "convert", entry.key, "it is another tensor than .metadata describes")
         return tensor
 
@@ -149,7 +149,7 @@ class ItemsSource:
                     wanted.append(Wanted(info.relative_path, offset, END_BYTES, _keeper(pair, index)))
         self._fetcher.fetch(wanted)
         for info, entry, chunk, (head, tail) in ends:
-            start = data_start(head, tail, info.length, chunk.sizes, entry.dtype.itemsize)
+            start = data_start(head, tail, info.length, chunk.sizes, entry.dtype)
             self._data_starts[info.relative_path, info.offset] = start
 
     def read_objects(self, entries: Sequence[ObjectEntry]) -> Mapping[str, bytes]:

@@ -16,6 +16,8 @@ from replicated_ckpt.dcp.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.durable import read_exactly, translated
 
+_INDEX_BYTES_MAX = 64 << 20
+
 
 class SafetensorsFiles:
     """The tensors of one or more files.
@@ -104,10 +106,14 @@ def safetensors_files(path: Path) -> SafetensorsFiles:
 
 
 def _indexed(index: Path) -> list[Path]:
+    with translated(str(index.parent), "read", index.name), index.open("rb") as file:
+        raw = file.read(_INDEX_BYTES_MAX + 1)
+    if len(raw) > _INDEX_BYTES_MAX:
+        raise ConfigInvalid(f"{index} has more than {_INDEX_BYTES_MAX} bytes: it is no index of safetensors files.")
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(raw)["weight_map"].values()))
         paths = [index.parent / name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ConfigInvalid(f"{index} is no index of safetensors files: {type(exc).__name__}: {exc}.") from exc
     for name, path in zip(names, paths, strict=True):
         if Path(name).name != name or not path.is_file():

@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 
+from replicated_ckpt.core.archive import find_records
 from replicated_ckpt.core.box import Box
+from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.dcp.convert.memory import window_tensor
 from replicated_ckpt.dcp.convert.source import Contents, ObjectEntry, Part, TensorEntry
 from replicated_ckpt.dcp.memory import memory_of
+from replicated_ckpt.dcp.objects import ObjectValues, pickle_in
+from replicated_ckpt.dcp.storages import Storages
 from replicated_ckpt.dcp.torch_private import flattened
-from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, StoreError
+from replicated_ckpt.dcp.values import UnknownName
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe, StoreError
 from replicated_ckpt.stores.durable import read_exactly, translated
 
 
@@ -27,7 +32,13 @@ class TorchFile:
 
     def __init__(self, path: Path, *, trust_pickles: bool) -> None:
         self._path = path
-        values, paths = flattened(_loaded(path, trust_pickles=trust_pickles))
+        state = load_file(path, trust_pickles=trust_pickles)
+        if not isinstance(state, dict):
+            raise ConfigInvalid(f"{path} holds a {type(state).__name__}, not a state dict.")
+        try:
+            values, paths = flattened(state)
+        except ValueError as exc:
+            raise ConfigInvalid(f"{path} holds two entries of one name: {exc}.") from exc
         self._values = values
         with translated(str(path.parent), "read", path.name):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -83,21 +94,40 @@ class TorchFile:
         self._values = {}
 
 
-def _loaded(path: Path, *, trust_pickles: bool) -> dict[str, Any]:
+def load_file(path: Path, *, trust_pickles: bool) -> Any:
+    """What `torch.save` wrote; its tensors are mapped. No code of its choosing runs unless it is trusted.
+
+    Raises:
+        ConfigInvalid: it is no such file. ObjectUnsafe: it names what nothing allows. StoreError: it cannot be read.
+    """
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickles)
+        if trust_pickles:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        with path.open("rb") as file:
+            return _mapped(path, file.fileno())
     except FileNotFoundError as exc:
         raise ConfigInvalid(f"{path} does not exist.") from exc
     except OSError as exc:
         raise StoreError(str(path.parent), "read", path.name, str(exc)) from exc
-    except pickle.UnpicklingError as exc:
-        hint = "If you trust whoever wrote it with running code here: --trust-pickles."
-        raise ConfigInvalid(f"{path} does not load with weights_only=True: {str(exc)[:300]}", hint) from exc
-    except (RuntimeError, ValueError, EOFError) as exc:
-        raise ConfigInvalid(f"{path} is no file of torch.save that can be mapped: {str(exc)[:300]}") from exc
-    if not isinstance(state, dict):
-        raise ConfigInvalid(f"{path} holds a {type(state).__name__}, not a state dict.")
-    return state
+    except UnknownName as exc:
+        raise ObjectUnsafe("state dict", str(path), exc.keys) from exc
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as exc:
+        raise ConfigInvalid(f"{path} is no file of torch.save that can be mapped: it {str(exc)[:300]}") from exc
+
+
+def _mapped(path: Path, fd: int) -> Any:
+    size_bytes = os.fstat(fd).st_size
+
+    def fetch(offset: int, length: int) -> memoryview:
+        piece = memoryview(bytearray(length))
+        read_exactly(fd, piece, offset)
+        return piece
+
+    records = find_records(fetch, size_bytes)
+    raw = pickle_in(fetch, records)
+    whole = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size_bytes)
+    storages = Storages(records, lambda record: whole[record.start : record.start + record.size])
+    return ObjectValues(storages).whole(follow(raw), len(raw))
 
 
 def _check_plain(key: str, tensor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from replicated_ckpt.dcp.convert.source import TensorEntry
 from replicated_ckpt.dcp.memory import empty_tensor
+from replicated_ckpt.dcp.storages import STORAGE_BY_DTYPE
 from replicated_ckpt.errors import ConfigInvalid
 
 PROTOCOL = 2
@@ -82,7 +83,7 @@ def _rebuilding(like: torch.Tensor, key: str, shape: tuple[int, ...], stride: tu
         if isinstance(storage, torch.UntypedStorage):
             stand_in = _Storage(key, torch.UntypedStorage, count * like.itemsize)
         else:
-            stand_in = _Storage(key, _STORAGE_BY_DTYPE[like.dtype], count)
+            stand_in = _Storage(key, STORAGE_BY_DTYPE[like.dtype], count)
     return rebuild, (stand_in, 0, shape, stride, *more)
 
 
@@ -100,15 +101,3 @@ def _quiet() -> Iterator[None]:
     with catch_warnings():
         simplefilter("ignore", UserWarning)
         yield
-
-
-def _storages() -> dict[torch.dtype, type]:
-    found: dict[torch.dtype, type] = {}
-    with _quiet():
-        for name, kind in vars(torch).items():
-            if name.endswith("Storage") and isinstance(kind, type) and name not in ("TypedStorage", "UntypedStorage"):
-                found[kind.dtype] = kind  # type: ignore[attr-defined]
-    return found
-
-
-_STORAGE_BY_DTYPE = _storages()

@@ -12,8 +12,10 @@ import torch
 
 from replicated_ckpt.core.keys import nested
 from replicated_ckpt.dcp.convert.source import Contents, ObjectEntry, Source, TensorEntry, streamed
+from replicated_ckpt.dcp.convert.torch_file import load_file
 from replicated_ckpt.dcp.convert.torch_pickle import Absent, StatePickler
 from replicated_ckpt.dcp.memory import memory_of
+from replicated_ckpt.dcp.objects import load_object
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.output import Output, Stream
 
@@ -63,9 +65,7 @@ class TorchSink:
 
     def _objects(self, source: Source, entries: Sequence[ObjectEntry]) -> Mapping[str, Any]:
         raw_by_key = source.read_objects(entries)
-        return {
-            entry.key: loaded_object(raw_by_key[entry.key], entry.key, trust=self._trust_pickles) for entry in entries
-        }
+        return {entry.key: object_in(raw_by_key[entry.key], entry.key, trust=self._trust_pickles) for entry in entries}
 
     @staticmethod
     def _pickle(pickler: StatePickler, state: dict[str, Any]) -> None:
@@ -75,12 +75,12 @@ class TorchSink:
             raise ConfigInvalid(f"The state dict cannot be pickled: {exc}.", "Leave the entry out: --exclude.") from exc
 
     def check(self, path: Path, contents: Contents) -> None:
-        """Loads the file as users will, without reading its tensors.
+        """Loads the file, without reading its tensors.
 
         Raises:
             ObjectCorrupt: it is not the state dict that was to be written.
         """
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=not self._trust_pickles)
+        state = load_file(path, trust_pickles=self._trust_pickles)
         for entry in contents.tensors:
             found: Any = state
             for part in entry.path:
@@ -92,18 +92,17 @@ class TorchSink:
         return name == self._name
 
 
-def loaded_object(raw: bytes, key: str, *, trust: bool) -> Any:
-    """What `torch.save` wrote, loaded without running code of its choosing unless it is trusted.
+def object_in(raw: bytes, key: str, *, trust: bool) -> Any:
+    """What `torch.save` wrote, made without running code of its choosing unless it is trusted.
 
     Raises:
-        ConfigInvalid: it would run code.
+        ObjectUnsafe: it names what nothing allows, or is no object of `torch.save`.
     """
+    if not trust:
+        return load_object(memoryview(raw), key, "the checkpoint")
     try:
-        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=not trust)
-    except pickle.UnpicklingError as exc:
-        hint = f"--exclude {key!r}, or, if you trust whoever wrote it with running code here, --trust-pickles."
-        raise ConfigInvalid(f"{key!r} does not load with weights_only=True: {str(exc)[:300]}", hint) from exc
-    except (RuntimeError, ValueError, EOFError) as exc:
+        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as exc:
         raise ConfigInvalid(f"{key!r} is no object of torch.save: {str(exc)[:300]}", f"--exclude {key!r}") from exc
 
 

@@ -1,0 +1,136 @@
+"""The zip container that `torch.save` writes: its records, found through its directory. Nothing is ever unpacked.
+
+Source: PKWARE APPNOTE 6.3.10; torch.serialization (torch 2.7 to 2.15): every record is stored as it is, one after the
+other, in a folder whose name differs.
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+Fetch = Callable[[int, int], memoryview]
+"""Bytes [offset, offset + length) of the item; valid until the next call."""
+
+_END = struct.Struct("<4s4H2LH")
+_WIDE_END = struct.Struct("<4sQ2H2L4Q")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_LOCATOR_BYTES = 20
+_U16_MAX = 0xFFFF
+_U32_MAX = 0xFFFFFFFF
+_DIRECTORY_BYTES_MAX = 64 << 20
+_NAME_CHARACTERS = 80
+
+
+class ArchiveDamaged(ValueError):
+    """Bytes begin as a zip container and are not one that `torch.save` writes. The message goes on from a subject."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record: its name without the folder, its CRC32 (0: none was taken), and where its bytes are."""
+
+    name: str
+    crc: int
+    size: int
+    start: int
+
+
+def is_archive(fetch: Fetch, size_bytes: int) -> bool:
+    """Whether an item begins as a zip container."""
+    return size_bytes >= _END.size and bytes(fetch(0, 4)) == b"PK\x03\x04"
+
+
+def find_records(fetch: Fetch, size_bytes: int) -> Mapping[str, Record]:
+    """The records of an item by their names, all of them inside it, none in another.
+
+    Raises:
+        ArchiveDamaged: there is no such container.
+    """
+    try:
+        entries = list(_entries(fetch, size_bytes))
+        found = {name: Record(name, crc, size, _start(fetch, header)) for name, crc, size, header in entries}
+    except struct.error as exc:
+        raise ArchiveDamaged(f"has a damaged zip directory: {exc}") from exc
+    if len({name.lower() for name in found}) != len(entries):
+        raise ArchiveDamaged("has two records of one name")
+    end = 0
+    for record in sorted(found.values(), key=lambda record: record.start):
+        if record.start < end:
+            raise ArchiveDamaged(f"has a record {record.name!r} in another")
+        end = record.start + record.size
+    if end > size_bytes:
+        raise ArchiveDamaged("has records beyond its end")
+    return found
+
+
+def within(raw: memoryview) -> Fetch:
+    """Fetches from memory."""
+
+    def fetch(offset: int, length: int) -> memoryview:
+        return raw[offset : offset + length]
+
+    return fetch
+
+
+def _entries(fetch: Fetch, size_bytes: int) -> Iterator[tuple[str, int, int, int]]:
+    """Name, CRC32, size and place of the local header of each record."""
+    count, start, end = _directory(fetch, size_bytes)
+    if not 0 <= start <= end <= size_bytes or end - start > _DIRECTORY_BYTES_MAX:
+        raise ArchiveDamaged("has a zip directory outside of it")
+    raw = bytes(fetch(start, end - start)) if end > start else b""
+    position = 0
+    for _ in range(count):
+        magic, _, _, _, method, _, _, crc, stored, plain, name_bytes, extra_bytes, comment_bytes, _, _, _, header = (
+            _ENTRY.unpack_from(raw, position)
+        )
+        position += _ENTRY.size
+        name = raw[position : position + name_bytes].decode("utf-8", "replace").partition("/")[2]
+        extra = raw[position + name_bytes : position + name_bytes + extra_bytes]
+        plain, stored, header = _wide(extra, plain, stored, header)
+        if magic != b"PK\x01\x02" or method != 0 or plain != stored or header + _LOCAL.size > size_bytes:
+            raise ArchiveDamaged(f"has a record {name[:_NAME_CHARACTERS]!r} that torch.save would store otherwise")
+        position += name_bytes + extra_bytes + comment_bytes
+        yield name, crc, plain, header
+
+
+def _directory(fetch: Fetch, size_bytes: int) -> tuple[int, int, int]:
+    """Number of entries, start and end of the directory."""
+    if size_bytes < _END.size:
+        raise ArchiveDamaged("is no zip container")
+    magic, _, _, _, count, length, start, _ = _END.unpack(fetch(size_bytes - _END.size, _END.size))
+    if magic != b"PK\x05\x06":
+        raise ArchiveDamaged("does not end as a zip container")
+    end = size_bytes - _END.size
+    if _U32_MAX in (start, length) or count == _U16_MAX:
+        position = end - _LOCATOR_BYTES - _WIDE_END.size
+        if position < 0:
+            raise ArchiveDamaged("has a zip directory that is cut off")
+        count, length, start = _WIDE_END.unpack(fetch(position, _WIDE_END.size))[7:10]
+    return count, start, start + length
+
+
+def _wide(extra: bytes, *values: int) -> tuple[int, ...]:
+    """Sizes and offset, those that do not fit into 32 bits taken from the record's ZIP64 field."""
+    position, wide = 0, b""
+    while position + 4 <= len(extra):
+        kind, size = struct.unpack_from("<2H", extra, position)
+        if kind == 1:
+            wide = extra[position + 4 : position + 4 + size]
+            break
+        position += 4 + size
+    found, used = [], 0
+    for value in values:
+        if value == _U32_MAX:
+            (value,) = struct.unpack_from("<Q", wide, used)  # noqa: PLW2901 - this is the value
+            used += 8
+        found.append(value)
+    return tuple(found)
+
+
+def _start(fetch: Fetch, header: int) -> int:
+    """Where a record's bytes begin, behind its local header."""
+    fields = _LOCAL.unpack(fetch(header, _LOCAL.size))
+    if fields[0] != b"PK\x03\x04":
+        raise ArchiveDamaged("has a record that does not lie where its zip directory says")
+    return int(header + _LOCAL.size + fields[9] + fields[10])

@@ -1,0 +1,93 @@
+"""Bounds on a tree before another unpickler reads its pickle: what is shared again and again, or nested without end.
+
+Unpicklers, picklers and loops go through a shared part as often as it is met, and hash keys to their bottom: a few
+hundred bytes keep them busy for years, and a tuple that is nested deep enough ends the process.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from replicated_ckpt.core.pickles.tree import LEAVES, Fields, Made, Named, Pairs, PickleUnsafe, Stored
+
+DEPTH_MAX = 100
+WEIGHT_MIN = 1 << 20
+WEIGHT_PER_BYTE = 64
+"""A tree may weigh `WEIGHT_MIN` and this for each byte of its pickle: nodes that a walk meets, texts by their length."""
+
+_TEXT_BYTES = 64
+_HOOKS = frozenset(
+    f"__{name}__"
+    for name in ("class", "getnewargs", "getnewargs_ex", "getstate", "module", "reduce", "reduce_ex", "setstate")
+)
+"""Attributes that tell picklers what to do with an instance."""
+
+
+def check_bounds(tree: Any, size_bytes: int) -> None:
+    """Whether a walk through what the pickle makes takes time and depth in proportion to its size.
+
+    Raises:
+        PickleUnsafe: it would not, a part contains itself, or an attribute would steer a pickler.
+    """
+    weight_max = WEIGHT_MIN + WEIGHT_PER_BYTE * size_bytes
+    extents: dict[int, tuple[int, int]] = {}
+    begun: set[int] = set()
+    to_do = [tree]
+    while to_do:
+        node = to_do[-1]
+        if id(node) in extents or type(node) in LEAVES:
+            to_do.pop()
+            continue
+        if id(node) in begun:
+            extents[id(node)] = _extent(node, extents, weight_max)
+            to_do.pop()
+            continue
+        begun.add(id(node))
+        for child in _children(node):
+            if type(child) not in LEAVES and id(child) not in extents:
+                if id(child) in begun:
+                    raise PickleUnsafe("holds a part that contains itself")
+                to_do.append(child)
+
+
+def _extent(node: Any, extents: dict[int, tuple[int, int]], weight_max: int) -> tuple[int, int]:
+    """Weight and depth of a node whose children's are known."""
+    weight, depth = 1, 0
+    for child in _children(node):
+        if type(child) in LEAVES:
+            weight += 1 + len(child) // _TEXT_BYTES if type(child) in (str, bytes) else 1
+        else:
+            below, deep = extents[id(child)]
+            weight += below
+            depth = max(depth, deep)
+    if weight > weight_max:
+        raise PickleUnsafe("repeats itself beyond measure")
+    if depth >= DEPTH_MAX:
+        raise PickleUnsafe(f"is nested more than {DEPTH_MAX} deep")
+    return weight, depth + 1
+
+
+def _children(node: Any) -> Iterator[Any]:
+    if type(node) is Made:
+        yield from (node.called, node.arguments, node.state, node.contents)
+    elif type(node) is Stored:
+        yield node.identity
+    else:
+        items = [part for pair in node.items() for part in pair] if type(node) is Fields else node
+        if type(node) in (Fields, Pairs) and any(type(key) is str and key in _HOOKS for key in items[::2]):
+            raise PickleUnsafe("sets an attribute that steers picklers")
+        yield from items
+
+
+def names_in(tree: Any) -> set[Named]:
+    """Every name in a tree."""
+    found: set[Named] = set()
+    seen: set[int] = set()
+    to_do = [tree]
+    while to_do:
+        node = to_do.pop()
+        if type(node) is Named:
+            found.add(node)
+        elif type(node) not in LEAVES and id(node) not in seen:
+            seen.add(id(node))
+            to_do += _children(node)
+    return found

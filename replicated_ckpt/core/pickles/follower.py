@@ -1,0 +1,207 @@
+"""The follower of pickle opcodes: the only reader of pickles that others may have written.
+
+It takes what picklers write in protocols 2 to 5, and of that only what every unpickler reads alike: an opcode and its
+argument lie in one frame, the memo is filled in order, a container is whole before it is used a second time, and one
+value is left at the end. Time and memory go with the size of the pickle, whatever is in it.
+
+Source: the opcodes of CPython's Lib/pickletools.py; `_Unframer` in its Lib/pickle.py.
+"""
+
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from replicated_ckpt.core.pickles.instances import Instances
+from replicated_ckpt.core.pickles.stack import Stack
+from replicated_ckpt.core.pickles.tree import LEAVES, Elements, Named, Pairs, PickleUnsafe
+
+_PROTOCOL_MAX = 5
+_MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _STOP = 0x94, ord("h"), ord("j"), ord("K"), ord(".")
+_BEYOND = "has an argument that goes beyond its end or that of its frame"
+
+
+def follow(raw: bytes) -> Any:
+    """The tree of what the pickle says with which `raw` begins.
+
+    Raises:
+        PickleUnsafe: there is none, or not one as picklers write it.
+    """
+    try:
+        return _Follower(raw).follow()
+    except PickleUnsafe:
+        raise
+    except (IndexError, ValueError) as exc:
+        raise PickleUnsafe(f"is no whole pickle: {type(exc).__name__}: {exc}") from exc
+
+
+class _Follower:
+    """Follows one pickle to its end. `_limit` is that of the frame, or of all bytes where there is none."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+        self._limit = len(raw)
+        self._is_framed = False
+        self._shared: set[int] = set()  # of what was taken from the memo, which keeps it alive
+        self._stack = Stack(self._shared)
+        self._memo: list[Any] = []
+        self._instances = Instances(raw, self._memo, self._shared)
+
+    def follow(self) -> Any:
+        """The most frequent opcodes are followed here, as a call for each takes long."""
+        raw, memo, shared = self._raw, self._memo, self._shared
+        items, position = self._stack.items, 0
+        while True:
+            if position >= self._limit:
+                self._leave_frame(position)
+            opcode = raw[position]
+            if opcode == _MEMOIZE:
+                memo.append(items[-1])
+                position += 1
+            elif opcode in (_BINGET, _LONG_BINGET):
+                end = position + (2 if opcode == _BINGET else 5)
+                item = memo[
+                    raw[position + 1] if opcode == _BINGET else int.from_bytes(raw[position + 1 : end], "little")
+                ]
+                if type(item) not in LEAVES:
+                    shared.add(id(item))
+                elif type(item) is Named and (found := self._instances.follow(item, end, self._limit)) is not None:
+                    item, end = found
+                items.append(item)
+                position = end
+            elif opcode == _BININT1:
+                items.append(raw[position + 1])
+                position += 2
+            elif opcode == _STOP:
+                return self._stack.only_item()
+            else:
+                position = self._rare(opcode, position)
+                items = self._stack.items
+
+    def _leave_frame(self, position: int) -> None:
+        if position > self._limit:
+            raise PickleUnsafe(_BEYOND)
+        if not self._is_framed:
+            raise PickleUnsafe("breaks off")
+        self._is_framed, self._limit = False, len(self._raw)
+
+    def _rare(self, opcode: int, position: int) -> int:
+        """Follows one opcode; returns where the next one is."""
+        entry = _OPCODES.get(opcode)
+        if entry is None:
+            raise PickleUnsafe(f"uses the pickle opcode {opcode:#04x}, which no pickler of a checkpoint writes")
+        start = position + 1
+        end = start + entry.width
+        if entry.is_sized:
+            start, end = end, end + int.from_bytes(self._raw[start:end], "little")
+        if end > self._limit:
+            raise PickleUnsafe(_BEYOND)
+        if entry.value is not None:
+            self._stack.items.append(entry.value(self._raw[start:end]))
+        elif entry.step is not None:
+            entry.step(self._stack)
+        elif entry.special is not None:
+            return entry.special(self, start, end)
+        return end
+
+    # Opcodes of a kind of their own ------------------------------------------------------------------------------
+
+    def protocol(self, start: int, end: int) -> int:
+        if self._raw[start] > _PROTOCOL_MAX:
+            raise PickleUnsafe("is of an unknown protocol")
+        return end
+
+    def frame(self, start: int, end: int) -> int:
+        frame_end = end + _unsigned(self._raw[start:end])
+        if self._is_framed or frame_end > self._limit:
+            raise PickleUnsafe("has a frame in a frame, or one that goes beyond its end")
+        self._is_framed, self._limit = True, frame_end
+        return end
+
+    def put(self, start: int, end: int) -> int:
+        if _unsigned(self._raw[start:end]) != len(self._memo):
+            raise PickleUnsafe("stores into its memo out of order")
+        self._memo.append(self._stack.items[-1])
+        return end
+
+    def name_lines(self, start: int, end: int) -> int:
+        middle = self._raw.index(b"\n", start, self._limit)
+        end = self._raw.index(b"\n", middle + 1, self._limit)
+        self._stack.items += (self._raw[start:middle].decode(), self._raw[middle + 1 : end].decode())
+        self._stack.name()
+        return end + 1
+
+
+class _Opcode(NamedTuple):
+    """`width`: bytes of its argument, or (`is_sized`) of the number that tells how long that is. One of the others is set.
+
+    `value` makes what is pushed of the argument; `step` works on the stack; `special` does all by itself.
+    """
+
+    width: int = 0
+    is_sized: bool = False
+    value: Callable[[bytes], Any] | None = None
+    step: Callable[[Stack], None] | None = None
+    special: Callable[[_Follower, int, int], int] | None = None
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
+
+
+def _data(raw: bytes) -> bytes:
+    return raw
+
+
+def _unsigned(raw: bytes) -> int:
+    return int.from_bytes(raw, "little")
+
+
+def _signed(raw: bytes) -> int:
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def _float(raw: bytes) -> float:
+    (number,) = struct.unpack(">d", raw)
+    return float(number)
+
+
+_OPCODES = {
+    0x80: _Opcode(1, special=_Follower.protocol),  # PROTO
+    0x95: _Opcode(8, special=_Follower.frame),  # FRAME
+    ord("q"): _Opcode(1, special=_Follower.put),  # BINPUT
+    ord("r"): _Opcode(4, special=_Follower.put),  # LONG_BINPUT
+    ord("c"): _Opcode(special=_Follower.name_lines),  # GLOBAL
+    0x8C: _Opcode(1, is_sized=True, value=_text),  # SHORT_BINUNICODE
+    ord("X"): _Opcode(4, is_sized=True, value=_text),  # BINUNICODE
+    0x8D: _Opcode(8, is_sized=True, value=_text),  # BINUNICODE8
+    ord("C"): _Opcode(1, is_sized=True, value=_data),  # SHORT_BINBYTES
+    ord("B"): _Opcode(4, is_sized=True, value=_data),  # BINBYTES
+    0x8E: _Opcode(8, is_sized=True, value=_data),  # BINBYTES8
+    ord("M"): _Opcode(2, value=_unsigned),  # BININT2
+    ord("J"): _Opcode(4, value=_signed),  # BININT
+    0x8A: _Opcode(1, is_sized=True, value=_signed),  # LONG1
+    ord("G"): _Opcode(8, value=_float),  # BINFLOAT
+    ord("N"): _Opcode(value=lambda _: None),  # NONE
+    0x88: _Opcode(value=lambda _: True),  # NEWTRUE
+    0x89: _Opcode(value=lambda _: False),  # NEWFALSE
+    ord(")"): _Opcode(value=lambda _: ()),  # EMPTY_TUPLE
+    ord("]"): _Opcode(value=lambda _: []),  # EMPTY_LIST
+    ord("}"): _Opcode(value=lambda _: Pairs()),  # EMPTY_DICT
+    0x8F: _Opcode(value=lambda _: Elements()),  # EMPTY_SET
+    ord("("): _Opcode(step=Stack.mark),  # MARK
+    ord("t"): _Opcode(step=Stack.close_tuple),  # TUPLE
+    0x91: _Opcode(step=Stack.close_frozenset),  # FROZENSET
+    0x85: _Opcode(step=Stack.tuple_of_1),  # TUPLE1
+    0x86: _Opcode(step=Stack.tuple_of_2),  # TUPLE2
+    0x87: _Opcode(step=Stack.tuple_of_3),  # TUPLE3
+    ord("a"): _Opcode(step=Stack.append),  # APPEND
+    ord("e"): _Opcode(step=Stack.append_all),  # APPENDS
+    ord("s"): _Opcode(step=Stack.set_item),  # SETITEM
+    ord("u"): _Opcode(step=Stack.set_all),  # SETITEMS
+    0x90: _Opcode(step=Stack.add_all),  # ADDITEMS
+    0x93: _Opcode(step=Stack.name),  # STACK_GLOBAL
+    0x81: _Opcode(step=Stack.new_instance),  # NEWOBJ
+    ord("R"): _Opcode(step=Stack.call),  # REDUCE
+    ord("b"): _Opcode(step=Stack.build),  # BUILD
+    ord("Q"): _Opcode(step=Stack.store),  # BINPERSID
+}

@@ -1,0 +1,114 @@
+"""What a pickle of DCP metadata says a million times, an instance of up to four simple fields, followed in one step.
+
+Opcode by opcode it would come to the same: `tests/core/test_pickle_follower.py` compares the two.
+"""
+
+import re
+from typing import Any
+
+from replicated_ckpt.core.pickles.tree import LEAVES, Fields, Made, Named
+
+_FETCH = rb"(?:h.|j.{4})"
+_LONG = rb"\x8a(?:" + rb"|".join(re.escape(bytes([n])) + rb".{%d}" % n for n in range(1, 10)) + rb")"
+_NUMBER = rb"(?:K.|M..|J.{4}|[N\x88\x89]|" + _LONG + rb")"
+_TEXT = rb"\x8c(?:" + rb"|".join(re.escape(bytes([n])) + rb".{%d}" % n for n in range(1, 128)) + rb")\x94"
+_SIZE = _FETCH + rb"(?:N\x85|NN\x86|NNN\x87)\x94\x85\x94R\x94".replace(b"N", _NUMBER)
+_FIELD = rb"(" + _FETCH + rb")(" + rb"|".join((_SIZE, _FETCH, _NUMBER, _TEXT)) + rb")"
+_INSTANCE = re.compile(
+    rb"\)\x81\x94\}\x94\(" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb")?)?)?ub", re.DOTALL
+)
+_NUMBERS = re.compile(_NUMBER, re.DOTALL)
+_FETCHES = (ord("h"), ord("j"))
+_FETCH_BYTES_MAX = 5
+_EMPTY_TUPLE_OPCODE, _TEXT_OPCODE, _BYTE, _SHORT, _INT = ord(")"), 0x8C, ord("K"), ord("M"), ord("J")
+_CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
+_CALL_BYTES = 6
+"""From the opcode of the tuple of numbers to the end of the size."""
+
+
+class Instances:
+    """Follows instances of one pickle. It adds to memo and shared what the follower itself would have added.
+
+    Calls of one thing with the same bytes become one node, as they never change.
+    """
+
+    def __init__(self, raw: bytes, memo: list[Any], shared: set[int]) -> None:
+        self._raw = raw
+        self._memo = memo
+        self._shared = shared
+        self._calls: dict[bytes, tuple[tuple[Any, ...], tuple[Any, ...], Made]] = {}
+
+    def follow(self, cls: Named, position: int, limit: int) -> tuple[Made, int] | None:
+        """The instance of `cls` whose arguments begin at `position`, and where it ends, before `limit`.
+
+        None: it is not as picklers write them, and the follower has to go on by itself. Nothing is added then.
+        """
+        if self._raw[position : position + 1] != b")":
+            return None
+        match = _INSTANCE.match(self._raw, position, limit)
+        if match is None:
+            return None
+        memo = self._memo
+        added: list[Any] = []
+        state = Fields()
+        parts = match.groups()
+        try:
+            for at in range(0, len(parts), 2):
+                fetch, value = parts[at], parts[at + 1]
+                if fetch is None:
+                    break
+                key = memo[int.from_bytes(fetch[1:], "little")]
+                if type(key) is not str:
+                    return None
+                state[key] = self._value(value, added)
+        except (LookupError, UnicodeDecodeError):
+            return None
+        made = Made(cls, (), is_new=True)
+        made.state = state
+        memo += (made, state, *added)
+        return made, match.end()
+
+    def _value(self, value: bytes, added: list[Any]) -> Any:
+        opcode = value[0]
+        if opcode in _FETCHES:
+            if len(value) > _FETCH_BYTES_MAX:
+                return self._call(value, added)
+            item = self._memo[int.from_bytes(value[1:], "little")]
+            if type(item) not in LEAVES:
+                self._shared.add(id(item))
+            return item
+        if opcode == _TEXT_OPCODE:
+            text = value[2:-1].decode("utf-8", "surrogatepass")
+            added.append(text)
+            return text
+        return _number(value)
+
+    def _call(self, value: bytes, added: list[Any]) -> Made:
+        """What a call with one tuple of numbers gives: a size.
+
+        Raises:
+            LookupError: it is not a name that is called.
+        """
+        found = self._calls.get(value)
+        if found is None:
+            fetch = value[:2] if value[0] == _FETCHES[0] else value[:5]
+            called = self._memo[int.from_bytes(fetch[1:], "little")]
+            if type(called) is not Named:
+                raise LookupError
+            numbers = tuple(map(_number, _NUMBERS.findall(value, len(fetch), len(value) - _CALL_BYTES)))
+            found = self._calls[value] = (numbers, (numbers,), Made(called, (numbers,), is_new=False))
+        added += found
+        return found[-1]
+
+
+def _number(value: bytes) -> int | None:
+    opcode = value[0]
+    if opcode == _BYTE:
+        return value[1]
+    if opcode == _SHORT:
+        return value[1] | value[2] << 8
+    if opcode == _INT:
+        return int.from_bytes(value[1:], "little", signed=True)
+    if opcode in _CONSTANTS:
+        return _CONSTANTS[opcode]
+    return int.from_bytes(value[2:], "little", signed=True)

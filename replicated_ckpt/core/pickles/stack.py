@@ -1,0 +1,129 @@
+"""The stack that the opcodes of a pickle work on, with nodes of a tree in place of what they would make."""
+
+from typing import Any
+
+from replicated_ckpt.core.pickles.tree import Elements, FrozenElements, Made, Named, Pairs, PickleUnsafe, Stored
+
+
+class Stack:
+    """`items` are those above the last mark. `shared`: ids of nodes that were met a second time, and stay as they are."""
+
+    def __init__(self, shared: set[int]) -> None:
+        self.items: list[Any] = []
+        self._below_marks: list[list[Any]] = []
+        self._shared = shared
+
+    def only_item(self) -> Any:
+        """What is left at the end.
+
+        Raises:
+            PickleUnsafe: it is not one value.
+        """
+        if self._below_marks or len(self.items) != 1:
+            raise PickleUnsafe("does not end with one value")
+        return self.items[0]
+
+    def mark(self) -> None:
+        self._below_marks.append(self.items)
+        self.items = []
+
+    def _above_mark(self) -> list[Any]:
+        above, self.items = self.items, self._below_marks.pop()
+        return above
+
+    def close_tuple(self) -> None:
+        above = self._above_mark()
+        self.items.append(tuple(above))
+
+    def close_frozenset(self) -> None:
+        above = self._above_mark()
+        self.items.append(FrozenElements(above))
+
+    def tuple_of_1(self) -> None:
+        self.items[-1] = (self.items[-1],)
+
+    def tuple_of_2(self) -> None:
+        self.items[-2:] = [(self.items[-2], self.items[-1])]
+
+    def tuple_of_3(self) -> None:
+        self.items[-3:] = [(self.items[-3], self.items[-2], self.items[-1])]
+
+    # Containers are whole before they are used a second time ------------------------------------------------------
+
+    def append(self) -> None:
+        item = self.items.pop()
+        self._append([item])
+
+    def append_all(self) -> None:
+        self._append(self._above_mark())
+
+    def set_item(self) -> None:
+        value, key = self.items.pop(), self.items.pop()
+        self._set([key, value])
+
+    def set_all(self) -> None:
+        self._set(self._above_mark())
+
+    def add_all(self) -> None:
+        above = self._above_mark()
+        target = self._new()
+        if type(target) is not Elements:
+            raise PickleUnsafe("adds elements to what is no set")
+        target += above
+
+    def _append(self, above: list[Any]) -> None:
+        target = self._filled(list)
+        if type(target) is not list:
+            raise PickleUnsafe("appends to what is no list")
+        target += above
+
+    def _set(self, above: list[Any]) -> None:
+        target = self._filled(Pairs)
+        if type(target) is not Pairs or len(above) % 2:
+            raise PickleUnsafe("sets items of what is no dictionary, or a key without a value")
+        target += above
+
+    def _filled(self, kind: type[list[Any]]) -> Any:
+        """The container on top, or the contents of an instance there, which begin as one of this kind."""
+        target = self._new()
+        if type(target) is not Made or target.state is not None:
+            return target
+        if target.contents is None:
+            target.contents = kind()
+        return target.contents
+
+    def _new(self) -> Any:
+        """The node on top, which nothing else has met yet."""
+        if id(self.items[-1]) in self._shared:
+            raise PickleUnsafe("changes something after it was used")
+        return self.items[-1]
+
+    # Names and what is made of them ------------------------------------------------------------------------------
+
+    def name(self) -> None:
+        name, module = self.items.pop(), self.items.pop()
+        if type(module) is not str or type(name) is not str or not module or not name:
+            raise PickleUnsafe("makes a name of something that is no text")
+        self.items.append(Named(module, name))
+
+    def new_instance(self) -> None:
+        self._make(is_new=True)
+
+    def call(self) -> None:
+        self._make(is_new=False)
+
+    def _make(self, *, is_new: bool) -> None:
+        arguments, called = self.items.pop(), self.items.pop()
+        if type(called) is not Named or type(arguments) is not tuple:
+            raise PickleUnsafe("calls something that it has not named, or not with a tuple of arguments")
+        self.items.append(Made(called, arguments, is_new=is_new))
+
+    def build(self) -> None:
+        state = self.items.pop()
+        made = self._new()
+        if type(made) is not Made or made.state is not None or state is None:
+            raise PickleUnsafe("gives a state to something that is no new instance")
+        made.state = state
+
+    def store(self) -> None:
+        self.items.append(Stored(self.items.pop()))

@@ -1,0 +1,160 @@
+"""Values made of the tree of a pickle. What is named is looked up in tables of this process, and never imported."""
+
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+from replicated_ckpt.core.pickles.tree import Elements, Fields, FrozenElements, Made, Named, Pairs, PickleUnsafe, Stored
+
+Key = tuple[str, str]
+"""Module and name of a class or function."""
+
+_NAMES_CHARACTERS = 300
+
+
+class UnknownName(PickleUnsafe):
+    """Names that are in no table."""
+
+    def __init__(self, *keys: Key) -> None:
+        super().__init__(f"names {', '.join(map('.'.join, keys))[:_NAMES_CHARACTERS]}")
+        self.keys = keys
+
+
+class Values:
+    """Makes values of the nodes of one tree. A node that is shared is made once, so that its value is shared, too.
+
+    Whoever makes one has looked at the tree's bounds: a tree that is deep or repeats itself is followed to its end.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+
+    def find(self, key: Key) -> Any:
+        """What a name stands for here.
+
+        Raises:
+            UnknownName: nothing.
+        """
+        raise UnknownName(key)
+
+    def check_keys(self, keys: Sequence[Any]) -> None:
+        """Raises PickleUnsafe if a dictionary or set of these, which can all be hashed, would take too long to fill."""
+
+    def of(self, node: Any) -> Any:
+        """The value of a node.
+
+        Raises:
+            PickleUnsafe: there is none, or a name in it is unknown.
+        """
+        make = _MAKE.get(type(node))
+        if make is None:
+            return node
+        if id(node) not in self._known:
+            self._known[id(node)] = make(self, node)
+        return self._known[id(node)]
+
+    def named(self, node: Named) -> Any:
+        return self.find(key_of(node))
+
+    def made(self, node: Made) -> Any:
+        """What a call of something that is named gives, with the state and the contents that come after it.
+
+        Raises:
+            PickleUnsafe: it raised something.
+        """
+        called, arguments = self.find(key_of(node.called)), self.of(node.arguments)
+        state, contents = self.of(node.state), self.of(node.contents)
+        if state is not None and not _makes_new_ones(called):
+            raise PickleUnsafe(
+                f"gives a state to what {node.called.path[:_NAMES_CHARACTERS]} makes, which others may have, too"
+            )
+        try:
+            return made_as_picklers_do(called, arguments, state, contents, is_new=node.is_new)
+        except Exception as exc:
+            problem = f"{type(exc).__name__}: {exc}"[:_NAMES_CHARACTERS]
+            raise PickleUnsafe(
+                f"has something that {node.called.path[:_NAMES_CHARACTERS]} does not take ({problem})"
+            ) from exc
+
+    def stored(self, node: Stored) -> Any:
+        del node
+        raise PickleUnsafe("holds a persistent id")
+
+    def tuple_of(self, node: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(self.of(item) for item in node)
+
+    def list_of(self, node: list[Any]) -> list[Any]:
+        return [self.of(item) for item in node]
+
+    def pairs(self, node: Pairs) -> dict[Any, Any]:
+        keys = self._keys(node[::2])
+        return dict(zip(keys, (self.of(value) for value in node[1::2]), strict=True))
+
+    def fields(self, node: Fields) -> dict[str, Any]:
+        return {name: self.of(value) for name, value in node.items()}
+
+    def elements(self, node: Elements) -> set[Any]:
+        return set(self._keys(node))
+
+    def frozen_elements(self, node: FrozenElements) -> frozenset[Any]:
+        return frozenset(self._keys(node))
+
+    def _keys(self, nodes: Sequence[Any]) -> list[Any]:
+        keys = [self.of(node) for node in nodes]
+        try:
+            for key in keys:
+                hash(key)
+        except TypeError as exc:
+            raise PickleUnsafe(f"has a key that is none: {exc}") from exc
+        self.check_keys(keys)
+        return keys
+
+
+_MAKE: dict[type, Callable[[Values, Any], Any]] = {
+    Named: lambda values, node: values.named(node),
+    Made: lambda values, node: values.made(node),
+    Stored: lambda values, node: values.stored(node),
+    tuple: Values.tuple_of,
+    list: Values.list_of,
+    Pairs: Values.pairs,
+    Fields: Values.fields,
+    Elements: Values.elements,
+    FrozenElements: Values.frozen_elements,
+}
+
+
+def key_of(node: Named) -> Key:
+    """Module and name as they are called now: picklers of protocol 2 write the names that Python 2 had."""
+    key = (node.module, node.name)
+    module, name = NAME_MAPPING.get(key, key)
+    return IMPORT_MAPPING.get(module, module), name
+
+
+def _makes_new_ones(called: Any) -> bool:
+    """Whether a call gives an instance that is nobody else's: not a function's result, and not a member of an enum."""
+    return isinstance(called, type) and not issubclass(called, Enum)
+
+
+def made_as_picklers_do(called: Any, arguments: tuple[Any, ...], state: Any, contents: Any, *, is_new: bool) -> Any:
+    """An instance, or what a call gives, with what is appended, set and given as its state. Source: Lib/pickle.py."""
+    instance = called.__new__(called, *arguments) if is_new else called(*arguments)
+    if isinstance(contents, dict):
+        for key, value in contents.items():
+            instance[key] = value
+    elif contents is not None:
+        instance.extend(contents)
+    if state is None:
+        return instance
+    if hasattr(instance, "__setstate__"):
+        instance.__setstate__(state)
+        return instance
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    for part in (attributes, slots):
+        if part is not None and not isinstance(part, dict):
+            raise TypeError(f"a state is a dictionary, not {type(part).__name__}")
+    if attributes:
+        vars(instance).update(attributes)
+    for name, value in (slots or {}).items():
+        setattr(instance, name, value)
+    return instance

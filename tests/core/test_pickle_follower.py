@@ -1,0 +1,168 @@
+"""The follower of opcodes: the tree says what the pickle says, and what unpicklers could read in two ways is refused."""
+
+import pickle
+import pickletools
+import struct
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, check_bounds, names_in
+from replicated_ckpt.core.pickles.follower import _OPCODES, follow
+from replicated_ckpt.core.pickles.instances import Instances
+from replicated_ckpt.core.pickles.tree import Fields, Made, Named, Pairs, PickleUnsafe
+from replicated_ckpt.dcp.metadata_sharing import share_parts
+from replicated_ckpt.dcp.torch_private import StorageInfo
+
+FRAME = b"\x95"
+
+
+def framed(*parts: bytes) -> bytes:
+    """Each part in a frame of its own."""
+    return b"\x80\x04" + b"".join(FRAME + struct.pack("<Q", len(part)) + part for part in parts)
+
+
+def test_the_table_is_that_of_pickletools() -> None:
+    """Every opcode takes as long an argument as the standard library says."""
+    by_code = {ord(info.code): info for info in pickletools.opcodes}
+    sized = {
+        pickletools.TAKEN_FROM_ARGUMENT1: 1,
+        pickletools.TAKEN_FROM_ARGUMENT4: 4,
+        pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+        pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+    }
+    for code, ours in _OPCODES.items():
+        argument = by_code[code].arg
+        if argument is None:
+            assert (ours.width, ours.is_sized) == (0, False), by_code[code].name
+        elif argument.n == pickletools.UP_TO_NEWLINE:
+            assert by_code[code].name == "GLOBAL"
+        else:
+            wanted = (argument.n, False) if argument.n > 0 else (sized[argument.n], True)
+            assert (ours.width, ours.is_sized) == wanted, by_code[code].name
+
+
+def test_a_tree_says_what_the_pickle_says() -> None:
+    """Plain values are themselves; names, calls and states are told, and nothing of them is done."""
+    value = {"a": [1, (2.5, None, True, b"x")], "b": {"c": frozenset({1})}}
+    assert follow(pickle.dumps(value, 4)) == ["a", [1, (2.5, None, True, b"x")], "b", ["c", (1,)]]
+    made = follow(pickle.dumps(MetadataIndex("w", torch.Size([3]), 1)))
+    assert isinstance(made, Made)
+    assert made.called.path == "torch.distributed.checkpoint.metadata.MetadataIndex"
+    assert made.is_new
+    (size,) = [part for part in made.state if isinstance(part, Made)]
+    assert (size.called.path, size.arguments, size.is_new) == ("torch.Size", ((3,),), False)
+
+
+def test_what_is_shared_is_one_node() -> None:
+    """A part that is met twice is one object in the tree."""
+    part = [1, 2]
+    first, second = follow(pickle.dumps([part, part]))
+    assert first is second
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (framed(b"J\0\0\0") + b"\0.", "beyond its end or that of its frame"),
+        (framed(b"\x8c\x03a") + b"bc.", "beyond its end or that of its frame"),
+        (framed(b"cbuiltins\nse") + b"t\n.", "no whole pickle"),
+        (framed(b"]\x94(h") + b"\0e.", "beyond its end or that of its frame"),
+        (framed(b"K") + b"\0.", "beyond its end or that of its frame"),
+        (framed(FRAME + struct.pack("<Q", 1) + b"N."), "frame in a frame"),
+        (b"\x80\x04" + FRAME + struct.pack("<Q", 9) + FRAME + struct.pack("<Q", 0) + b"N.", "frame in a frame"),
+        (framed(b"N"), "no whole pickle"),
+        (b"\x80\x04N", "breaks off"),
+        (b"\x80\x04(N.", "does not end with one value"),
+        (b"\x80\x04](Na.", "no whole pickle"),
+        (b"\x80\x04]N(a.", "no whole pickle"),
+        (b"\x80\x04}\x94(h\x00h\x00u.", "changes something after it was used"),
+        (b"\x80\x04c\n\n.", "name of something that is no text"),
+    ],
+)
+def test_what_could_be_read_in_two_ways_is_refused(raw: bytes, said: str) -> None:
+    """Arguments across the end of a frame, frames in frames, marks that are left or crossed, containers in themselves."""
+    with pytest.raises(PickleUnsafe, match=said):
+        follow(raw)
+
+
+def test_frames_of_any_size_are_followed() -> None:
+    """Empty, of one opcode, or none at all."""
+    assert follow(framed(b"", b"]", b"(", b"NK\x01", b"", b"e") + b".") == [None, 1]
+
+
+def example(*, is_shared: bool) -> bytes:
+    """Instances of every form: long numbers, sizes of 0 to 4 dimensions, of equal parts, texts inline and shared."""
+    chunks = [ChunkStorageMetadata(torch.Size([1 << at] * at), torch.Size([1] * at)) for at in range(5)]
+    square = torch.Size([64])
+    chunks.append(ChunkStorageMetadata(square, square))
+    places = {
+        MetadataIndex(f"layer.{at}", torch.Size([at, at]), at): StorageInfo(f"__{at}_0.distcp", at << 31, 1 << at * 9)
+        for at in range(6)
+    } | {MetadataIndex("step", None, None): StorageInfo("__0_0.distcp", 1, 2)}
+    tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([8]), chunks)
+    metadata = Metadata({f"layer.{at}": tensor for at in range(3)}, None, places)
+    if is_shared:
+        share_parts(metadata)
+    return pickle.dumps(metadata, 4)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_most_of_metadata_is_followed_in_one_step(monkeypatch: pytest.MonkeyPatch, *, is_shared: bool) -> None:
+    """Chunks, indices and places, but the first of each, in which their fields are named for the first time."""
+    followed: list[bool] = []
+    original = Instances.follow
+
+    def count(instances: Instances, cls: Named, position: int, limit: int) -> Any:
+        found = original(instances, cls, position, limit)
+        followed.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Instances, "follow", count)
+    follow(example(is_shared=is_shared))
+    assert followed.count(True) >= 12
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (pickle.dumps([[[0] * 300] * 300] * 300), "repeats itself"),
+        (b"\x80\x04" + b")" + b"\x85" * DEPTH_MAX + b".", "nested"),
+        (pickle.dumps({"a": {"__reduce_ex__": 1}}), "steers picklers"),
+    ],
+)
+def test_trees_that_others_would_choke_on_are_refused(tree: bytes, said: str) -> None:
+    """Shared parts that weigh more than the pickle allows, depth, and attributes that picklers look at."""
+    found = follow(tree)
+    with pytest.raises(PickleUnsafe, match=said):
+        check_bounds(found, len(tree))
+
+
+def test_usual_trees_are_within_bounds() -> None:
+    """A million numbers, and rows that are one object in a thousand places."""
+    for value in (list(range(1_000_00)), [[0] * 100] * 1_000, {"a": [{"b": (1,)}] * 9}):
+        raw = pickle.dumps(value)
+        check_bounds(follow(raw), len(raw))
+
+
+def test_every_name_in_a_tree_is_found() -> None:
+    """In arguments, states, keys and contents."""
+    raw = pickle.dumps({torch.float32: [MetadataIndex("w", torch.Size([1]))]})
+    assert {name.name for name in names_in(follow(raw))} == {"float32", "MetadataIndex", "Size"}
+
+
+def test_fields_are_told_as_pairs_are() -> None:
+    """An instance that is followed in one step has the attributes that it has step by step."""
+    quick = follow(pickle.dumps([MetadataIndex("a", None, 1), MetadataIndex("b", None, 2)]))
+    assert type(quick[0].state) is Pairs
+    assert type(quick[1].state) is Fields
+    assert dict(zip(quick[0].state[::2], quick[0].state[1::2], strict=True)) == {"fqn": "a", "index": 1}
+    assert quick[1].state == {"fqn": "b", "index": 2}

@@ -1,0 +1,203 @@
+"""What is fuzzed: each target makes an input of chance or of its corpus, and tries it."""
+
+import contextlib
+import io
+import json
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from replicated_ckpt.core.archive import ArchiveDamaged, find_records, within
+from replicated_ckpt.core.metadata_places import item_ranges
+from replicated_ckpt.dcp.container import TensorReader
+from replicated_ckpt.dcp.convert.safetensors_format import decoded_header
+from replicated_ckpt.dcp.metadata import decoded_metadata
+from replicated_ckpt.dcp.objects import load_object
+from replicated_ckpt.dcp.torch_private import StorageInfo
+from replicated_ckpt.errors import ConfigInvalid, MetadataUnsafe, ObjectUnsafe
+from tests.fuzz.differences import Difference, refusal_of, told
+from tests.fuzz.mutate import changed, flipped, spliced
+from tests.fuzz.values import Maker, pickled
+
+_FORBIDDEN = ("os.", "subprocess.", "shutil.", "socket.", "ctypes.dlopen", "exec", "compile", "open")
+
+
+@dataclass(frozen=True)
+class Target:
+    """`make` draws an input; `attempt` says what came of it in a word, or raises what should not have happened."""
+
+    make: Callable[[Random], bytes]
+    attempt: Callable[[bytes], str]
+
+
+def _pickle(random: Random) -> bytes:
+    """Half of them honest."""
+    raw = pickled(Maker(random).value(), random)
+    return raw if random.random() < 0.3 else changed(raw, random)
+
+
+def _compared(raw: bytes) -> str:
+    return "refused" if refusal_of(raw) else "alike"
+
+
+def honest(random: Random) -> bytes:
+    return pickled(Maker(random).value(), random)
+
+
+def _must_be_taken(raw: bytes) -> str:
+    if (why := refusal_of(raw)) is not None:
+        raise Difference(f"what a pickler wrote is refused: {why}")
+    return "alike"
+
+
+def _metadata(random: Random) -> bytes:
+    raw = pickle.dumps(_any_metadata(random), random.choice((2, 3, 4, 4, 5)))
+    return raw if random.random() < 0.2 else changed(raw, random)
+
+
+def _any_metadata(random: Random) -> Metadata:
+    described: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    paths: dict[str, Any] = {}
+    for at in range(random.randrange(6)):
+        name = random.choice((f"layer.{at}.weight", f"o.{at}", "é", ""))
+        shape = torch.Size([random.randrange(1 << 20) for _ in range(random.randrange(4))])
+        chunks = [ChunkStorageMetadata(shape, shape) for _ in range(random.randrange(4))]
+        is_tensor = random.random() < 0.7
+        tensor = TensorStorageMetadata(TensorProperties(random.choice((torch.float32, torch.bool))), shape, chunks)
+        described[name] = tensor if is_tensor else BytesStorageMetadata()
+        info = StorageInfo(f"__{at}_0.distcp", random.randrange(1 << 40), random.randrange(1 << 20))
+        places[MetadataIndex(name, shape if is_tensor else None, random.choice((None, at)))] = info
+        paths[name] = random.choice((tuple(name.split(".")), ("o", at), at, [at], {"a": {1, 2}}))
+    return Metadata(described, paths, places, random.choice((None, StorageMeta("x", "y"))))
+
+
+def _read_metadata(raw: bytes) -> str:
+    """What is read is what C's unpickler reads, with the same names; the agent's look at the places agrees with it."""
+    try:
+        with _nothing_runs():
+            found = decoded_metadata(raw, "here")
+    except MetadataUnsafe:
+        with contextlib.suppress(MetadataUnsafe), _nothing_runs():
+            item_ranges(raw)
+        return "refused"
+    if told(found) != told(pickle.loads(raw)):
+        raise Difference("C's unpickler makes other metadata")
+    ranges = {(shard, item.offset, item.length) for shard, items in item_ranges(raw).items() for item in items}
+    if ranges != {(info.relative_path, info.offset, info.length) for info in (found.storage_data or {}).values()}:
+        raise Difference("the agent sees other places")
+    return "read"
+
+
+def _container(random: Random) -> bytes:
+    """Of an object, or of a tensor, in torch's container, changed within the pickle or anywhere."""
+    buffer = io.BytesIO()
+    tensor = torch.arange(random.randrange(50)).to(random.choice((torch.float32, torch.int8)))
+    plain = [tensor, tensor[1:], {"step": 1, "lr": 0.1}, [(1, 2.0), {"a"}, b"x"], torch.get_rng_state()[:9]]
+    torch.save(random.choice(plain), buffer)
+    raw = buffer.getvalue()
+    if random.random() < 0.5:
+        record = find_records(within(memoryview(raw)), len(raw))["data.pkl"]
+        inner = changed(raw[record.start : record.start + record.size], random)[: record.size].ljust(record.size, b".")
+        return raw[: record.start] + inner + raw[record.start + record.size :]
+    return random.choice((flipped, spliced))(raw, random)
+
+
+def _read_container(raw: bytes) -> str:
+    outcome = "refused"
+    with _nothing_runs():
+        with contextlib.suppress(ObjectUnsafe):
+            load_object(memoryview(raw), "key", "shard")
+            outcome = "read"
+        with contextlib.suppress(ValueError, RuntimeError):
+            TensorReader().read(memoryview(bytearray(raw)))
+            outcome = "read"
+    return outcome
+
+
+def _header(random: Random) -> bytes:
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}} if random.random() < 0.5 else {}
+    end = 0
+    for at in range(random.randrange(5)):
+        size = random.randrange(9)
+        fields[f"t{at}"] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    raw = json.dumps(fields, indent=random.choice((None, 1))).encode()
+    return struct.pack("<I", end) + (raw if random.random() < 0.2 else random.choice((flipped, spliced))(raw, random))
+
+
+def _read_header(raw: bytes) -> str:
+    """Tensors that together are exactly the bytes behind the header, or ConfigInvalid."""
+    if len(raw) < 4:
+        return "refused"
+    (data_bytes,) = struct.unpack("<I", raw[:4])
+    try:
+        tensors = decoded_header(raw[4:], data_bytes, "file")
+    except ConfigInvalid:
+        return "refused"
+    if sum(tensor.end - tensor.start for tensor in tensors) != data_bytes:
+        raise Difference("tensors overlap, or leave gaps")
+    return "read"
+
+
+def _read_archive(raw: bytes) -> str:
+    def fetch(offset: int, length: int) -> memoryview:
+        if not 0 <= offset <= offset + length <= len(raw):
+            raise Difference("a look outside of the item")
+        return memoryview(raw)[offset : offset + length]
+
+    try:
+        records = find_records(fetch, len(raw))
+    except ArchiveDamaged:
+        return "refused"
+    if sum(record.size for record in records.values()) > len(raw):
+        raise Difference("records are larger than their container")
+    return "read"
+
+
+TARGETS: Mapping[str, Target] = {
+    "pickle": Target(_pickle, _compared),
+    "honest": Target(honest, _must_be_taken),
+    "metadata": Target(_metadata, _read_metadata),
+    "container": Target(_container, _read_container),
+    "archive": Target(_container, _read_archive),
+    "safetensors": Target(_header, _read_header),
+}
+
+
+# Whatever the bytes are, reading them opens and runs nothing -----------------------------------------------------------
+
+_is_watched = False
+
+
+@contextlib.contextmanager
+def _nothing_runs() -> Any:
+    global _is_watched  # noqa: PLW0603 - an audit hook stays for good, and is switched
+    _is_watched = True
+    try:
+        yield
+    finally:
+        _is_watched = False
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _is_watched and event.startswith(_FORBIDDEN):
+        raise Difference(f"reading bytes led to {event} {arguments!r}"[:500])
+
+
+sys.addaudithook(_audit)
