@@ -33,7 +33,9 @@ class TakesSilenceForNo(PackageRules):
 class RemovesWhatIsWorkedOn(PackageRules):
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         del is_worked_on
-        quiet = {node: Answer.STAGED if said is Answer.WORKING else said for node, said in answers.items()}
+        quiet: dict[int, Answer] = {
+            node: Answer.STAGED if said is Answer.WORKING else said for node, said in answers.items()
+        }
         return super().settle(own, count, is_worked_on=False, answers=quiet)
 
 

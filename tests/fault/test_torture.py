@@ -6,18 +6,17 @@ from unittest import mock
 
 import pytest
 
-from replicated_ckpt.agent import settle
 from replicated_ckpt.agent.mend import Mender
-from replicated_ckpt.core.settlement import Answer, Fate, Settlement
 from replicated_ckpt.core.sources import SourceOrder, source_orders
 from replicated_ckpt.dcp import shard_reader
-from replicated_ckpt.stores import replaced, verified
+from replicated_ckpt.stores import verified
 from replicated_ckpt.stores.peer import PeerSink
 from tests.fault.torture.runs import outcomes, real_outcome, run_seed
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 SEEDS = range(30)
 REAL_SEEDS = (4,)
+MUTATION_SEEDS = range(1000, 1040)
 
 
 def test_no_schedule_loses_anything() -> None:
@@ -48,3 +47,44 @@ def test_a_seed_replays_exactly() -> None:
     assert [line.partition(": ShardLost")[0] for line in first] == [line.partition(": ShardLost")[0] for line in second]
 
 
+@contextmanager
+def checksums_are_not_compared() -> Iterator[None]:
+    with mock.patch.object(verified, "_first_bad_block", return_value=None):
+        yield
+
+
+@contextmanager
+def copies_are_reported_and_not_made() -> Iterator[None]:
+    with mock.patch.object(PeerSink, "write"), mock.patch.object(PeerSink, "finish"):
+        yield
+
+
+@contextmanager
+def only_the_own_store_is_asked() -> Iterator[None]:
+    def first_only(*arguments: object) -> tuple[SourceOrder, ...]:
+        return tuple(SourceOrder(order.shard, order.nodes[:1]) for order in real(*arguments))  # type: ignore[arg-type]
+
+    real = source_orders
+    with mock.patch.object(shard_reader, "source_orders", first_only):
+        yield
+
+
+@contextmanager
+def re_protection_only_says_so() -> Iterator[None]:
+    with mock.patch.object(Mender, "_copy"), mock.patch("replicated_ckpt.core.repair._Planning._add_copies"):
+        yield
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        checksums_are_not_compared,
+        copies_are_reported_and_not_made,
+        only_the_own_store_is_asked,
+        re_protection_only_says_so,
+    ],
+)
+def test_broken_code_is_found(mutation: Callable[[], AbstractContextManager[None]]) -> None:
+    """Each of these defects is found within a few seeds."""
+    with mutation():
+        assert any(run_seed(seed)[1] for seed in MUTATION_SEEDS)

@@ -1,6 +1,6 @@
 """What re-protection plans in a small world: the real planner, on what a world's nodes show."""
 
-from functools import lru_cache
+from functools import cache
 
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
@@ -21,7 +21,7 @@ def shard_name(shard: int) -> str:
     return f"__{shard}_0.distcp"
 
 
-@lru_cache(maxsize=None)
+@cache
 def manifest(placed: tuple[int, ...], version: int) -> Manifest:
     """The manifest of a version: each shard is owned by the first node that holds it, and the next has a copy."""
     shards = {}
@@ -30,33 +30,51 @@ def manifest(placed: tuple[int, ...], version: int) -> Manifest:
         shards[shard_name(shard)] = ShardEntry(SHARD_BYTES, 1, shard, holders[0], holders)
     nodes = tuple(NodeEntry(f"n{node}", "host", None, (node,)) for node in range(len(placed)))
     return Manifest(
-        save_id(version), "last", SEQUENCES[version], float(version + 1), len(placed), 2, 10, 1, nodes, shards, None, LINEAGE
+        save_id(version),
+        "last",
+        SEQUENCES[version],
+        float(version + 1),
+        len(placed),
+        2,
+        10,
+        1,
+        nodes,
+        shards,
+        None,
+        LINEAGE,
     )
 
 
-def _view(placed: tuple[int, ...], index: int, shown: tuple[bool, tuple[int, int], tuple[int, int]], *, are_gone: bool) -> NodeView:
-    is_up, places, shards = shown
+Shown = tuple[tuple[bool, tuple[int, int], tuple[int, int]], ...]
+"""Of each node: whether it answers, and by version its place there and its shards."""
+
+
+def _view(placed: tuple[int, ...], shown: Shown, index: int, *, are_gone: bool) -> NodeView:
+    is_up, places, shards = shown[index]
     if not is_up:
         return NodeView(f"n{index}", Presence.GONE if are_gone else Presence.ASSUMED, None)
-    holdings = []
-    for version, place in enumerate(places):
-        if place in PUBLISHED:
-            sizes = {shard_name(bit): SHARD_BYTES for bit in range(max(placed).bit_length()) if shards[version] >> bit & 1}
-            holding = Holding(f"n{index}", "last", save_id(version), SEQUENCES[version], True, sizes, (), float(version + 1))
-            holdings.append(_with_lineage(holding, is_replaced=place == PUBLISHED[1]))
-    return NodeView(f"n{index}", Presence.UP, tuple(holdings))
+    holdings = tuple(
+        Holding(
+            f"n{index}",
+            "last",
+            save_id(version),
+            SEQUENCES[version],
+            has_metadata=True,
+            sizes={shard_name(bit): SHARD_BYTES for bit in range(max(placed).bit_length()) if held >> bit & 1},
+            created_unix_s=float(version + 1),
+            lineage=LINEAGE,
+            is_replaced=place == PUBLISHED[1],
+        )
+        for version, (place, held) in enumerate(zip(places, shards, strict=True))
+        if place in PUBLISHED
+    )
+    return NodeView(f"n{index}", Presence.UP, holdings)
 
 
-def _with_lineage(holding: Holding, *, is_replaced: bool) -> Holding:
-    from dataclasses import replace
-
-    return replace(holding, lineage=LINEAGE, is_replaced=is_replaced)
-
-
-@lru_cache(maxsize=None)
-def planned_for(placed: tuple[int, ...], shown: tuple, index: int, are_gone: bool) -> tuple[tuple[int, int], ...]:
+@cache
+def planned_for(placed: tuple[int, ...], shown: Shown, index: int, *, are_gone: bool) -> tuple[tuple[int, int], ...]:
     """What the node is to do: (version, 0) to adopt one, (version, bits) to copy shards of it."""
-    views = [_view(placed, node, what, are_gone=are_gone) for node, what in enumerate(shown)]
+    views = [_view(placed, shown, node, are_gone=are_gone) for node in range(len(shown))]
     held = {holding.save_id for view in views for holding in view.holdings or ()}
     manifests = {save_id(version): manifest(placed, version) for version in (0, 1) if save_id(version) in held}
     part = planned(manifests, views).of_node(f"n{index}")

@@ -1,6 +1,6 @@
 """The rules of a small world: those of the package, and those that it had before, which lose what was acknowledged."""
 
-from functools import lru_cache
+from functools import cache
 
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.settlement import Answer, Fate, may_be_dropped, may_publish, settle_staged
@@ -11,8 +11,8 @@ def version(number: int) -> Version:
     return Version(LINEAGE, SEQUENCES[number], float(number + 1), save_id(number))
 
 
-@lru_cache(maxsize=None)
-def _settle(own: int, count: int, is_worked_on: bool, answers: tuple[tuple[int, Answer], ...]) -> Fate:  # noqa: FBT001
+@cache
+def _settle(own: int, count: int, is_worked_on: bool, answers: tuple[tuple[int, Answer], ...]) -> Fate:
     settlement = settle_staged(
         own=f"n{own}",
         nodes=tuple(f"n{node}" for node in range(count)),
@@ -23,12 +23,12 @@ def _settle(own: int, count: int, is_worked_on: bool, answers: tuple[tuple[int, 
     return settlement.fate
 
 
-@lru_cache(maxsize=None)
+@cache
 def _may_publish(number: int, published: int | None) -> bool:
     return may_publish(version(number), None if published is None else version(published), "")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _may_drop(old: int, whole: frozenset[int], published: int | None) -> bool:
     named = None if published is None else version(published)
     return may_be_dropped(version(old), whole=[version(number) for number in whole], published=named)

@@ -25,8 +25,10 @@ class Found:
 
 @dataclass
 class Search:
-    """One search. `states_max`: it ends after so many states, if there are more. `by_outcome_alone`: what a step must not do
-    is not looked at, only what becomes of what was acknowledged."""
+    """One search. `states_max`: it ends after so many states, if there are more.
+
+    `by_outcome_alone`: what a step must not do is not looked at, only what becomes of what was acknowledged.
+    """
 
     world: World
     states_max: int | None = None

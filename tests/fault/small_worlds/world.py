@@ -303,7 +303,7 @@ class World:
         return next((version for version in VERSIONS if node.places[version] is Place.NAMED), None)
 
     def _mended(self, state: State, index: int, *, are_gone: bool) -> State:
-        actions = planned_for(self.layout.placed, visible(state), index, are_gone)
+        actions = planned_for(self.layout.placed, visible(state), index, are_gone=are_gone)
         for version, shards in actions:
             node = state.nodes[index]
             if shards == 0:
@@ -337,5 +337,3 @@ def visible(state: State) -> Visible:
         (True, node.places, node.shards) if node.is_up else (False, (Place.NONE, Place.NONE), (0, 0))
         for node in state.nodes
     )
-
-

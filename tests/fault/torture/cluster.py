@@ -81,7 +81,7 @@ class Node:
             store = LocalStore(self.root)
             directory = store.agent_directory()
             self.service = NodeService(store)
-            self.service.completing = SimulatedLock(self.cluster.operations)  # type: ignore[assignment]
+            self.service.completing = SimulatedLock(self.cluster.operations)
             self.service.holds, self.service.pins = Holds(self.cluster.now), Pins(self.cluster.now)
             self.service.recover()
             identity = next_identity(directory)
@@ -96,17 +96,16 @@ class Node:
         patience = Patience(LOST_AFTER_S, AWAY_AFTER_S)
         stopping, clock = threading.Event(), self.cluster.now
         targets = TargetBook(store.agent_directory())
-        self.uploader = Uploader(
-            self.service, targets, NoPace(), patience, stopping, lambda *bad: self.reprotector.suspect(*bad), clock
-        )
-        self.reprotector = Reprotector(
-            self.service, patience, NoPace(), stopping, clock, self.uploader.standing
-        )
+        self.uploader = Uploader(self.service, targets, NoPace(), patience, stopping, self._suspect, clock)
+        self.reprotector = Reprotector(self.service, patience, NoPace(), stopping, clock, self.uploader.standing)
         self.reprotector.carried_out = lambda part: [  # type: ignore[method-assign] # its thread does not run
             (action, self.reprotector._tried(action)) for action in part.actions
         ]
         objects = ObjectRoutes(self.service, targets, self.uploader)
         self.routes = Routes(self.service, self.reprotector, objects, _status, stopping.set)
+
+    def _suspect(self, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
+        self.reprotector.suspect(checkpoint_id, save_id, name, why)
 
     def address(self) -> AgentAddress:
         return self.endpoint.address(f"host{self.index}")
@@ -242,9 +241,7 @@ class Cluster:
     def repair(self, node: int, lost: Sequence[str] = ()) -> str:
         """`replicated-ckpt repair` on a node; its exit code, or how it ended."""
         root = str(self.nodes[node].root)
-        arguments = argparse.Namespace(
-            root=root, checkpoint=None, dry_run=False, lost=list(lost), copies=2, json=True
-        )
+        arguments = argparse.Namespace(root=root, checkpoint=None, dry_run=False, lost=list(lost), copies=2, json=True)
         with self.network.acting(Actor(node, is_agent=False)), contextlib.redirect_stdout(io.StringIO()):
             try:
                 return str(int(repair.run(arguments)))

@@ -1,10 +1,10 @@
 """The course of one schedule: the cluster, the jobs on it, what was done so far, and what came of each save and load."""
 
-from random import Random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from replicated_ckpt.errors import (

@@ -16,8 +16,8 @@ MANIFEST, METADATA, SHARD = ".manifest.json", ".metadata", ".distcp"
 class Lying:
     """One directory of one save on one node: the hashes of its files by name.
 
-    `is_named`: it has its checkpoint's name; `is_published`: it has, or had and is set aside. `checkpoint_id` is "" for a save
-    that is staged: its manifest says it, once there is one. `save_id` is "" where no manifest is read.
+    `is_named`: it has its checkpoint's name; `is_published`: it has, or had and is set aside. `checkpoint_id` is "" for a
+    save that is staged: its manifest says it, once there is one. `save_id` is "" where no manifest is read.
     """
 
     node: int

@@ -92,10 +92,11 @@ class Job:
         call = _Call()
         try:
             self._save(writers, call, checkpoint_id, attempt)
-            if self.is_dead:
-                raise Killed("a rank was killed before all had returned")
         except (ReplicatedCkptError, Killed, FirstError) as exc:
             return Saved(exc)
+        else:
+            if self.is_dead:
+                return Saved(Killed("a rank was killed before all had returned"))
         finally:
             if self.is_dead:
                 self.end()

@@ -127,10 +127,11 @@ class Network:
         try:
             with self.acting(node.agent):
                 response = _served(node.routes, method, target, headers, body, f"host{caller.node}")
-                if self.actor.is_dead:
-                    raise Killed(target)
+                is_killed = self.actor.is_dead
         except Killed:
             raise ConnectionResetError("the agent was killed") from None
+        if is_killed:
+            raise ConnectionResetError("the agent was killed")
         if caller.is_dead:
             raise ConnectionAbortedError("the caller is dead")
         if not self.is_reached(node.index, caller.node):

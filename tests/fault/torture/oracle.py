@@ -90,9 +90,7 @@ class Oracle:
             for nodes in (*attempt.nodes_by_part.values(), *attempt.published_by_part.values()):
                 nodes.discard(node)
 
-    def damaged(
-        self, lying: Lying, attempt: Attempt | None, names: Collection[str], *, is_data_intact: bool
-    ) -> None:
+    def damaged(self, lying: Lying, attempt: Attempt | None, names: Collection[str], *, is_data_intact: bool) -> None:
         """These files are bad now. `is_data_intact`: only what the package put behind the data of a shard is bad."""
         for known in self.of_id(lying.checkpoint_id) if attempt is None else [attempt]:
             for name in set(names) & set(known.parts):
@@ -107,9 +105,9 @@ class Oracle:
         for attempt in self.attempts:
             attempt.readable_on.clear()
         for lying in sorted(self._disks.lying(), key=lambda found: found.manifest is None):
-            attempt = self.attempt_of(lying)
-            if attempt is not None:
-                self._see(attempt, lying)
+            seen = self.attempt_of(lying)
+            if seen is not None:
+                self._see(seen, lying)
         for attempt in self.attempts:
             attempt.was_whole = attempt.was_whole or (
                 bool(attempt.parts) and all(attempt.published_by_part[part] for part in attempt.parts)
@@ -180,7 +178,7 @@ class Oracle:
         return [attempt for attempt in self.of_id(checkpoint_id) if not self.is_superseded(attempt)]
 
     def standing(self, checkpoint_id: str) -> list[Attempt]:
-        """Those of them of which one must be found: acknowledged, or so far published that they may have taken its place."""
+        """Those of them of which one must be found: acknowledged, or published so far that they took its place."""
         return [found for found in self.current(checkpoint_id) if found.is_acknowledged or found.was_whole]
 
     def is_kept(self, checkpoint_id: str) -> bool:
@@ -195,16 +193,12 @@ class Oracle:
         }
         return len(later - {checkpoint_id}) < self._keep_last and not acknowledged[-1].is_stock
 
-    def must_load(
-        self, checkpoint_id: str, nodes: Collection[int] | None = None, *, with_bucket: bool = False
-    ) -> bool:
+    def must_load(self, checkpoint_id: str, nodes: Collection[int] | None = None, *, with_bucket: bool = False) -> bool:
         """Whether a load by these nodes must find it now. None: in the end, when every disk is back and all had time."""
         standing = self.standing(checkpoint_id)
         if not self.is_kept(checkpoint_id) or any(attempt.ended is None for attempt in self.of_id(checkpoint_id)):
             return False
-        return all(
-            attempt.has_all_parts(nodes) or (with_bucket and attempt.is_in_bucket) for attempt in standing
-        )
+        return all(attempt.has_all_parts(nodes) or (with_bucket and attempt.is_in_bucket) for attempt in standing)
 
     def newest(self, nodes: Collection[int] | None = None, *, with_bucket: bool = False) -> Attempt | None:
         """The newest acknowledged save that must load: "latest" has to give it, or one that is not older.

@@ -123,14 +123,14 @@ class RealNetwork:
         return self._cut
 
     @cut.setter
-    def cut(self, nodes: Collection[int]) -> None:
-        for index in self._cut - set(nodes):
+    def cut(self, nodes: set[int]) -> None:
+        for index in self._cut - nodes:
             self._cluster.nodes[index].signal(signal.SIGCONT)
         self._cut = set(nodes)
         self.apply()
 
     def split(self, island: Collection[int]) -> None:
-        self.cut = island  # type: ignore[assignment]
+        self.cut = set(island)
 
     def is_reached(self, node: int, by: int) -> bool:
         return node == by or not {node, by} & self._cut

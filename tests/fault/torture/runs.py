@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from tests.fault.torture.processes import REAL
 from tests.fault.torture.course import SIMULATION, Backend
+from tests.fault.torture.processes import REAL
 from tests.fault.torture.schedule import STEP_COUNT, Schedule
 
 REAL_STEPS = 5

@@ -98,7 +98,7 @@ class Schedule:
             raise Violation(f"{checkpoint_id} gave {found}, and not one of {current}")
 
     def _end(self) -> None:
-        """All disks are back and everybody was up for long enough: all that was acknowledged loads, nothing is half done."""
+        """All disks are back, all were up for long enough: what was acknowledged last loads, and nothing is half done."""
         course, cluster = self.course, self.course.cluster
         course.end_all_slow()
         course.end_job()

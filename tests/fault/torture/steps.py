@@ -314,9 +314,7 @@ def round_slowly(course: Course) -> None:
     if not nodes:
         return
     node, point = course.random.choice(nodes), course.random.choice(BACKGROUND_POINTS)
-    operation = course.cluster.begin(
-        f"round of node {node.index}", lambda: course.cluster.round_of([node]), point
-    )
+    operation = course.cluster.begin(f"round of node {node.index}", lambda: course.cluster.round_of([node]), point)
     if operation.is_over:
         if operation.error is not None:
             raise operation.error
@@ -366,7 +364,9 @@ def run_repair(course: Course) -> None:
         course.disturbances += 1
     code = course.cluster.repair(node)
     killed = course.cluster.settle_kill()
-    course.say(f"repair on node {node}: {code}" + (f"; agent of node {killed.node} killed at {point}" if killed else ""))
+    course.say(
+        f"repair on node {node}: {code}" + (f"; agent of node {killed.node} killed at {point}" if killed else "")
+    )
 
 
 def end_job(course: Course) -> None:
@@ -427,7 +427,15 @@ THEMES: dict[str, dict[str, int]] = {
         "pass_time": 2,
         "load": 1,
     },
-    "damage": {"damage": 8, "protect": 5, "leave": 2, "return_some": 3, "save": 2, "pass_time": 2, "lose_checkpoint": 1},
+    "damage": {
+        "damage": 8,
+        "protect": 5,
+        "leave": 2,
+        "return_some": 3,
+        "save": 2,
+        "pass_time": 2,
+        "lose_checkpoint": 1,
+    },
     "histories": {"save": 6, "return_some": 6, "trade_places": 1, "leave": 3, "load": 3, "pass_time": 3, "wipe": 1},
     "stock": ANYTHING | {"scatter": 8, "repair": 8},
     "retention": {"save": 8, "load_slowly": 4, "read_on": 2, "pass_time": 4, "leave": 2, "return_some": 3, "wipe": 1},
