@@ -303,7 +303,8 @@ class Course:
     def end_slow(self, slow: SlowSave) -> None:
         if slow.operation.error is not None:
             raise slow.operation.error
-        is_calm = slow.is_calm and slow.disturbed_before == self.disturbances
+        others = [found for found in self.oracle.of_id(slow.attempt.checkpoint_id) if found.number > slow.attempt.number]
+        is_calm = slow.is_calm and slow.disturbed_before == self.disturbances and not others
         what = f", which had paused at {slow.operation.paused_at}"
         self.finish(slow.job, slow.attempt, slow.operation.result, what, is_calm=is_calm)
         if slow.job is not self.job:

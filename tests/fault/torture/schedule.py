@@ -9,13 +9,16 @@ from replicated_ckpt.cli.verify import exit_code
 from replicated_ckpt.stores.local import LocalStore
 from tests.fault.torture.cluster import AWAY_AFTER_S
 from tests.fault.torture.course import SIMULATION, Backend, Course
+from tests.fault.torture.jobs import Policy
 from tests.fault.torture.oracle import FOREIGN, Violation, is_before
 from tests.fault.torture.steps import NEED_A_PAUSE, STEPS, THEMES
 
 STEP_COUNT = 14
 TRIES = 3
-PASSING = (".staging", ".trash", ".incoming", ".replaced")
+PASSING = (".staging", ".trash", ".incoming")
 """What a node keeps on the way to something else: empty when all is done."""
+REPLACED = ".replaced"
+"""The same, if what replaced it is whole."""
 
 
 class Schedule:
@@ -56,7 +59,7 @@ class Schedule:
         """One node has been used alone, by another run, before it comes to this cluster; its disk is as it was."""
         course = self.course
         node = course.random.choice(course.cluster.nodes)
-        job = course.backend.job(course.cluster, [node.index], course.policy)
+        job = course.backend.job(course.cluster, [node.index], Policy(course.policy.copies))
         prefix = course.random.choice(["other", "other", "step"])
         for number in range(course.random.randint(1, 6)):
             course.save(job, f"{prefix}-{number + 1}", overwrite=False, run=FOREIGN)
@@ -150,13 +153,14 @@ class Schedule:
         course.say(f"verify: {codes}")
         published = [a for a in course.oracle.attempts if a.readable_on and not course.oracle.is_superseded(a)]
         gone = {ExitCode.UNREACHABLE} if course.wiped else set()  # what had been the disk of that node never answers
+        is_mended = all(attempt.has_all_parts() for attempt in published)
         if is_done and not set(codes.values()) <= {ExitCode.OK} | gone:
             found = {str(finding) for audit in audits.values() for finding in (*audit.findings, *audit.plan.short)}
             raise Violation(f"re-protection says that all is done, and verify says {codes}: {sorted(found)}")
-        if not is_done and all(attempt.has_all_parts() for attempt in published):
+        if not is_done and is_mended:
             raise Violation("nothing is damaged beyond repair, and re-protection is not done")
         for node in course.cluster.nodes:
-            for name in PASSING:
+            for name in (*PASSING, *[REPLACED] * is_mended):
                 left = [str(path) for path in (node.root / name).rglob("*")] if (node.root / name).is_dir() else []
                 if left:
                     raise Violation(f"left on node {node.index}: {left}")

@@ -287,7 +287,7 @@ def damage_a_file(course: Course) -> None:
     course.disturbances += 1
     attempt = course.oracle.attempt_of(lying)
     bad = damage(lying.place, name, how, course.random)
-    course.oracle.damaged(lying, attempt, bad, is_data_intact=how == "footer")
+    course.oracle.damaged(lying, attempt, bad, is_data_intact=how == "footer" and lying.manifest is not None)
 
 
 # Background ------------------------------------------------------------------------------------------------------
