@@ -16,15 +16,20 @@ from tests.fault.torture.runs import outcomes, real_outcome, run_seed
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 SEEDS = range(30)
 REAL_SEEDS = (4,)
-MUTATION_SEEDS = (1051, 1052, 1059, 1067, *range(1000, 1030))
+MUTATION_SEEDS = range(1000, 1040)
 
 
 def test_no_schedule_loses_anything() -> None:
-    """Saves, kills, losses, cuts and damage in random order: what is inside the fault envelope loads bit for bit."""
+    """Saves, overwrites, kills, outages, histories that meet, slow disks, damage, retention, adoption, a bucket, in random
+    order: with all disks back, what was acknowledged last loads bit for bit."""
     found = dict(zip(SEEDS, outcomes(SEEDS), strict=True))
     failed = {seed: "\n".join([*lines, problem]) for seed, (lines, problem, _) in found.items() if problem}
-    assert sum(counts["acknowledged"] for _, _, counts in found.values()) > 2 * len(SEEDS)
     assert not failed, "\n\n".join(failed.values())
+    counts = sum((counts for _, _, counts in found.values()), start=type(found[0][2])())
+    assert counts["acknowledged"] > 2 * len(SEEDS)
+    assert counts["calm"] > len(SEEDS), "saves that nothing disturbed, each of which was acknowledged"
+    assert counts["held"] > len(SEEDS), "checkpoints that were looked for in the end, and loaded"
+    assert counts["lost"] < counts["held"] / 2, "checkpoints that were damaged beyond repair, or that no policy keeps"
 
 
 @pytest.mark.multiprocess
@@ -38,8 +43,7 @@ def test_no_schedule_with_real_processes_loses_anything() -> None:
 
 def test_a_seed_replays_exactly() -> None:
     """The same seed tells the same story, word for word, so that a failure can be looked into."""
-    first, second = run_seed(4)[0].lines, run_seed(4)[0].lines
-    assert [line.replace("rckpt-torture-", "") for line in first][:3] == second[:3]
+    first, second = run_seed(4)[0].course.lines, run_seed(4)[0].course.lines
     assert [line.partition(": ShardLost")[0] for line in first] == [line.partition(": ShardLost")[0] for line in second]
 
 

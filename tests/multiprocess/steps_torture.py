@@ -7,20 +7,35 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from replicated_ckpt import Retention
 from replicated_ckpt.errors import ReplicatedCkptError, ReplicatedCkptWarning
 from tests.fault.torture.contents import contents, part_of
 from tests.multiprocess.context import Context
 from tests.multiprocess.steps_state import failure
 
 
-def save(context: Context, checkpoint_id: str, attempt: int, *, overwrite: bool, copies: int) -> dict[str, Any]:
-    """Saves what this attempt holds; says how many copies were made, or how it failed."""
+def save(
+    context: Context,
+    checkpoint_id: str,
+    attempt: int,
+    *,
+    overwrite: bool,
+    copies: int,
+    keep_last: int | None,
+    object_store: str | None,
+) -> dict[str, Any]:
+    """Saves what this attempt holds, every second time in the background; how many copies were made, or how it failed."""
     state = part_of(contents(attempt, context.world_size), context.rank)
-    writer = context.writer(overwrite=overwrite, copies=copies)
+    retention = None if keep_last is None else Retention(keep_last=keep_last)
+    writer = context.writer(overwrite=overwrite, copies=copies, retention=retention, object_store=object_store)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ReplicatedCkptWarning)
         try:
-            dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
+            if attempt % 2:
+                dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
+            else:
+                future: Any = dcp.async_save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
+                future.result()
         except (CheckpointException, ReplicatedCkptError) as exc:
             return failure(exc)
     assert writer.last_save is not None
@@ -28,9 +43,15 @@ def save(context: Context, checkpoint_id: str, attempt: int, *, overwrite: bool,
     return {"copies_made": writer.last_save.copies_made, "warnings": said}
 
 
-def load(context: Context, checkpoint_id: str) -> dict[str, Any]:
+def save_with_stock_torch(context: Context, checkpoint_id: str, attempt: int) -> None:
+    """What torch's own writer does where each node has a disk of its own."""
+    state = part_of(contents(attempt, context.world_size), context.rank)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(context.root / checkpoint_id))
+
+
+def load(context: Context, checkpoint_id: str, *, object_store: str | None) -> dict[str, Any]:
     """Loads which attempt it is, then all of it; says whether every bit is that attempt's, or how it failed."""
-    reader = context.reader()
+    reader = context.reader(object_store=object_store)
     which = {"attempt": torch.zeros(2, dtype=torch.int64)}
     try:
         dcp.load(which, checkpoint_id=checkpoint_id, storage_reader=reader)

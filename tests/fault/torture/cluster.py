@@ -1,41 +1,45 @@
 """The simulated cluster: real stores, services and routes of several nodes in one process, with a clock of its own."""
 
-import os
+import argparse
+import contextlib
+import io
 import random
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-from replicated_ckpt import failpoints
-from replicated_ckpt.agent import reprotect, service
 from replicated_ckpt.agent.endpoint import Endpoint, keep_identity, next_identity
 from replicated_ckpt.agent.greeting import Greeter
+from replicated_ckpt.agent.holds import Holds
+from replicated_ckpt.agent.object_routes import ObjectRoutes
 from replicated_ckpt.agent.pace import Pace
-from replicated_ckpt.agent.reprotect import Protection, Reprotector
+from replicated_ckpt.agent.pins import Pins
+from replicated_ckpt.agent.reprotect import Outcome, Protection, Reprotector
 from replicated_ckpt.agent.rights import Tokens
 from replicated_ckpt.agent.routes import Routes
 from replicated_ckpt.agent.service import NodeService
+from replicated_ckpt.agent.targets import TargetBook
+from replicated_ckpt.agent.upload import Uploader
 from replicated_ckpt.agent.watch import Patience
-from replicated_ckpt.core.checksum import BlockHasher
+from replicated_ckpt.cli import repair
 from replicated_ckpt.core.finding import Problem
-from replicated_ckpt.dcp import shard_writer
-from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.stores import agent_client, fanout, tee, verified
+from replicated_ckpt.core.repair_plan import RepairPlan
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.inspection import Inspector
 from replicated_ckpt.stores.local import LocalStore
-from tests.agent.agents import object_routes
-from tests.fault.torture.network import Actor, Killed, Network
+from tests.fault.torture.faults import Faults, Outage
+from tests.fault.torture.network import Actor, Network
+from tests.fault.torture.operations import Operation, Operations, SimulatedLock
+from tests.fault.torture.pretence import pretences
 
-BLOCK_BYTES = 512
 LOST_AFTER_S = 30.0
+AWAY_AFTER_S = 3600.0
 
 
 class NoPace(Pace):
@@ -49,13 +53,15 @@ class NoPace(Pace):
 
 
 class Node:
-    """One simulated node: its disk, and its agent while one runs."""
+    """One simulated node: its disk, and its agent while one runs. Nothing runs on one that `is_off`."""
 
     def __init__(self, cluster: "Cluster", index: int) -> None:
         self.cluster = cluster
         self.index = index
         self.root = cluster.base / f"node{index}"
         self.agent: Actor | None = None
+        self.is_off = False
+        self.service: Any = None
         self.port = 9000 + index
         self.tokens = Tokens("", "")
 
@@ -64,17 +70,22 @@ class Node:
         return self.agent is not None and not self.agent.is_dead
 
     def node_id(self) -> str:
-        return self.service.node_id
+        return str(self.service.node_id)
 
     def boot(self) -> None:
         """Starts the agent, if none runs, as `agent.life` does."""
+        if self.is_off:
+            raise StoreUnavailable(f"node {self.index}", "start", "agent", "the machine is off")
         if self.is_up:
             return
+        self._release_locks()
         actor = Actor(self.index, is_agent=True)
         with self.cluster.network.acting(actor):
             store = LocalStore(self.root)
             directory = store.agent_directory()
             self.service = NodeService(store)
+            self.service.completing = SimulatedLock(self.cluster.operations)
+            self.service.holds, self.service.pins = Holds(self.cluster.now), Pins(self.cluster.now)
             self.service.recover()
             identity = next_identity(directory)
             self.tokens = identity.tokens
@@ -83,47 +94,94 @@ class Node:
             self.endpoint = Endpoint(
                 self.service.node_id, "", self.port, peer, 1, "0.1.0", identity.incarnation, owner_token=owner
             )
-            greeter = Greeter(self.service, self.endpoint)
-            patience = Patience(lost_after_s=LOST_AFTER_S)
-            stopping = threading.Event()
-            self.reprotector = Reprotector(
-                self.service, patience, NoPace(), stopping, self.cluster.now, on_seen=greeter.greet
-            )
-            self.routes = Routes(
-                self.service, self.reprotector, object_routes(self.service, stopping), dict, stopping.set
-            )
+            self.greeter = Greeter(self.service, self.endpoint)
+            self._start_background_work(store)
             self.agent = actor
-            greeter.greet_all()
+            self.greeter.greet_all()
+
+    def _start_background_work(self, store: LocalStore) -> None:
+        patience = Patience(LOST_AFTER_S, AWAY_AFTER_S)
+        stopping, clock = threading.Event(), self.cluster.now
+        targets = TargetBook(store.agent_directory())
+        self.uploader = Uploader(self.service, targets, NoPace(), patience, stopping, self._suspect, clock)
+        self.reprotector = Reprotector(
+            self.service, patience, NoPace(), stopping, clock, self.uploader.standing, self.greeter.greet
+        )
+        self.reprotector.carried_out = self._carry_out  # type: ignore[method-assign] # its thread does not run
+        objects = ObjectRoutes(self.service, targets, self.uploader)
+        self.routes = Routes(self.service, self.reprotector, objects, _status, stopping.set)
+
+    def _carry_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
+        order: Future[list[Outcome]] = Future()
+        self.reprotector._orders.append((part, may_replace, order))
+        self.reprotector._do_orders()
+        return order.result()
+
+    def _suspect(self, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
+        self.reprotector.suspect(checkpoint_id, save_id, name, why)
 
     def address(self) -> AgentAddress:
         return self.endpoint.address(f"host{self.index}")
 
+    def leave(self) -> None:
+        """The agent ends in good order: the others hear that its disk is intact."""
+        if self.agent is not None and self.is_up:
+            with self.cluster.network.acting(self.agent):
+                self.greeter.say_goodbye()
+        self.kill()
+
     def kill(self) -> None:
-        if self.agent is not None:
-            self.agent.is_dead = True
-        self.agent = None
+        """SIGKILL to the agent."""
+        actor, self.agent = self.agent, None
+        if actor is not None:
+            self.cluster.faults.die(actor)
+            self._release_locks()
+
+    def _release_locks(self) -> None:
+        """What the kernel does when an agent ends."""
+        if self.service is not None:
+            for save_id in list(self.service.holds._held):
+                self.service.holds.release(save_id)
+
+    def switch_off(self) -> None:
+        """The machine is gone with all its processes; its disk is as it was."""
+        self.is_off = True
+        self.kill()
+        for rank in [rank for rank in self.cluster.ranks if rank.node == self.index]:
+            self.cluster.faults.die(rank)
+
+    def switch_on(self) -> None:
+        self.is_off = False
+        self.boot()
 
     def wipe(self) -> None:
         self.kill()
         shutil.rmtree(self.root, ignore_errors=True)
 
 
+def _status(*, is_brief: bool) -> dict[str, Any]:
+    del is_brief
+    return {"greeted": True}
+
+
 class Cluster:
-    """All nodes, the network between them, and the faults that wait at failpoints."""
+    """All nodes, the network between them, the operations under way, and the faults that wait at failpoints."""
 
     def __init__(self, base: Path, count: int, seed: int) -> None:
         self.base = base
         self.random = random.Random(seed)
-        self.network = Network()
+        self.operations = Operations(Actor(-1, is_agent=False))
+        self.network = Network(self.operations)
+        self.is_bucket_down = False
         self._clock = 1000.0
-        self._kill_at: dict[str, tuple[int, bool]] = {}
-        self.killed: Actor | None = None
-        self._snapshot: Path | None = None
         self.nodes = [Node(self, index) for index in range(count)]
         self.network.nodes = list(self.nodes)
-        self.network.after_kill = self._undo_unwinding
+        self.ranks: list[Actor] = []
+        """The processes of all jobs that go on."""
+        self.faults = Faults(self.operations, base, self._suffer)
 
     def now(self) -> float:
+        """Seconds on the one clock that all nodes have."""
         return self._clock
 
     def wait(self, seconds: float) -> None:
@@ -132,69 +190,51 @@ class Cluster:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Everything that a simulation replaces: the network, the clock, chance, and threads."""
-        clock = SimpleNamespace(monotonic=self.now, sleep=self.wait)
         with ExitStack() as stack:
-            for patch in (
-                mock.patch.object(agent_client, "opened_connection", self.network.connection),
-                mock.patch.object(agent_client, "given_up_after", _no_deadline),
-                mock.patch.object(service, "time", clock),
-                mock.patch.object(reprotect, "time", clock),
-                mock.patch.object(uuid, "uuid4", self._uuid4),
-                mock.patch.object(fanout.FanOut, "run", _run_inline),
-                mock.patch.object(tee._SinkThread, "start"),
-                mock.patch.object(tee._SinkThread, "join", tee._SinkThread.run),
-                mock.patch.object(tee, "BlockHasher", partial(BlockHasher, BLOCK_BYTES)),
-                mock.patch.object(shard_writer, "Buffers", partial(tee.Buffers, 4, 1 << 16)),
-                mock.patch.object(os, "fsync"),  # nothing loses power here
-                mock.patch.object(verified, "SCRATCH_BYTES", 1 << 16),
-            ):
+            for patch in pretences(self):
                 stack.enter_context(patch)
-            for name in failpoints.POINTS:
-                stack.enter_context(failpoints.armed(name, self._reached))
-            yield
+            stack.enter_context(self.faults.armed())
+            try:
+                yield
+            finally:
+                self.faults.end_all()
 
-    def _uuid4(self) -> uuid.UUID:
+    def draw_uuid(self) -> uuid.UUID:
         return uuid.UUID(int=self.random.getrandbits(128), version=4)
 
-    # Kills at failpoints -----------------------------------------------------------------------------------------
+    # Faults at failpoints ----------------------------------------------------------------------------------------
 
     def plan_kill(self, name: str, node: int, *, is_agent: bool) -> None:
         """The next process of this kind on this node that reaches the failpoint is killed there."""
-        self._kill_at = {name: (node, is_agent)}
-        self.killed = None
+        self.faults.plan_kill(name, node, is_agent=is_agent)
 
-    def _reached(self, name: str) -> None:
-        actor = self.network.actor
-        if actor.is_dead:
-            raise Killed(name)
-        if self._kill_at.get(name) != (actor.node, actor.is_agent):
+    def plan_outage(self, name: str, node: int, *, is_agent: bool, outage: Outage) -> None:
+        """When such a process reaches the failpoint, what `outage` says happens to several nodes at once."""
+        self.faults.plan_outage(name, node, is_agent=is_agent, outage=outage)
+
+    def _suffer(self, outage: Outage) -> None:
+        if outage.how == "cut":
+            self.network.split(outage.nodes)
             return
-        self._kill_at = {}
-        self.killed = actor
-        actor.is_dead = True
-        root = self.nodes[actor.node].root
-        self._snapshot = root.with_suffix(".snapshot")
-        shutil.copytree(root, self._snapshot, symlinks=True, copy_function=_same_file)
-        raise Killed(name)
+        for index in sorted(outage.nodes):
+            if outage.how == "off":
+                self.nodes[index].switch_off()
+            else:
+                self.nodes[index].kill()
 
     def settle_kill(self) -> Actor | None:
-        """Who was killed, if anybody; the rest of the job goes with a rank that was."""
-        self._undo_unwinding()
-        actor, self._kill_at, self.killed = self.killed, {}, None
-        return actor
+        """Who was killed at a failpoint, if any was; nothing waits at a failpoint afterwards."""
+        return self.faults.settle()
 
-    def _undo_unwinding(self) -> None:
-        """Undoes what the killed process did to its disk while it was unwound, before anybody else writes there."""
-        if self.killed is None or self._snapshot is None:
-            return
-        node = self.nodes[self.killed.node]
-        shutil.rmtree(node.root)
-        self._snapshot.rename(node.root)
-        self._snapshot = None
-        if self.killed.is_agent:
-            node.agent = None
+    def begin(self, name: str, work: Callable[[], Any], point: str) -> Operation:
+        """Runs an operation until it is over, or pauses where it first reaches this failpoint."""
+        return self.operations.start(name, work, lambda reached, _: reached == point)
 
-    # Re-protection -----------------------------------------------------------------------------------------------
+    def resume(self, operation: Operation) -> None:
+        """Runs an operation that has paused to its end."""
+        self.operations.resume(operation)
+
+    # Background work ---------------------------------------------------------------------------------------------
 
     def protect(self, rounds: int = 12) -> list[Protection]:
         """Lets every running agent read all it has and do rounds until all say that they are done; what each said last."""
@@ -205,11 +245,28 @@ class Cluster:
                     node.reprotector.suspect_finding(finding)
         said: list[Protection] = []
         for _ in range(rounds):
-            said = [self._round(node) for node in self.nodes if node.is_up]
+            said = self.round_of(self.nodes)
             if all(found.is_complete for found in said):
                 break
             self.wait(LOST_AFTER_S + 5)
         return said
+
+    def repair(self, node: int, lost: Sequence[str] = ()) -> str:
+        """`replicated-ckpt repair` on a node; its exit code, or how it ended."""
+        root = str(self.nodes[node].root)
+        arguments = argparse.Namespace(root=root, checkpoint=None, dry_run=False, lost=list(lost), copies=2, json=True)
+        with self.network.acting(Actor(node, is_agent=False)), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                return str(int(repair.run(arguments)))
+            except ReplicatedCkptError as exc:
+                return repr(exc)
+
+    def pass_time(self, seconds: float) -> None:
+        """As long as this the agents are left alone with their background work."""
+        until = self.now() + seconds
+        while self.now() < until:
+            self.wait(min(15.0, until - self.now()))
+            self.round_of(self.nodes)
 
     def background(self) -> None:
         """What the agents' threads do soon after they were woken."""
@@ -218,28 +275,16 @@ class Cluster:
                 node.reprotector._woken.clear()
                 self._round(node)
 
+    def round_of(self, nodes: Collection[Node]) -> list[Protection]:
+        """One round of each agent that runs."""
+        return [self._round(node) for node in nodes if node.is_up]
+
     def _round(self, node: Node) -> Protection:
         assert node.agent is not None
         with self.network.acting(node.agent):
             try:
-                return node.reprotector.round()
+                node.uploader.round()
+                node.reprotector.last = node.reprotector.round()
             except ReplicatedCkptError as exc:
-                return Protection(is_complete=False, failed=(str(exc),))
-
-
-def _same_file(source: str, target: str) -> None:
-    os.link(source, target, follow_symlinks=False)
-
-
-@contextmanager
-def _no_deadline(*_: Any) -> Iterator[None]:
-    yield
-
-
-def _run_inline(self: fanout.FanOut[Any, Any], keys: Any, call: Callable[[Any], Any]) -> fanout.FanOut[Any, Any]:
-    for key in keys:
-        try:
-            self.results[key] = call(key)
-        except ReplicatedCkptError as exc:
-            self.errors[key] = exc
-    return self
+                node.reprotector.last = Protection(is_complete=False, failed=(str(exc),))
+        return node.reprotector.last

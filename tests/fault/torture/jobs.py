@@ -1,32 +1,41 @@
 """Training jobs in the simulation: saves and loads of several ranks, driven call by call as DCP drives them."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-from unittest import mock
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.storage import StorageWriter
 
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.dcp import node as node_module
-from replicated_ckpt.dcp import reader as reader_module
-from replicated_ckpt.dcp import seen_lineage
-from replicated_ckpt.dcp import world as world_module
-from replicated_ckpt.dcp import writer as writer_module
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.dcp.blackboard import Blackboard
-from replicated_ckpt.dcp.meeting import _surveyed
+from replicated_ckpt.dcp.meeting import _remembered, _surveyed
 from replicated_ckpt.dcp.node import NodePost
 from replicated_ckpt.dcp.survey import Survey
 from replicated_ckpt.dcp.world import World
-from replicated_ckpt.errors import ReplicatedCkptError, ReplicatedCkptWarning, StoreUnavailable
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.bucket import Bucket
 from replicated_ckpt.stores.local import LocalStore
 from tests.fault.torture.cluster import Cluster
 from tests.fault.torture.contents import State, contents, part_of
 from tests.fault.torture.network import Actor, Killed
+from tests.fault.torture.pretence import RankView, Seen
+
+T = TypeVar("T")
+SAVE_S = 1.0
+"""So long a save takes: no two are decided at the same time."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a job saves. `keep_last` None: nothing is ever removed."""
+
+    copies: int = 2
+    keep_last: int | None = None
+    object_store: str | None = None
 
 
 @dataclass(frozen=True)
@@ -38,17 +47,26 @@ class Saved:
     warnings: tuple[str, ...] = ()
 
 
+@dataclass
+class _Call:
+    """One `dcp.save` or `dcp.load` under way. `said` are the warnings of all ranks."""
+
+    said: list[str] = field(default_factory=list)
+    met: Callable[..., Any] | None = None
+
+
 class Job:
     """The ranks of one world; `nodes[rank]` is the node of each. It lives until it is ended or a rank is killed."""
 
-    def __init__(self, cluster: Cluster, nodes: Sequence[int], copies: int) -> None:
+    def __init__(self, cluster: Cluster, nodes: Sequence[int], policy: Policy) -> None:
         self.cluster = cluster
         self.nodes = list(nodes)
-        self.copies = copies
+        self.policy = policy
         self.actors = [Actor(node, is_agent=False) for node in nodes]
+        cluster.ranks += self.actors
         self.store = dist.HashStore()
-        seen_lineage._seen.clear()  # a new process
-        self.session = cluster._uuid4().hex
+        self.session = cluster.draw_uuid().hex
+        self._seen: Seen = {}
         self._writers: dict[bool, list[ReplicatedWriter]] = {}
 
     @property
@@ -61,36 +79,56 @@ class Job:
                 writer._held.close()
         self._writers.clear()
         for actor in self.actors:
-            actor.is_dead = True
+            self.cluster.faults.die(actor)
+        self.cluster.ranks[:] = [actor for actor in self.cluster.ranks if not actor.is_dead]
 
     # Saving ------------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool) -> Saved:
         """One `dcp.save`; a rank that is killed takes the job along."""
         if overwrite not in self._writers:
-            self._writers[overwrite] = [
-                ReplicatedWriter(self.cluster.nodes[node].root, copies=self.copies, overwrite=overwrite)
-                for node in self.nodes
-            ]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", ReplicatedCkptWarning)
-            try:
-                made = self._save(self._writers[overwrite], checkpoint_id, attempt)
-            except (ReplicatedCkptError, Killed, FirstError) as exc:
-                return Saved(exc)
-            finally:
-                if self.is_dead:
-                    self.end()
-        said = tuple(str(entry.message) for entry in caught if issubclass(entry.category, ReplicatedCkptWarning))
-        return Saved(None, made, said)
+            self._writers[overwrite] = [self._writer(node, overwrite=overwrite) for node in self.nodes]
+        writers = self._writers[overwrite]
+        self.cluster.wait(SAVE_S)
+        call = _Call()
+        try:
+            self._save(writers, call, checkpoint_id, attempt)
+        except (ReplicatedCkptError, Killed, FirstError) as exc:
+            return Saved(exc)
+        else:
+            if self.is_dead:
+                return Saved(Killed("a rank was killed before all had returned"))
+        finally:
+            if self.is_dead:
+                self.end()
+        made = min((writer.last_save.copies_made for writer in writers if writer.last_save is not None), default=0)
+        return Saved(None, made, tuple(call.said))
 
-    def _save(self, writers: list[ReplicatedWriter], checkpoint_id: str, attempt: int) -> int:
+    def _writer(self, node: int, *, overwrite: bool) -> ReplicatedWriter:
+        keep_last = self.policy.keep_last
+        return ReplicatedWriter(
+            self.cluster.nodes[node].root,
+            copies=self.policy.copies,
+            overwrite=overwrite,
+            retention=None if keep_last is None else Retention(keep_last=keep_last),
+            object_store=self.policy.object_store,
+        )
+
+    def save_with_stock_torch(self, checkpoint_id: str, attempt: int) -> None:
+        """What torch's own writer does on node-local disks: each node has its ranks' shards, one has `.metadata`."""
+        places = [self.cluster.nodes[node].root / checkpoint_id for node in self.nodes]
+        for place in places:
+            place.mkdir(parents=True, exist_ok=True)
+        self._save([FileSystemWriter(place, sync_files=False) for place in places], _Call(), checkpoint_id, attempt)
+
+    def _save(self, writers: Sequence[StorageWriter], call: _Call, checkpoint_id: str, attempt: int) -> None:
         state = contents(attempt, len(self.nodes))
         planners = [DefaultSavePlanner() for _ in writers]
 
         def local(rank: int) -> Any:
             writer, planner = writers[rank], planners[rank]
-            writer.reset(checkpoint_id)
+            if isinstance(writer, ReplicatedWriter):
+                writer.reset(checkpoint_id)
             writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
             planner.set_up_planner(part_of(state, rank), writer.storage_meta(), rank == 0)
             return writer.prepare_local_plan(planner.create_local_plan())
@@ -99,19 +137,18 @@ class Job:
             plans, metadata = planners[0].create_global_plan(local_plans)
             return writers[rank].prepare_global_plan(plans), metadata
 
-        local_plans = self._on_all(local)
-        ((plans, metadata),) = self._on_all(planned, ranks=[0])
+        local_plans = self._on_all(call, local)
+        ((plans, metadata),) = self._on_all(call, planned, ranks=[0])
         for planner, plan in zip(planners, plans, strict=True):
             planner.finish_plan(plan)
-        results = self._on_all(lambda rank: writers[rank].write_data(plans[rank], planners[rank]).wait())
-        self._on_all(lambda rank: writers[rank].finish(metadata, results), ranks=[0])
-        return min((writer.last_save.copies_made for writer in writers if writer.last_save is not None), default=0)
+        results = self._on_all(call, lambda rank: writers[rank].write_data(plans[rank], planners[rank]).wait())
+        self._on_all(call, lambda rank: writers[rank].finish(metadata, results), ranks=[0])
 
-    def _on_all(self, step: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+    def _on_all(self, call: _Call, step: Callable[[int], T], ranks: Sequence[int] | None = None) -> list[T]:
         """One step on every rank; DCP lets all of them go through it before anybody learns of an error."""
         found, errors = [], []
         for rank in range(len(self.nodes)) if ranks is None else ranks:
-            with self.as_rank(rank):
+            with self.as_rank(rank, call):
                 try:
                     found.append(step(rank))
                 except ReplicatedCkptError as exc:
@@ -122,7 +159,7 @@ class Job:
 
     # Loading -----------------------------------------------------------------------------------------------------
 
-    def load(self, checkpoint_id: str, readers: int) -> list[tuple[int, State]]:
+    def load(self, checkpoint_id: str, readers: int, *, with_bucket: bool = False) -> list[tuple[int, State]]:
         """One `dcp.load` of everything on the first `readers` ranks; the attempt that each got, and its tensors.
 
         Raises:
@@ -134,8 +171,7 @@ class Job:
             store: LocalStore,
             world: World,
             given_id: str | None,
-            _: object,
-            prepared: Callable[[Survey], Survey],
+            opened_bucket: Callable[[], Bucket | None],
             *,
             lineage: str,
         ) -> Survey:
@@ -143,14 +179,15 @@ class Job:
                 posts = [
                     {"checkpoint_id": given_id, "node": self._post(rank).to_json()} for rank in range(len(self.nodes))
                 ]
-                surveys.append(prepared(_surveyed(store, world, posts, lineage=lineage)))
-            return surveys[0]
+                surveys.append(_surveyed(store, world, posts, opened_bucket(), lineage))
+            return _remembered(store, surveys[0])
 
-        found = []
-        with mock.patch.object(reader_module, "met", met):
-            for rank, node in enumerate(self.nodes[:readers]):
-                with self.as_rank(rank):
-                    found.append(self._loaded(ReplicatedReader(self.cluster.nodes[node].root), checkpoint_id, rank))
+        found, call = [], _Call(met=met)
+        place = self.policy.object_store if with_bucket else None
+        for rank, node in enumerate(self.nodes[:readers]):
+            with self.as_rank(rank, call):
+                reader = ReplicatedReader(self.cluster.nodes[node].root, object_store=place)
+                found.append(self._loaded(reader, checkpoint_id, rank))
         return found
 
     def _loaded(self, reader: ReplicatedReader, checkpoint_id: str, rank: int) -> tuple[int, State]:
@@ -162,24 +199,29 @@ class Job:
         planner = DefaultLoadPlanner()
         planner.set_up_planner(state, metadata, rank == 0)
         plan = reader.prepare_local_plan(planner.create_local_plan())
+        self.cluster.operations.reach("load.planned")
         reader.read_data(planner.finish_plan(plan), planner).wait()
         return int(state["attempt"][0]), state
 
     # What a rank sees --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def as_rank(self, rank: int) -> Iterator[None]:
+    def as_rank(self, rank: int, call: _Call) -> Iterator[None]:
+        """The block is done by this rank; Killed if it is dead, or dies in it."""
+        actor, operation = self.actors[rank], self.cluster.operations.running
+        if actor.is_dead:
+            raise Killed(f"rank {rank} is dead")
         world = World(rank, len(self.nodes), Blackboard(self.store, rank, len(self.nodes)), "world")
-        with (
-            self.cluster.network.acting(self.actors[rank]),
-            mock.patch.object(writer_module, "world_of_call", return_value=world),
-            mock.patch.object(reader_module, "world_of_call", return_value=world),
-            mock.patch.object(reader_module, "calling", return_value=True),
-            mock.patch.object(node_module, "node_post", lambda *_: self._post(rank)),  # noqa: PT008 - it may raise
-            mock.patch.object(writer_module, "node_post", lambda *_: self._post(rank)),  # noqa: PT008 - it may raise
-            mock.patch.object(world_module._SESSION, "name", self.session, create=True),
-        ):
-            yield
+        previous, view = operation.rank, RankView(world, lambda: self._post(rank), self.session, self._seen, call.said)
+        view.met = call.met
+        operation.rank = view
+        try:
+            with self.cluster.network.acting(actor):
+                yield
+        finally:
+            operation.rank = previous
+        if actor.is_dead:
+            raise Killed(f"rank {rank} was killed")
 
     def _post(self, rank: int) -> NodePost:
         """Presents the node; its agent is started if it does not run, as a rank does."""

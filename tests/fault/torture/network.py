@@ -4,7 +4,8 @@ import io
 import json
 import os
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
@@ -19,19 +20,22 @@ from replicated_ckpt.agent.routes import Routes
 from replicated_ckpt.agent.server import status_of
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.agent_client import AgentAddress
+from tests.fault.torture.operations import Operations
 
 
 class Killed(Exception):
     """The simulated process that runs now was killed: nothing that it still does has any effect."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Actor:
     """A simulated process: a rank or an agent of a node."""
 
     node: int
     is_agent: bool
     is_dead: bool = False
+    undo: Callable[[], None] | None = None
+    """What it still did to its disk after it was killed, while it was unwound, is undone by this."""
 
 
 class Served(Protocol):
@@ -58,22 +62,50 @@ class NoHeartbeat(Heartbeat):
 
 
 class Network:
-    """Who runs now, who can reach whom, and what happens to a process that is killed while it answers."""
+    """Who runs now, who can reach whom, and what happens to a process that is killed while it answers.
 
-    def __init__(self) -> None:
+    Nodes of one island reach each other, and nobody else. `cut` are those that are not on the mainland.
+    """
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
         self.nodes: list[Served] = []
-        self.cut: set[int] = set()
-        self.actor = Actor(-1, is_agent=False)
-        self.requests = 0
-        self.after_kill: Callable[[], None] = lambda: None
+        self.island_of: dict[int, int] = {}
+        self.requests: Counter[str] = Counter()
+
+    @property
+    def actor(self) -> Actor:
+        """The simulated process that runs now."""
+        return self._operations.running.actors[-1]
+
+    @property
+    def cut(self) -> set[int]:
+        return {node for node, island in self.island_of.items() if island}
+
+    @cut.setter
+    def cut(self, nodes: Collection[int]) -> None:
+        """These nodes reach neither the others nor each other."""
+        self.island_of = {node: node + 1 for node in nodes}
+
+    def split(self, island: Collection[int]) -> None:
+        """These nodes still reach each other, and nobody else."""
+        self.island_of = dict.fromkeys(island, 1)
+
+    def is_reached(self, node: int, by: int) -> bool:
+        return node == by or self.island_of.get(node, 0) == self.island_of.get(by, 0)
 
     @contextmanager
     def acting(self, actor: Actor) -> Iterator[None]:
-        previous, self.actor = self.actor, actor
+        """In the block this process runs. One that was killed meanwhile has left its disk as it was at that moment."""
+        actors = self._operations.running.actors
+        actors.append(actor)
         try:
             yield
         finally:
-            self.actor = previous
+            actors.pop()
+            if actor.undo is not None and actor not in actors:
+                undo, actor.undo = actor.undo, None
+                undo()
 
     def connection(self, address: AgentAddress, timeout_s: float) -> "SimulatedConnection":
         """Stands in for `agent_client.opened_connection`."""
@@ -82,27 +114,30 @@ class Network:
 
     def answered(self, address: AgentAddress, method: str, target: str, headers: Message, body: bytes) -> "Response":
         """What the other side answers, or the error that a socket would raise."""
-        self.requests += 1
         caller = self.actor
         if caller.is_dead:
             raise ConnectionAbortedError("the caller is dead")
         node = next((node for node in self.nodes if node.port == address.port), None)
-        if node is not None and node.index != caller.node and {node.index, caller.node} & self.cut:
+        if node is not None and not self.is_reached(node.index, caller.node):
             raise TimeoutError("cut off")
         if node is None or node.agent is None or node.agent.is_dead:
             raise ConnectionRefusedError("no agent listens")
         right = node.tokens.right_of(address.token)
         if right is None:
             return Response(401, b'{"error": "no valid token"}')
-        agent = node.agent
-        with self.acting(agent):
-            try:
+        self.requests[method + " " + target.partition("?")[0].rpartition("/")[2]] += 1
+        try:
+            with self.acting(node.agent):
                 response = _served(node.routes, method, target, headers, body, right, f"host{caller.node}")
-            except Killed:
-                self.after_kill()
-                raise ConnectionResetError("the agent was killed") from None
+                is_killed = self.actor.is_dead
+        except Killed:
+            raise ConnectionResetError("the agent was killed") from None
+        if is_killed:
+            raise ConnectionResetError("the agent was killed")
         if caller.is_dead:
             raise ConnectionAbortedError("the caller is dead")
+        if not self.is_reached(node.index, caller.node):
+            raise TimeoutError("cut off")
         return response
 
 

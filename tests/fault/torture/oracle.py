@@ -1,11 +1,22 @@
-"""The oracle: a deliberately simple memory of what was acknowledged and who was hit since, and what must load now."""
+"""The oracle: what was acknowledged, where its parts were seen, what the schedule itself destroyed, and what must load.
 
-from collections.abc import Collection
+It goes by the disks and by what the schedule did, never by what the package says. A part of a save that was seen on a disk
+counts as being there until the schedule destroys it: if the package removes it, that is the package's affair.
+"""
+
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from tests.fault.torture.contents import State, contents
+from tests.fault.torture.disks import MANIFEST, METADATA, Disks, Lying, holds_tensor_of
+
+MARK_BYTES = 256
+"""The mark lies in the last so many bytes of the bucket's `.metadata`, and names the save."""
+FOREIGN = "another run"
+MAIN = "the run"
 
 
 class Violation(AssertionError):
@@ -13,73 +24,205 @@ class Violation(AssertionError):
 
 
 @dataclass
-class Acknowledged:
-    """A save that returned. `hit`: nodes lost or damaged since it had all its copies; `discounted`: out of reach then."""
+class Attempt:
+    """One save that was tried. Times count the beginnings and ends of saves. `parts`: what it consists of, once decided.
 
-    attempt: int
+    `nodes_by_part`: where the part was seen and not destroyed since; `published_by_part`: under its checkpoint's name.
+    `readable_on`: nodes that have a directory of it with the manifest that was written.
+    """
+
+    number: int
     checkpoint_id: str
-    copies: int
-    wanted: int
-    hit: set[int] = field(default_factory=set)
-    discounted: set[int] = field(default_factory=set)
+    ranks: int
+    run: str
+    began: int
+    is_stock: bool = False
+    ended: int | None = None
+    is_acknowledged: bool = False
+    save_id: str = ""
+    parts: dict[str, str] = field(default_factory=dict)
+    nodes_by_part: dict[str, set[int]] = field(default_factory=dict)
+    published_by_part: dict[str, set[int]] = field(default_factory=dict)
+    readable_on: set[int] = field(default_factory=set)
+    was_whole: bool = False
+    is_in_bucket: bool = False
 
-    def is_safe(self, out_of_reach: Collection[int]) -> bool:
-        """Whether fewer nodes than there are copies have been lost, damaged or put out of reach."""
-        return len((self.hit | set(out_of_reach)) - self.discounted) < self.copies
+    def has_all_parts(self, nodes: Collection[int] | None = None) -> bool:
+        """Whether each part was seen on a disk and not destroyed since; on `nodes`: published there, and readable now."""
+        if nodes is None:
+            return bool(self.parts) and all(self.nodes_by_part[part] for part in self.parts)
+        able = set(nodes) & self.readable_on
+        return bool(self.parts) and all(self.published_by_part[part] & able for part in self.parts)
 
 
 class Oracle:
-    """Knows the attempts by number, in the order in which they were made."""
+    """Knows the attempts by number, in the order in which they began. `keep_last`: the policy of the run."""
 
-    def __init__(self) -> None:
-        self.newest: dict[str, Acknowledged] = {}
-        self._open: dict[str, set[int]] = {}
-        self._ranks: dict[int, int] = {}
-        self._number = 0
+    def __init__(self, disks: Disks, keep_last: int | None, bucket: Path) -> None:
+        self._disks = disks
+        self._bucket = bucket
+        self._keep_last = keep_last
+        self._time = 0
+        self.attempts: list[Attempt] = []
 
-    def began(self, checkpoint_id: str, ranks: int) -> int:
-        """A save begins; returns the number of the attempt."""
-        self._number += 1
-        self._ranks[self._number] = ranks
-        self._open.setdefault(checkpoint_id, set()).add(self._number)
-        return self._number
+    # What the schedule tells -------------------------------------------------------------------------------------
 
-    def acknowledged(
-        self, checkpoint_id: str, attempt: int, *, copies: int, wanted: int, unpublished: Collection[int]
-    ) -> None:
-        """The save returned; nothing that was under that id before may be found any more."""
-        self._open[checkpoint_id] = {attempt}
-        self.newest[checkpoint_id] = Acknowledged(attempt, checkpoint_id, copies, wanted, set(unpublished))
+    def began(self, checkpoint_id: str, ranks: int, run: str = MAIN, *, is_stock: bool = False) -> Attempt:
+        """A save begins."""
+        self._time += 1
+        attempt = Attempt(len(self.attempts) + 1, checkpoint_id, ranks, run, self._time, is_stock)
+        self.attempts.append(attempt)
+        return attempt
 
-    def hit(self, node: int) -> None:
-        """A node lost or may have lost something."""
-        for save in self.newest.values():
-            save.hit.add(node)
-            save.discounted.discard(node)
+    def ended(self, attempt: Attempt, *, is_acknowledged: bool) -> None:
+        """A save returned, or raised."""
+        self._time += 1
+        attempt.ended = self._time
+        self.look()
+        attempt.is_acknowledged = is_acknowledged
+        if is_acknowledged and not attempt.was_whole:
+            raise Violation(f"{attempt.checkpoint_id}: attempt {attempt.number} was acknowledged and is not published")
 
-    def protected(self, out_of_reach: Collection[int], nodes_up: int) -> None:
-        """Every node that is up said that everything has its copies: what was hit before counts no more."""
-        for save in (
-            found for found in self.newest.values() if found.is_safe(out_of_reach)
-        ):  # nobody mends what is gone
-            save.hit.clear()
-            save.discounted = set(out_of_reach)
-            save.copies = min(save.wanted, nodes_up)
+    def lost_disk(self, node: int) -> None:
+        """A node's disk is gone."""
+        for attempt in self.attempts:
+            attempt.readable_on.discard(node)
+            for nodes in (*attempt.nodes_by_part.values(), *attempt.published_by_part.values()):
+                nodes.discard(node)
 
-    def possible(self, checkpoint_id: str) -> set[int]:
-        """Attempts that may be found under an id: the last acknowledged one, and every later one that did not return."""
-        last = self.newest.get(checkpoint_id)
-        return {number for number in self._open.get(checkpoint_id, ()) if last is None or number >= last.attempt}
+    def damaged(self, lying: Lying, attempt: Attempt | None, names: Collection[str], *, is_data_intact: bool) -> None:
+        """These files are bad now. `is_data_intact`: only what the package put behind the data of a shard is bad."""
+        for known in self.of_id(lying.checkpoint_id) if attempt is None else [attempt]:
+            for name in set(names) & set(known.parts):
+                known.published_by_part[name].discard(lying.node)
+                if not is_data_intact:
+                    known.nodes_by_part[name].discard(lying.node)
 
-    def check_bytes(self, checkpoint_id: str, attempt: int, state: State) -> None:
-        """Raises Violation: what was loaded is not bit for bit what one possible attempt saved."""
-        if attempt not in self._ranks:
-            raise Violation(f"{checkpoint_id}: loaded attempt {attempt}, which never was")
-        wanted = contents(attempt, self._ranks[attempt])
+    # What the disks tell -----------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Reads all disks. To be called before anything is destroyed, else what was there is not known."""
+        for attempt in self.attempts:
+            attempt.readable_on.clear()
+        for lying in sorted(self._disks.lying(), key=lambda found: found.manifest is None):
+            seen = self.attempt_of(lying)
+            if seen is not None:
+                self._see(seen, lying)
+        for attempt in self.attempts:
+            attempt.was_whole = attempt.was_whole or (
+                bool(attempt.parts) and all(attempt.published_by_part[part] for part in attempt.parts)
+            )
+            mark = self._bucket / attempt.checkpoint_id / METADATA
+            if attempt.save_id and mark.is_file() and bytes.fromhex(attempt.save_id) in mark.read_bytes()[-MARK_BYTES:]:
+                attempt.is_in_bucket = True
+
+    def attempt_of(self, lying: Lying) -> Attempt | None:
+        """Of which attempt these files are; None if that cannot be seen."""
+        known = [attempt for attempt in self.attempts if attempt.save_id and attempt.save_id == lying.save_id]
+        shard = next((name for name in lying.files if name not in (MANIFEST, METADATA)), None)
+        if known or shard is None or not lying.checkpoint_id:
+            return known[0] if known else None
+        raw = (lying.place / shard).read_bytes()
+        for attempt in self.of_id(lying.checkpoint_id):
+            is_possible = lying.manifest is None or attempt.is_stock or not attempt.save_id
+            if is_possible and holds_tensor_of(raw, attempt.number, attempt.ranks):
+                return attempt
+        return None
+
+    def _see(self, attempt: Attempt, lying: Lying) -> None:
+        if attempt.is_stock:
+            self._see_stock(attempt, lying)
+        elif lying.manifest is not None and not attempt.parts:
+            attempt.save_id = lying.save_id
+            names = (*lying.manifest["shards"], METADATA, MANIFEST)
+            attempt.parts = dict.fromkeys(names, "")
+            attempt.nodes_by_part = {name: set() for name in names}
+            attempt.published_by_part = {name: set() for name in names}
+        for name in attempt.parts:
+            if name in lying.files:
+                attempt.parts[name] = attempt.parts[name] or lying.files[name]
+        if attempt.parts.get(MANIFEST, "") == lying.files.get(MANIFEST):
+            attempt.readable_on.add(lying.node)
+        for name, content in attempt.parts.items():
+            if content and lying.files.get(name) == content:
+                attempt.nodes_by_part[name].add(lying.node)
+                if lying.is_published:
+                    attempt.published_by_part[name].add(lying.node)
+
+    def _see_stock(self, attempt: Attempt, lying: Lying) -> None:
+        """Stock torch's files become others when they are adopted: with footers, and with a manifest on every node."""
+        if lying.is_published and lying.manifest is not None and not attempt.save_id:
+            attempt.save_id = lying.save_id
+            attempt.parts = {**dict.fromkeys(attempt.parts, ""), MANIFEST: ""}
+        for name in lying.files if lying.is_published else ():
+            attempt.parts.setdefault(name, "")
+        for name in attempt.parts:
+            attempt.nodes_by_part.setdefault(name, set())
+            attempt.published_by_part.setdefault(name, set())
+
+    # What must hold ----------------------------------------------------------------------------------------------
+
+    def of_id(self, checkpoint_id: str) -> Iterator[Attempt]:
+        return (attempt for attempt in self.attempts if attempt.checkpoint_id == checkpoint_id)
+
+    def ids(self) -> list[str]:
+        """Checkpoints that were acknowledged at any time."""
+        return sorted({attempt.checkpoint_id for attempt in self.attempts if attempt.is_acknowledged})
+
+    def is_superseded(self, attempt: Attempt) -> bool:
+        """Whether a save of the same checkpoint was acknowledged that began when this one was over."""
+        return any(later.is_acknowledged and is_before(attempt, later) for later in self.of_id(attempt.checkpoint_id))
+
+    def current(self, checkpoint_id: str) -> list[Attempt]:
+        """What may be found under an id: acknowledged last, or later, or at the same time."""
+        return [attempt for attempt in self.of_id(checkpoint_id) if not self.is_superseded(attempt)]
+
+    def standing(self, checkpoint_id: str) -> list[Attempt]:
+        """Those of them of which one must be found: acknowledged, or published so far that they took its place."""
+        return [found for found in self.current(checkpoint_id) if found.is_acknowledged or found.was_whole]
+
+    def is_kept(self, checkpoint_id: str) -> bool:
+        """Whether the policy keeps a checkpoint, however many of the later saves that failed it may have counted."""
+        acknowledged = [found for found in self.standing(checkpoint_id) if found.is_acknowledged]
+        if self._keep_last is None or not acknowledged or acknowledged[-1].run != MAIN:
+            return bool(acknowledged)
+        later = {
+            attempt.checkpoint_id
+            for attempt in self.attempts
+            if attempt.run == MAIN and attempt.parts and not is_before(attempt, acknowledged[-1])
+        }
+        return len(later - {checkpoint_id}) < self._keep_last and not acknowledged[-1].is_stock
+
+    def must_load(self, checkpoint_id: str, nodes: Collection[int] | None = None, *, with_bucket: bool = False) -> bool:
+        """Whether a load by these nodes must find it now. None: in the end, when every disk is back and all had time."""
+        standing = self.standing(checkpoint_id)
+        if not self.is_kept(checkpoint_id) or any(attempt.ended is None for attempt in self.of_id(checkpoint_id)):
+            return False
+        return all(attempt.has_all_parts(nodes) or (with_bucket and attempt.is_in_bucket) for attempt in standing)
+
+    def newest(self, nodes: Collection[int] | None = None, *, with_bucket: bool = False) -> Attempt | None:
+        """The newest acknowledged save that must load: "latest" has to give it, or one that is not older.
+
+        None where that cannot be said: the newest of all is out of reach, and several runs have a newest.
+        """
+        acknowledged = [attempt for attempt in self.attempts if attempt.is_acknowledged and not attempt.is_stock]
+        standing = [attempt for attempt in acknowledged if not self.is_superseded(attempt)]
+        for attempt in sorted(standing, key=lambda found: found.began, reverse=True):
+            if self.must_load(attempt.checkpoint_id, nodes, with_bucket=with_bucket):
+                return attempt
+            if len({other.run for other in self.attempts}) > 1:
+                return None
+        return None
+
+    def check_found(self, checkpoint_id: str, number: int, state: State) -> None:
+        """Raises Violation: what was loaded is not bit for bit what one attempt saved."""
+        if not 0 < number <= len(self.attempts):
+            raise Violation(f"{checkpoint_id}: loaded attempt {number}, which never was")
+        wanted = contents(number, self.attempts[number - 1].ranks)
         if state.keys() != wanted.keys() or not all(torch.equal(state[name], wanted[name]) for name in wanted):
-            raise Violation(f"{checkpoint_id}: wrong bytes of attempt {attempt}")
+            raise Violation(f"{checkpoint_id}: wrong bytes of attempt {number}")
 
-    def safe(self, out_of_reach: Collection[int]) -> list[Acknowledged]:
-        """What must load now, newest first."""
-        found = [save for save in self.newest.values() if save.is_safe(out_of_reach)]
-        return sorted(found, key=lambda save: -save.attempt)
+
+def is_before(attempt: Attempt, other: Attempt) -> bool:
+    """Whether an attempt was over when the other began. Of two that overlap either may be the newer one."""
+    return attempt.ended is not None and attempt.ended < other.began

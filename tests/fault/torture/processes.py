@@ -2,8 +2,11 @@
 
 import json
 import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +18,20 @@ from replicated_ckpt.core.finding import Problem
 from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.agent_client import AgentClient
 from tests.fault.torture.contents import State, contents
-from tests.fault.torture.jobs import FirstError, Saved
+from tests.fault.torture.course import Backend
+from tests.fault.torture.faults import Outage
+from tests.fault.torture.jobs import FirstError, Policy, Saved
 from tests.fault.torture.network import Actor
-from tests.fault.torture.schedule import Backend
 from tests.multiprocess import cluster as multiprocess
 from tests.multiprocess.cluster import call
-from tests.multiprocess.processes import is_running, signal_if_running
+from tests.multiprocess.processes import end, is_running, signal_if_running
 
-LOST_AFTER_S = 1.5
+LOST_AFTER_S, AWAY_AFTER_S = 1.5, 5.0
 PROTECT_WITHIN_S = 40.0
+WAIT_S_MAX = 6.0
+"""No wait is longer: it is beyond the grace of a save that was just opened, and beyond both of the above."""
 _POLL_S = 0.1
+_LOOK_S = 0.005
 
 
 class RealNode:
@@ -35,6 +42,7 @@ class RealNode:
         self._node = cluster.processes.nodes[index]
         self.index = index
         self.root = self._node.disk
+        self.is_off = False
 
     @property
     def is_up(self) -> bool:
@@ -45,9 +53,23 @@ class RealNode:
 
     def boot(self, environment: dict[str, str] | None = None) -> None:
         """Starts the agent, if none runs."""
+        assert not self.is_off, f"node {self.index} is off"
         if not self.is_up:
             self._cluster.processes.start_agents({self.index: environment or {}}, idle_exit_s=3600)
             self._cluster.network.apply()
+
+    def leave(self) -> None:
+        """The agent ends in good order: the others hear that its disk is intact."""
+        self.signal(signal.SIGCONT)
+        self.stop()
+
+    def switch_off(self) -> None:
+        self.is_off = True
+        self.kill()
+
+    def switch_on(self) -> None:
+        self.is_off = False
+        self.boot()
 
     def stop(self) -> None:
         """Has the agent leave in good order."""
@@ -107,22 +129,78 @@ class RealNetwork:
         self._cut = set(nodes)
         self.apply()
 
+    def split(self, island: Collection[int]) -> None:
+        self.cut = set(island)
+
+    def is_reached(self, node: int, by: int) -> bool:
+        return node == by or not {node, by} & self._cut
+
     def apply(self) -> None:
         for index in self._cut:
             self._cluster.nodes[index].signal(signal.SIGSTOP)
 
 
+class Ambush(threading.Thread):
+    """Waits until a process stops itself at a failpoint, has the outage happen, and lets the process go on."""
+
+    def __init__(self, cluster: "RealCluster", node: int, outage: Outage, *, is_agent: bool) -> None:
+        super().__init__(daemon=True)
+        self._cluster = cluster
+        self._node = node
+        self._outage = outage
+        self._is_agent = is_agent
+        self._over = threading.Event()
+        self.hit: Actor | None = None
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            stopped = [pid for pid in self._suspects() if _state_of(pid) == "T"]
+            if stopped:
+                self.hit = Actor(self._node, self._is_agent)
+                self._cluster.suffer(self._outage)
+                for pid in stopped:
+                    signal_if_running(pid, signal.SIGCONT)
+                return
+
+    def _suspects(self) -> list[int]:
+        if self._is_agent:
+            pid = self._cluster.processes.nodes[self._node].agent_pid()
+            return [] if pid is None else [pid]
+        return self._cluster.rank_pids(self._node)
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
+
+
+def _state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 class RealCluster:
     """What a schedule needs of a cluster, with real processes."""
+
+    is_bucket_down = False
 
     def __init__(self, base: Path, count: int, seed: int) -> None:
         del seed
         self.base = base
-        environment = {"REPLICATED_CKPT_AGENT_LOST_AFTER_S": str(LOST_AFTER_S), "PYTHONWARNINGS": "ignore"}
+        environment = {
+            "REPLICATED_CKPT_AGENT_LOST_AFTER_S": str(LOST_AFTER_S),
+            "REPLICATED_CKPT_AGENT_AWAY_AFTER_S": str(AWAY_AFTER_S),
+            "PYTHONWARNINGS": "ignore",
+        }
         self.processes = multiprocess.Cluster(base / "cluster", count, environment=environment, quick_exit=True)
         self.nodes = [RealNode(self, index) for index in range(count)]
         self.network = RealNetwork(self)
+        self.world: list[int] = []
+        """The node of each rank of the launch under way."""
         self._planned: tuple[int, bool] | None = None
+        self._ambush: Ambush | None = None
         self.died: Actor | None = None
 
     @contextmanager
@@ -134,13 +212,24 @@ class RealCluster:
             self.processes.close()
 
     def wait(self, seconds: float) -> None:
-        time.sleep(min(seconds, 6.0))  # beyond the grace of a save that was just opened
+        time.sleep(min(seconds, WAIT_S_MAX))
+
+    def pass_time(self, seconds: float) -> None:
+        self.wait(seconds)
 
     def background(self) -> None:
         """The agents' own threads do it."""
 
+    # Faults at failpoints ----------------------------------------------------------------------------------------
+
     def plan_kill(self, name: str, node: int, *, is_agent: bool) -> None:
-        armed = {failpoints.ENV: f"{name}=kill"}
+        self._arm({failpoints.ENV: f"{name}=kill"}, node, is_agent=is_agent)
+
+    def plan_outage(self, name: str, node: int, *, is_agent: bool, outage: Outage) -> None:
+        self._arm({failpoints.ENV: f"{name}=stop"}, node, is_agent=is_agent)
+        self._ambush = Ambush(self, node, outage, is_agent=is_agent)
+
+    def _arm(self, armed: dict[str, str], node: int, *, is_agent: bool) -> None:
         if is_agent:
             self.nodes[node].stop()
             self.nodes[node].boot(armed)
@@ -149,19 +238,43 @@ class RealCluster:
             self.processes.nodes[node].environment = armed
         self._planned, self.died = (node, is_agent), None
 
+    def suffer(self, outage: Outage) -> None:
+        if outage.how == "cut":
+            self.network.cut = set(outage.nodes)
+            return
+        for index in sorted(outage.nodes):
+            if outage.how == "off":
+                self.nodes[index].switch_off()
+                end(self.rank_pids(index))
+            else:
+                self.nodes[index].kill()
+
+    def rank_pids(self, node: int) -> list[int]:
+        """The ranks of this node in the launch under way."""
+        folder = self.base / "cluster" / f"launch{self.processes._launches}"
+        paths = [folder / f"rank{rank}.pid" for rank, place in enumerate(self.world) if place == node]
+        return [int(text) for path in paths if path.exists() and (text := path.read_text())]
+
     def settle_kill(self) -> Actor | None:
-        """Who was killed, if anybody; nothing is armed afterwards."""
+        """Who was hit, if anybody; nothing is armed afterwards."""
         if self._planned is None:
             return None
         (node, is_agent), self._planned = self._planned, None
         self.processes.nodes[node].environment = {}
-        if not is_agent:
+        if self._ambush is not None:
+            ambush, self._ambush = self._ambush, None
+            ambush.end()
+            found = ambush.hit
+        elif not is_agent:
             return self.died
-        if self.processes.agent_code(node, 0.3) == -signal.SIGKILL:
-            return Actor(node, is_agent=True)
-        self.nodes[node].stop()
-        self.nodes[node].boot()
-        return None
+        else:
+            found = Actor(node, is_agent=True) if self.processes.agent_code(node, 0.3) == -signal.SIGKILL else None
+        if is_agent and self.nodes[node].is_up and node not in self.network.cut:
+            self.nodes[node].stop()  # it is armed
+            self.nodes[node].boot()
+        return found
+
+    # Background work ---------------------------------------------------------------------------------------------
 
     def protect(self) -> list[Any]:
         """Waits until every agent that answers says that everything has its copies; what each says in the end."""
@@ -180,14 +293,21 @@ class RealCluster:
             if (fresh and all(now["is_complete"] for now in said)) or time.monotonic() > deadline:
                 return [SimpleNamespace(is_complete=now["is_complete"] and fresh) for now in said]
 
+    def repair(self, node: int, lost: Sequence[str] = ()) -> str:
+        """`replicated-ckpt repair` on a node; its exit code."""
+        root, options = str(self.nodes[node].root), [part for name in lost for part in ("--lost", name)]
+        program = "from replicated_ckpt.cli.main import main; raise SystemExit(main())"
+        command = [sys.executable, "-c", program, "repair", "--root", root, *options]
+        return str(subprocess.run(command, capture_output=True, check=False, timeout=120).returncode)
+
 
 class RealJob:
     """A job: each save and each load is a world of new processes."""
 
-    def __init__(self, cluster: RealCluster, nodes: Sequence[int], copies: int) -> None:
+    def __init__(self, cluster: RealCluster, nodes: Sequence[int], policy: Policy) -> None:
         self.cluster = cluster
         self.nodes = list(nodes)
-        self.copies = copies
+        self.policy = policy
         self.is_dead = False
 
     def end(self) -> None:
@@ -199,19 +319,24 @@ class RealJob:
         for node in order:
             self.cluster.nodes[node].boot()
         counts = [self.nodes.count(node) for node in order]
+        self.cluster.world = [node for node, count in zip(order, counts, strict=True) for _ in range(count)]
         attempt = self.cluster.processes.attempt([call(step, **arguments)], nodes=order, ranks=counts)
         return attempt.codes, [values[0] for values in attempt.values if values]
 
     def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool) -> Saved:
         codes, values = self._ran(
-            "torture.save", checkpoint_id=checkpoint_id, attempt=attempt, overwrite=overwrite, copies=self.copies
+            "torture.save",
+            checkpoint_id=checkpoint_id,
+            attempt=attempt,
+            overwrite=overwrite,
+            copies=self.policy.copies,
+            keep_last=self.policy.keep_last,
+            object_store=self.policy.object_store,
         )
         if -signal.SIGKILL in codes:
             self.is_dead = True
-            rank = codes.index(-signal.SIGKILL)
-            order = [node for node in dict.fromkeys(self.nodes) for _ in range(self.nodes.count(node))]
-            self.cluster.died = Actor(order[rank], is_agent=False, is_dead=True)
-        if any(codes):
+            self.cluster.died = Actor(self.cluster.world[codes.index(-signal.SIGKILL)], is_agent=False, is_dead=True)
+        if any(code != 0 for code in codes):
             return Saved(FirstError([ReplicatedCkptError(f"exit codes {codes}")]))
         failed = [value["message"] for value in values if "copies_made" not in value]
         if failed:
@@ -219,15 +344,21 @@ class RealJob:
         warnings = tuple(text for value in values for text in value["warnings"])
         return Saved(None, min(value["copies_made"] for value in values), warnings)
 
-    def load(self, checkpoint_id: str, readers: int) -> list[tuple[int, State]]:
+    def save_with_stock_torch(self, checkpoint_id: str, attempt: int) -> None:
+        """What torch's own writer does on node-local disks."""
+        codes, _ = self._ran("torture.save_with_stock_torch", checkpoint_id=checkpoint_id, attempt=attempt)
+        assert not any(codes), f"stock torch's save ended with {codes}"
+
+    def load(self, checkpoint_id: str, readers: int, *, with_bucket: bool = False) -> list[tuple[int, State]]:
         del readers
-        codes, values = self._ran("torture.load", checkpoint_id=checkpoint_id)
+        place = self.policy.object_store if with_bucket else None
+        codes, values = self._ran("torture.load", checkpoint_id=checkpoint_id, object_store=place)
         if any(codes) or not values:
             raise AssertionError(f"a load ended with {codes}")
         failed = [value for value in values if "attempt" not in value]
         if failed:
             types = {name for value in failed for name in value["types"]}
-            if "ShardLost" in types:
+            if types & {"ShardLost", "MetadataUnsafe", "CheckpointAmbiguous"}:
                 raise ShardLost(checkpoint_id, {}, [failed[0]["message"]])
             if types & {"CheckpointNotFound", "CheckpointNotCommitted"}:
                 raise CheckpointNotFound(failed[0]["message"])
@@ -235,4 +366,4 @@ class RealJob:
         return [(v["attempt"], contents(v["attempt"], v["ranks"]) if v["same"] else {}) for v in values]
 
 
-REAL = Backend(RealCluster, RealJob)
+REAL = Backend(RealCluster, RealJob, can_pause=False)

@@ -15,8 +15,11 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+
+from tests.fault.torture.course import SIMULATION, Backend
 from tests.fault.torture.processes import REAL
-from tests.fault.torture.schedule import SIMULATION, STEPS, Backend, Schedule
+from tests.fault.torture.schedule import STEP_COUNT, Schedule
 
 REAL_STEPS = 5
 
@@ -26,7 +29,7 @@ def fast_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="rckpt-torture-", dir=shm if shm.is_dir() else None))
 
 
-def run_seed(seed: int, backend: Backend = SIMULATION, steps: int = STEPS) -> tuple[Schedule, str]:
+def run_seed(seed: int, backend: Backend = SIMULATION, steps: int = STEP_COUNT) -> tuple[Schedule, str]:
     """Runs one schedule; returns it, and what went wrong, or ""."""
     base = fast_directory()
     schedule = Schedule(seed, base, backend)
@@ -46,12 +49,12 @@ Outcome = tuple[list[str], str, Counter[str]]
 
 def outcome_of(seed: int) -> Outcome:
     schedule, problem = run_seed(seed)
-    return schedule.lines, problem, schedule.counts
+    return schedule.course.lines, problem, schedule.course.counts
 
 
 def real_outcome(seed: int) -> Outcome:
     schedule, problem = run_seed(seed, REAL, REAL_STEPS)
-    return schedule.lines, problem, schedule.counts
+    return schedule.course.lines, problem, schedule.course.counts
 
 
 def outcomes(seeds: Sequence[int]) -> Iterator[Outcome]:
@@ -64,4 +67,5 @@ def outcomes(seeds: Sequence[int]) -> Iterator[Outcome]:
 
 
 def _quiet() -> None:
+    torch.set_num_threads(1)
     logging.basicConfig(level=logging.CRITICAL)

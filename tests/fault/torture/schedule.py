@@ -1,312 +1,166 @@
-"""One schedule: random steps from a seed, carried out on a simulated cluster, with the oracle looking after each."""
+"""One schedule: random steps from a seed, carried out on a cluster, and what must hold after each and in the end."""
 
-import random
-import shutil
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from replicated_ckpt.core.layout import ShardName
-from replicated_ckpt.errors import CheckpointNotFound, MeetingFailed, ReplicatedCkptError, ShardLost
-from replicated_ckpt.failpoints import POINTS
-from tests.fault.torture.cluster import Cluster
-from tests.fault.torture.jobs import Job, Saved
-from tests.fault.torture.network import Killed
-from tests.fault.torture.oracle import Oracle, Violation
+from replicated_ckpt.agent.audit import Auditor
+from replicated_ckpt.agent.holds import HELD_S
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.verify import exit_code
+from replicated_ckpt.stores.local import LocalStore
+from tests.fault.torture.cluster import AWAY_AFTER_S
+from tests.fault.torture.course import SIMULATION, Backend, Course
+from tests.fault.torture.jobs import Policy
+from tests.fault.torture.oracle import FOREIGN, Violation, is_before
+from tests.fault.torture.steps import NEED_A_PAUSE, STEPS, THEMES
 
-STEPS = 14
-RANK_POINTS = sorted(
-    name for name in POINTS if not name.startswith(("adopt.", "agent.", "commit.", "restore.", "abort.", "retire."))
-)
-AGENT_POINTS = sorted(name for name in POINTS if name.startswith(("agent.", "commit.", "store.", "abort.", "restore.")))
-
-
-@dataclass(frozen=True)
-class Backend:
-    """What schedules run on: a cluster of nodes, and jobs on it. The simulated and the real one have the same methods."""
-
-    cluster: Callable[[Path, int, int], Any]
-    job: Callable[[Any, Sequence[int], int], Any]
-
-
-SIMULATION = Backend(Cluster, Job)
+STEP_COUNT = 14
+TRIES = 3
+PASSING = (".staging", ".trash", ".incoming")
+"""What a node keeps on the way to something else: empty when all is done."""
+REPLACED = ".replaced"
+"""The same, if what replaced it is whole."""
 
 
 class Schedule:
-    """What happens is a function of the seed alone. `lines` tells it step by step, `counts` what there was."""
+    """What happens is a function of the seed alone."""
 
-    def __init__(self, seed: int, base: Path, backend: "Backend") -> None:
-        self.random = random.Random(seed)
-        self.copies = self.random.choice([2, 2, 3])
-        self._backend = backend
-        self.cluster = backend.cluster(base, self.random.randint(3, 5), seed)
-        self.oracle = Oracle()
-        self.job: Any = None
-        self.lines: list[str] = [f"seed {seed}: {len(self.cluster.nodes)} nodes, {self.copies} copies"]
-        self.counts: Counter[str] = Counter()
-        self._ids = 0
+    def __init__(self, seed: int, base: Path, backend: Backend = SIMULATION) -> None:
+        self.course = Course(seed, base, backend, sorted(THEMES))
+        weights = THEMES[self.course.theme]
+        self._names = [name for name in weights if backend.can_pause or name not in NEED_A_PAUSE]
+        self._weights = [weights[name] for name in self._names]
 
-    def run(self, steps: int = STEPS) -> None:
+    def run(self, steps: int = STEP_COUNT) -> None:
         """Raises Violation where a promise was broken."""
-        with self.cluster.installed():
-            for node in self.cluster.nodes:
+        course = self.course
+        with course.cluster.installed():
+            for node in course.cluster.nodes:
                 node.boot()
-            self._save()
+            if course.theme == "histories":
+                self._run_another()
+            STEPS["save"][1](course)
             for _ in range(steps):
                 self._step()
                 self._check()
             self._end()
 
     def _step(self) -> None:
-        steps: list[tuple[int, Callable[[], None]]] = [
-            (6, self._save),
-            (4, self._save_with_a_kill),
-            (3, self._load_somewhere),
-            (2, self._kill_agent),
-            (2, self._restart),
-            (2, self._wipe),
-            (3, self._damage),
-            (2, self._cut_or_heal),
-            (4, self._protect),
-            (1, self._end_job),
-        ]
-        weights, actions = zip(*steps, strict=True)
-        (action,) = self.random.choices(actions, weights)
-        self.counts["steps"] += 1
-        action()
-        if self.random.random() < 0.7:
-            self.cluster.background()
+        course = self.course
+        (name,) = course.random.choices(self._names, self._weights)
+        course.counts["steps"] += 1
+        STEPS[name][1](course)
+        course.collect_slow()
+        course.oracle.look()
+        course.learn()
+        if course.random.random() < 0.7:
+            course.cluster.background()
 
-    def _say(self, text: str) -> None:
-        self.lines.append(text)
-
-    # Steps -------------------------------------------------------------------------------------------------------
-
-    def _reachable(self) -> list[int]:
-        return [node.index for node in self.cluster.nodes if node.index not in self.cluster.network.cut]
-
-    def _out_of_reach(self) -> set[int]:
-        cut: set[int] = self.cluster.network.cut
-        return {node.index for node in self.cluster.nodes if not node.is_up} | cut
-
-    def _current_job(self) -> Any:
-        """The job that goes on, or a new one on some of the nodes that can reach each other, in any order."""
-        if self.job is not None and not self.job.is_dead and self.random.random() < 0.6:
-            return None if set(self.job.nodes) & self.cluster.network.cut else self.job
-        self._end_job()
-        nodes = self._reachable()
-        if not nodes:
-            return None
-        chosen = self.random.sample(nodes, self.random.randint(min(2, len(nodes)), len(nodes)))
-        world = [node for node in chosen for _ in range(self.random.choice([1, 1, 2]))]
-        self.job = self._backend.job(self.cluster, world, self.copies)
-        return self.job
-
-    def _end_job(self) -> None:
-        if self.job is not None:
-            self._say("the job ends")
-            self.job.end()
-            self.job = None
-
-    def _save(self) -> None:
-        self._saved(None)
-
-    def _save_with_a_kill(self) -> None:
-        job = self._current_job()
-        if job is None:
-            return
-        is_agent = self.random.random() < 0.5
-        name = self.random.choice(AGENT_POINTS if is_agent else RANK_POINTS)
-        node = self.random.choice(job.nodes)
-        self.cluster.plan_kill(name, node, is_agent=is_agent)
-        self._saved(job, f", {'agent' if is_agent else 'rank'} of node {node} to be killed at {name}")
-
-    def _saved(self, job: Any, with_what: str = "") -> None:
-        job = job or self._current_job()
-        if job is None:
-            return
-        known = sorted(self.oracle.newest)
-        overwrite = bool(known) and self.random.random() < 0.4
-        if overwrite:
-            checkpoint_id = self.random.choice(known)
-        else:
-            self._ids += 1
-            checkpoint_id = f"step-{self._ids}"
-        attempt = self.oracle.began(checkpoint_id, len(job.nodes))
-        is_calm = not with_what and all(self.cluster.nodes[node].is_up for node in job.nodes)
-        saved = job.save(checkpoint_id, attempt, overwrite=overwrite)
-        killed = self.cluster.settle_kill()
-        self.counts["saves"] += 1
-        self.counts["kills"] += killed is not None
-        who = "" if killed is None else f"; killed: {'agent' if killed.is_agent else 'rank'} of node {killed.node}"
-        how = "acknowledged" if saved.error is None else f"{type(saved.error).__name__}"
-        self._say(f"save {checkpoint_id} (attempt {attempt}) by nodes {job.nodes}{with_what}: {how}{who}")
-        if job.is_dead:
-            self.job = None
-        if saved.error is None:
-            self._acknowledge(job, checkpoint_id, attempt, saved)
-        elif is_calm:
-            raise Violation(f"a save that nothing disturbed failed: {saved.error!r}")
-        elif isinstance(saved.error, ReplicatedCkptError | Killed) and killed is None:
-            raise Violation(f"a save failed outside of DCP's steps: {saved.error!r}")
-
-    def _acknowledge(self, job: Any, checkpoint_id: str, attempt: int, saved: Saved) -> None:
-        ids = {self.cluster.nodes[node].node_id(): node for node in job.nodes}
-        unpublished = {
-            ids[node_id] for node_id in ids for text in saved.warnings if f"node {node_id} has not published" in text
-        }
-        wanted = self.copies
-        self.oracle.acknowledged(
-            checkpoint_id, attempt, copies=saved.copies_made, wanted=wanted, unpublished=unpublished
-        )
-        self.counts["acknowledged"] += 1
-
-    def _load_somewhere(self) -> None:
-        nodes = self._reachable()
-        if not nodes:
-            return
-        group = self.random.sample(nodes, self.random.randint(1, len(nodes)))
-        checkpoint_id = self.random.choice(["latest", *sorted(self.oracle.newest)])
-        self._load(group, checkpoint_id)
-
-    def _kill_agent(self) -> None:
-        node = self.random.choice(self.cluster.nodes)
-        self._say(f"agent of node {node.index} is killed")
-        node.kill()
-
-    def _restart(self) -> None:
-        node = self.random.choice(self.cluster.nodes)
-        self._say(f"agent of node {node.index} is started")
-        node.boot()
-
-    def _wipe(self) -> None:
-        node = self.random.choice(self.cluster.nodes)
-        self._say(f"node {node.index} is lost with its disk, and comes back blank")
-        if self.job is not None and node.index in self.job.nodes:
-            self._end_job()
-        node.wipe()
-        self.oracle.hit(node.index)
-        if self.random.random() < 0.7:
-            node.boot()
-            self._introduce()
-
-    def _introduce(self) -> None:
-        """A load of all nodes that can be reached tells a blank node and the others of each other."""
-        group = [node.index for node in self.cluster.nodes if node.is_up and node.index in self._reachable()]
-        if group:
-            self._load(group, "latest")
-
-    def _damage(self) -> None:
-        node = self.random.choice(self.cluster.nodes)
-        files = sorted(
-            path
-            for path in (node.root.rglob("*") if node.root.is_dir() else ())
-            if path.is_file() and path.parent.parent == node.root and path.parent.name.startswith("step-")
-        )
-        if not files:
-            return
-        path = self.random.choice(files)
-        how = self.random.choice(["flip", "flip", "truncate", "empty", "delete", "swap"])
-        self._say(f"{how} {path.relative_to(self.cluster.base)}")
-        shards = [other for other in files if other.parent == path.parent and ShardName.parse(other.name)]
-        damage(path, how, shards, self.random)
-        self.oracle.hit(node.index)
-
-    def _cut_or_heal(self) -> None:
-        network = self.cluster.network
-        if network.cut and self.random.random() < 0.7:
-            self._say("the network is whole again")
-            network.cut = set()
-        else:
-            node = self.random.choice(self.cluster.nodes).index
-            self._say(f"node {node} is cut off")
-            network.cut = {node}
-
-    def _protect(self) -> None:
-        self._introduce()  # agents take copies of those whom they have met
-        said = self.cluster.protect()
-        up = [node for node in self.cluster.nodes if node.is_up and node.index not in self.cluster.network.cut]
-        done = bool(said) and all(found.is_complete for found in said)
-        self._say(f"re-protection: {'done' if done else 'not done'}: {said}")
-        if done and up and not self.cluster.network.cut:
-            self.oracle.protected(self._out_of_reach(), len(up))
+    def _run_another(self) -> None:
+        """One node has been used alone, by another run, before it comes to this cluster; its disk is as it was."""
+        course = self.course
+        node = course.random.choice(course.cluster.nodes)
+        job = course.backend.job(course.cluster, [node.index], Policy(course.policy.copies))
+        prefix = course.random.choice(["other", "other", "step"])
+        for number in range(course.random.randint(1, 6)):
+            course.save(job, f"{prefix}-{number + 1}", overwrite=False, run=FOREIGN)
+        job.end()
+        course.say(f"node {node.index} was of {FOREIGN}")
+        node.switch_off()
 
     # What must hold ----------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """The newest acknowledged checkpoints within their envelope load, by "latest" and by name."""
-        out_of_reach = self._out_of_reach()
-        group = [node.index for node in self.cluster.nodes if node.index not in out_of_reach]
-        if not group:
-            return
-        self.random.shuffle(group)
-        safe = self.oracle.safe(out_of_reach)
-        self.counts["beyond"] += len(self.oracle.newest) - len(safe)
-        found = self._load(group, "latest", readers=2)
-        if safe and (found is None or found < safe[0].attempt):
-            raise Violation(f'"latest" gave {found}, and attempt {safe[0].attempt} was acknowledged; safe: {safe}')
-        for save in self.random.sample(safe, min(1, len(safe))):
-            found = self._load(group, save.checkpoint_id, readers=1)
-            if found is None or found < save.attempt:
-                raise Violation(f"{save.checkpoint_id} gave {found}, and attempt {save.attempt} was acknowledged")
+        """What must load on the nodes that can be reached, does: "latest", and one by name."""
+        course = self.course
+        group = course.up()
+        course.random.shuffle(group)
+        if group:
+            how = {"with_bucket": course.has_bucket and course.random.random() < 0.5}
+            self._check_latest(group, group, **how)
+            ids = [found for found in course.oracle.ids() if course.oracle.must_load(found, group, **how)]
+            course.counts["beyond"] += len(course.oracle.ids()) - len(ids)
+            for checkpoint_id in course.random.sample(ids, min(len(ids), course.random.choice([0, 1]))):
+                self._check_id(group, checkpoint_id, **how)
 
-    def _load(self, group: list[int], checkpoint_id: str, readers: int = 9) -> int | None:
-        """Loads on these nodes; the attempt that was found, None if the load said that it is lost. Never wrong bytes."""
-        job = self._backend.job(self.cluster, group, self.copies)
-        self.counts["loads"] += 1
-        try:
-            loaded = job.load(checkpoint_id, readers)
-        except (ShardLost, CheckpointNotFound) as exc:
-            self._say(f"load {checkpoint_id} on nodes {group}: {type(exc).__name__}: {exc.message}")
-            return None
-        except MeetingFailed as exc:
-            raise Violation(f"a load did not end: {exc}") from exc
-        finally:
-            job.end()
-        attempts = {attempt for attempt, _ in loaded}
-        self._say(f"load {checkpoint_id} on nodes {group}: attempt {sorted(attempts)}")
-        if len(attempts) != 1:
-            raise Violation(f"the ranks of one load got different attempts: {attempts}")
-        for attempt, state in loaded:
-            self.oracle.check_bytes(checkpoint_id, attempt, state)
-        return int(attempts.pop())
+    def _check_latest(self, group: list[int], nodes: list[int] | None, *, with_bucket: bool = False) -> None:
+        oracle = self.course.oracle
+        newest = oracle.newest(nodes, with_bucket=with_bucket)
+        readers = self.course.random.choice([1, 1, 2])
+        found = self.course.load(group, "latest", readers, with_bucket=with_bucket)
+        for _ in range(TRIES if newest is not None else 0):
+            if found is None:  # a newer one is damaged, which this load was the first to see
+                self.course.cluster.background()
+                found = self.course.load(group, "latest", readers=1, with_bucket=with_bucket)
+        if newest is not None and (found is None or is_before(oracle.attempts[found - 1], newest)):
+            raise Violation(f'"latest" gave {found}, and {newest} was acknowledged')
+
+    def _check_id(self, group: list[int], checkpoint_id: str, *, with_bucket: bool = False) -> None:
+        found = self.course.load(group, checkpoint_id, readers=1, with_bucket=with_bucket)
+        current = self.course.oracle.current(checkpoint_id)
+        if found not in [attempt.number for attempt in current]:
+            raise Violation(f"{checkpoint_id} gave {found}, and not one of {current}")
 
     def _end(self) -> None:
-        """When all is quiet nothing is left half done."""
-        self._end_job()
-        self.cluster.network.cut = set()
-        for node in self.cluster.nodes:
-            node.boot()
-        self.cluster.wait(200)
-        self._load([node.index for node in self.cluster.nodes], "latest")
-        self.cluster.protect()
-        for node in self.cluster.nodes:
-            for name in (".staging", ".trash", ".incoming"):
+        """All disks are back, all were up for long enough: what was acknowledged last loads, and nothing is half done."""
+        course, cluster = self.course, self.course.cluster
+        course.end_all_slow()
+        course.end_job()
+        cluster.network.cut = set()
+        for node in course.random.sample(cluster.nodes, len(cluster.nodes)):
+            node.switch_on()
+        group = [node.index for node in cluster.nodes]
+        cluster.wait(HELD_S + 100)
+        course.load(group, "latest", readers=1)
+        cluster.protect()
+        for node in group if course.wiped else ():  # the disks that are lost will never answer
+            cluster.repair(node, lost=sorted(course.wiped))
+        cluster.wait(AWAY_AFTER_S + 100)  # whoever said goodbye and was lost after that is given up by now
+        said = cluster.protect()
+        course.oracle.look()
+        course.say(f"in the end: {said}")
+        for checkpoint_id in course.oracle.ids():
+            if course.oracle.must_load(checkpoint_id):
+                course.counts["held"] += 1
+                self._check_id(group, checkpoint_id)
+            else:
+                course.counts["lost"] += 1
+        self._check_latest(group, nodes=None)
+        self._check_done(is_done=all(found.is_complete for found in said))
+        if course.policy.object_store is not None:
+            self._check_bucket()
+
+    def _check_bucket(self) -> None:
+        """All that was acknowledged is in the bucket by now, and loads from there when every node is lost."""
+        course = self.course
+        course.cluster.is_bucket_down = False
+        course.cluster.pass_time(300)
+        course.oracle.look()
+        ids = [found for found in course.oracle.ids() if course.oracle.must_load(found)]
+        for checkpoint_id in ids:
+            standing = course.oracle.standing(checkpoint_id)
+            if not any(attempt.is_in_bucket for attempt in standing):
+                raise Violation(f"{checkpoint_id} is not in the bucket: {standing}")
+        for node in course.cluster.nodes:
+            node.wipe()
+        for checkpoint_id in ids:
+            self._check_id([0, 1], checkpoint_id, with_bucket=True)
+
+    def _check_done(self, *, is_done: bool) -> None:
+        """What agents and command line say is true, and nothing is left over."""
+        course = self.course
+        audits = {node.index: Auditor(LocalStore(node.root)).audited() for node in course.cluster.nodes}
+        codes = {index: exit_code(audit) for index, audit in audits.items()}
+        course.say(f"verify: {codes}")
+        published = [a for a in course.oracle.attempts if a.readable_on and not course.oracle.is_superseded(a)]
+        gone = {ExitCode.UNREACHABLE} if course.wiped else set()  # what had been the disk of that node never answers
+        is_mended = all(attempt.has_all_parts() for attempt in published)
+        if is_done and not set(codes.values()) <= {ExitCode.OK} | gone:
+            found = {str(finding) for audit in audits.values() for finding in (*audit.findings, *audit.plan.short)}
+            raise Violation(f"re-protection says that all is done, and verify says {codes}: {sorted(found)}")
+        if not is_done and is_mended:
+            raise Violation("nothing is damaged beyond repair, and re-protection is not done")
+        for node in course.cluster.nodes:
+            for name in (*PASSING, *[REPLACED] * is_mended):
                 left = [str(path) for path in (node.root / name).rglob("*")] if (node.root / name).is_dir() else []
                 if left:
                     raise Violation(f"left on node {node.index}: {left}")
-        self._check()
-
-
-def damage(path: Path, how: str, shards: list[Path], chance: random.Random) -> None:
-    """Damages one file as disks and people do."""
-    raw = bytearray(path.read_bytes())
-    other = next((shard for shard in shards if shard != path), None)
-    if how == "swap" and path in shards and other is not None:
-        spare = path.with_name("spare")
-        path.rename(spare)
-        other.rename(path)
-        spare.rename(other)
-    elif how == "truncate":
-        path.write_bytes(raw[: chance.randrange(len(raw) or 1)])
-    elif how == "empty":
-        path.write_bytes(b"")
-    elif how == "delete":
-        path.unlink()
-    elif raw:
-        raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
-        fresh = path.with_name("fresh")
-        fresh.write_bytes(raw)
-        shutil.move(fresh, path)

@@ -1,0 +1,87 @@
+"""What re-protection plans in a small world: the real planner, on what a world's nodes show."""
+
+from functools import cache
+
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.repair import NodeView, Presence, planned
+from replicated_ckpt.core.repair_plan import Adopt
+
+SEQUENCES = (1, 2)
+LINEAGE = "11" * 8
+SHARD_BYTES = 100
+PUBLISHED = (3, 4)
+"""Places of a version whose holdings are listed: it has its name, or had it and is set aside."""
+
+
+def save_id(version: int) -> str:
+    return f"{version + 1:032x}"
+
+
+def shard_name(shard: int) -> str:
+    return f"__{shard}_0.distcp"
+
+
+@cache
+def manifest(placed: tuple[int, ...], version: int) -> Manifest:
+    """The manifest of a version: each shard is owned by the first node that holds it, and the next has a copy."""
+    shards = {}
+    for shard in range(max(placed).bit_length()):
+        holders = tuple(f"n{node}" for node, bits in enumerate(placed) if bits >> shard & 1)
+        shards[shard_name(shard)] = ShardEntry(SHARD_BYTES, 1, shard, holders[0], holders)
+    nodes = tuple(NodeEntry(f"n{node}", "host", None, (node,)) for node in range(len(placed)))
+    return Manifest(
+        save_id(version),
+        "last",
+        SEQUENCES[version],
+        float(version + 1),
+        len(placed),
+        2,
+        10,
+        1,
+        nodes,
+        shards,
+        None,
+        LINEAGE,
+    )
+
+
+Shown = tuple[tuple[bool, tuple[int, int], tuple[int, int]], ...]
+"""Of each node: whether it answers, and by version its place there and its shards."""
+
+
+def _view(placed: tuple[int, ...], shown: Shown, index: int, *, are_gone: bool) -> NodeView:
+    is_up, places, shards = shown[index]
+    if not is_up:
+        return NodeView(f"n{index}", Presence.GONE if are_gone else Presence.ASSUMED, None)
+    holdings = tuple(
+        Holding(
+            f"n{index}",
+            "last",
+            save_id(version),
+            SEQUENCES[version],
+            has_metadata=True,
+            sizes={shard_name(bit): SHARD_BYTES for bit in range(max(placed).bit_length()) if held >> bit & 1},
+            created_unix_s=float(version + 1),
+            lineage=LINEAGE,
+            is_replaced=place == PUBLISHED[1],
+        )
+        for version, (place, held) in enumerate(zip(places, shards, strict=True))
+        if place in PUBLISHED
+    )
+    return NodeView(f"n{index}", Presence.UP, holdings)
+
+
+@cache
+def planned_for(placed: tuple[int, ...], shown: Shown, index: int, *, are_gone: bool) -> tuple[tuple[int, int], ...]:
+    """What the node is to do: (version, 0) to adopt one, (version, bits) to copy shards of it."""
+    views = [_view(placed, shown, node, are_gone=are_gone) for node in range(len(shown))]
+    held = {holding.save_id for view in views for holding in view.holdings or ()}
+    manifests = {save_id(version): manifest(placed, version) for version in (0, 1) if save_id(version) in held}
+    part = planned(manifests, views).of_node(f"n{index}")
+    actions = []
+    for action in part.actions:
+        version = 0 if action.save_id == save_id(0) else 1
+        bits = 0 if isinstance(action, Adopt) else 1 << int(action.shard.split("_")[2])
+        actions.append((version, bits))
+    return tuple(actions)

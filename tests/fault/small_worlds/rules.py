@@ -1,0 +1,73 @@
+"""The rules of a small world: those of the package, and those that it had before, which lose what was acknowledged."""
+
+from functools import cache
+
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.settlement import Answer, Fate, may_be_dropped, may_publish, settle_staged
+from tests.fault.small_worlds.mending import LINEAGE, SEQUENCES, save_id
+
+
+def version(number: int) -> Version:
+    return Version(LINEAGE, SEQUENCES[number], float(number + 1), save_id(number))
+
+
+@cache
+def _settle(own: int, count: int, is_worked_on: bool, answers: tuple[tuple[int, Answer], ...]) -> Fate:
+    settlement = settle_staged(
+        own=f"n{own}",
+        nodes=tuple(f"n{node}" for node in range(count)),
+        coordinator="n0",
+        is_worked_on=is_worked_on,
+        answers={f"n{node}": answer for node, answer in answers},
+    )
+    return settlement.fate
+
+
+@cache
+def _may_publish(number: int, published: int | None) -> bool:
+    return may_publish(version(number), None if published is None else version(published), "")
+
+
+@cache
+def _may_drop(old: int, whole: frozenset[int], published: int | None) -> bool:
+    named = None if published is None else version(published)
+    return may_be_dropped(version(old), whole=[version(number) for number in whole], published=named)
+
+
+class PackageRules:
+    """The functions of `replicated_ckpt.core.settlement` that agents call."""
+
+    def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
+        return _settle(own, count, is_worked_on, tuple(sorted(answers.items())))
+
+    def may_publish(self, version: int, published: int | None) -> bool:
+        return _may_publish(version, published)
+
+    def keeps_replaced(self) -> bool:
+        return True
+
+    def may_drop(self, old: int, whole: frozenset[int], published: int | None) -> bool:
+        return _may_drop(old, whole, published)
+
+    def gives_up_when_asked(self) -> bool:
+        return True
+
+
+class OldRules(PackageRules):
+    """As of commit adcd94a: a node that does not answer has not published, and the last to publish has the name."""
+
+    def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
+        del own, count
+        if Answer.PUBLISHED in answers.values():
+            return Fate.COMPLETE
+        return Fate.IN_DOUBT if is_worked_on else Fate.DROP
+
+    def may_publish(self, version: int, published: int | None) -> bool:
+        del version, published
+        return True
+
+    def keeps_replaced(self) -> bool:
+        return False
+
+    def gives_up_when_asked(self) -> bool:
+        return False

@@ -1,0 +1,136 @@
+"""The search: every state that a small world can come to, with what must hold in each and for each step."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tests.fault.small_worlds.world import NEW, OLD, Node, Place, State, World
+
+HEALING_ROUNDS = 12
+
+
+@dataclass
+class Found:
+    """What a search came to. `broken`: what did not hold, and the steps that led there; "" if all held."""
+
+    states: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    broken: str = ""
+    trace: tuple[str, ...] = ()
+    acknowledged: int = 0
+    dropped: int = 0
+
+
+@dataclass
+class Search:
+    """One search. `states_max`: it ends after so many states, if there are more.
+
+    `by_outcome_alone`: what a step must not do is not looked at, only what becomes of what was acknowledged.
+    """
+
+    world: World
+    states_max: int | None = None
+    by_outcome_alone: bool = False
+    _healed: dict[tuple[Node, ...], State] = field(default_factory=dict)
+
+    def run(self, first: State) -> Found:
+        """Goes through all states, those first that few steps lead to."""
+        found, began = Found(), time.monotonic()
+        came_by: dict[State, tuple[State, str] | None] = {first: None}
+        queue = deque([first])
+        while queue and not found.broken:
+            state = queue.popleft()
+            found.acknowledged += state.is_acknowledged
+            found.broken = self.broken_in(state)
+            if found.broken:
+                found.trace = tuple(_trace(came_by, state))
+                break
+            for name, after in self.world.steps(state):
+                found.steps += 1
+                if after is state or after == state:
+                    continue
+                changed = [pair for pair in zip(state.nodes, after.nodes, strict=True) if pair[0] is not pair[1]]
+                found.dropped += sum(_is_dropped(was, now, NEW) for was, now in changed)
+                if not self.by_outcome_alone:
+                    found.broken = self.broken_by(state, after, changed)
+                if found.broken:
+                    found.trace = (*_trace(came_by, state), name)
+                    break
+                if after not in came_by:
+                    came_by[after] = (state, name)
+                    queue.append(after)
+            if self.states_max is not None and len(came_by) >= self.states_max:
+                break
+        found.states, found.seconds = len(came_by), time.monotonic() - began
+        return found
+
+    # What must hold ----------------------------------------------------------------------------------------------
+
+    def broken_by(self, before: State, after: State, changed: list[tuple[Node, Node]]) -> str:
+        """What a step must not do. `changed` are the nodes that it changes, before and after."""
+        for was, now in changed:
+            if was.places == now.places:
+                continue
+            if _is_dropped(was, now, OLD) and NEW not in self.world.whole(before) | self.world.whole(after):
+                return "I1: a node drops the old version, and the new one was not seen whole"
+            if _is_dropped(was, now, NEW) and can_be_published(before):
+                return "I1: a node drops the new version, and it is published, or can be"
+            if was.places[NEW] is Place.NAMED and now.places[OLD] is Place.NAMED:
+                return "I4: the old version takes the name of the new one"
+        return ""
+
+    def broken_in(self, state: State) -> str:
+        """With all nodes back for long enough, what was acknowledged last loads, or what is newer; nothing is half done."""
+        healed = self.healed(state)
+        whole = self.world.whole(healed)
+        wanted = NEW if state.is_acknowledged else OLD
+        if not any(version >= wanted for version in whole):
+            return f"what was acknowledged last is lost: whole are {sorted(whole)}, wanted is {wanted}"
+        for index, node in enumerate(healed.nodes):
+            if {Place.STAGED, Place.DECIDED, Place.REPLACED} & set(node.places):
+                return f"node {index} is not done: {node}"
+        return ""
+
+    def healed(self, state: State) -> State:
+        """All agents run, all ranks are gone, and each node settles and protects until nothing changes."""
+        key = tuple(node._replace(is_up=True, is_held=False, heard=()) for node in state.nodes)
+        if key not in self._healed:
+            self._healed[key] = self._heal(state._replace(nodes=key, told=(), is_over=True))
+        return self._healed[key]
+
+    def _heal(self, state: State) -> State:
+        world = self.world
+        for index in range(world.count):
+            state = world._started(state, index)
+        for _ in range(HEALING_ROUNDS):
+            before = state
+            for index, node in enumerate(state.nodes):
+                if node.places[NEW] is Place.STAGED:
+                    state = world.settled(state, index, [other for other in range(world.count) if other != index])
+                state = world._published(state, index, OLD) or state
+                state = world.protected(state, index, are_gone=False)
+            if state == before:
+                break
+        return state
+
+
+def can_be_published(state: State) -> bool:
+    """Whether the new version is decided anywhere, or its coordinator may still decide."""
+    if any(node.places[NEW] in (Place.DECIDED, Place.NAMED, Place.REPLACED) for node in state.nodes):
+        return True
+    first = state.nodes[0]
+    return not state.is_over and not state.told and first.is_held and first.places[NEW] is Place.STAGED
+
+
+def _is_dropped(was: Node, now: Node, version: int) -> bool:
+    return was.places[version] is not Place.NONE and now.places[version] is Place.NONE
+
+
+def _trace(came_by: dict[State, tuple[State, str] | None], state: State) -> Iterator[str]:
+    steps = []
+    while (came := came_by[state]) is not None:
+        state, name = came
+        steps.append(name)
+    yield from reversed(steps)

@@ -1,0 +1,80 @@
+"""The search of small worlds: a bounded part of it on every run, and proof that it finds what it should."""
+
+import pytest
+
+from replicated_ckpt.core.settlement import Answer, Fate
+from tests.fault.small_worlds.rules import OldRules, PackageRules
+from tests.fault.small_worlds.search import Search
+from tests.fault.small_worlds.world import PAIRS, RING, Layout, State, World, first
+
+WORLDS = [
+    pytest.param(RING, first(RING), id="ring"),
+    pytest.param(RING, first(RING, adopting=1), id="adopting"),
+    pytest.param(PAIRS, first(PAIRS), id="pairs"),
+]
+STATES_MAX = 6_000
+
+
+@pytest.mark.parametrize("is_atomic", [True, False], ids=["asks-at-once", "asks-one-by-one"])
+@pytest.mark.parametrize(("layout", "begin"), WORLDS)
+def test_no_order_of_steps_loses_what_was_acknowledged(layout: Layout, begin: State, *, is_atomic: bool) -> None:
+    """In every state that few steps lead to, what was acknowledged last loads once all nodes are back, or what is newer."""
+    found = Search(World(layout, PackageRules(), is_atomic=is_atomic), STATES_MAX).run(begin)
+    assert not found.broken, (found.broken, found.trace)
+    assert found.states >= STATES_MAX
+    assert found.dropped > 0
+
+
+class TakesSilenceForNo(PackageRules):
+    def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
+        return OldRules().settle(own, count, is_worked_on=is_worked_on, answers=answers)
+
+
+class RemovesWhatIsWorkedOn(PackageRules):
+    def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
+        del is_worked_on
+        quiet: dict[int, Answer] = {
+            node: Answer.STAGED if said is Answer.WORKING else said for node, said in answers.items()
+        }
+        return super().settle(own, count, is_worked_on=False, answers=quiet)
+
+
+class ComparesNothing(PackageRules):
+    def may_publish(self, version: int, published: int | None) -> bool:
+        del version, published
+        return True
+
+
+class DeletesWhatItReplaces(PackageRules):
+    def keeps_replaced(self) -> bool:
+        return False
+
+
+class DropsWhatItReplacedAtOnce(PackageRules):
+    def may_drop(self, old: int, whole: frozenset[int], published: int | None) -> bool:
+        del whole
+        return published is not None and old != published
+
+
+@pytest.mark.parametrize(
+    ("rules", "adopting", "broken"),
+    [
+        (TakesSilenceForNo(), None, "drops the new version"),
+        (RemovesWhatIsWorkedOn(), None, "drops the new version"),
+        (ComparesNothing(), 1, "is not done"),
+        (DeletesWhatItReplaces(), None, "drops the old version"),
+        (DropsWhatItReplacedAtOnce(), None, "drops the old version"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, PackageRules) else "",
+)
+def test_every_rule_is_needed(rules: PackageRules, adopting: int | None, broken: str) -> None:
+    """Without any one of the rules of the protocol an invariant breaks, and the search finds it within a few steps."""
+    found = Search(World(RING, rules, is_atomic=True), STATES_MAX).run(first(RING, adopting=adopting))
+    assert broken in found.broken, found
+
+
+@pytest.mark.parametrize(("layout", "begin"), WORLDS)
+def test_the_rules_of_before_lose_what_was_acknowledged(layout: Layout, begin: State) -> None:
+    """A node that takes silence for an answer, and the last to publish has the name: that loses what was acknowledged."""
+    found = Search(World(layout, OldRules(), is_atomic=True), 20 * STATES_MAX, by_outcome_alone=True).run(begin)
+    assert "is lost" in found.broken, found

@@ -1,0 +1,316 @@
+"""The course of one schedule: the cluster, the jobs on it, what was done so far, and what came of each save and load."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from replicated_ckpt.errors import (
+    CheckpointAmbiguous,
+    CheckpointNotFound,
+    MeetingFailed,
+    MetadataUnsafe,
+    ReplicatedCkptError,
+    ShardLost,
+)
+from tests.fault.torture.cluster import Cluster
+from tests.fault.torture.disks import Disks
+from tests.fault.torture.jobs import Job, Policy, Saved
+from tests.fault.torture.network import Killed
+from tests.fault.torture.oracle import MAIN, Attempt, Oracle, Violation
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What schedules run on: a cluster of nodes, and jobs on it. The simulated and the real one have the same methods.
+
+    `can_pause`: an operation can pause at a failpoint while others go on.
+    """
+
+    cluster: Callable[[Path, int, int], Any]
+    job: Callable[[Any, Sequence[int], Policy], Any]
+    can_pause: bool = True
+
+
+SIMULATION = Backend(Cluster, Job)
+
+
+@dataclass
+class SlowSave:
+    """A save that has begun and goes on later. `disturbed_before`: how many disturbances there had been when it began."""
+
+    job: Any
+    operation: Any
+    attempt: Attempt
+    is_calm: bool
+    disturbed_before: int
+
+
+@dataclass
+class SlowLoad:
+    """A load that has found its checkpoint and reads it later. `attempts`: how many saves had begun by then."""
+
+    job: Any
+    operation: Any
+    checkpoint_id: str
+    nodes: list[int]
+    disturbed_before: int
+    attempts: int
+
+
+@dataclass
+class Course:
+    """What happens is a function of the seed alone. `lines` tells it step by step, `counts` what there was.
+
+    `disturbances` are the steps so far that may make a save fail that is under way. `knows`: the newest save that each
+    node is sure to know of.
+    """
+
+    seed: int
+    base: Path
+    backend: Backend
+    themes: Sequence[str]
+    random: Random = field(init=False)
+    cluster: Any = field(init=False)
+    policy: Policy = field(init=False)
+    theme: str = field(init=False)
+    disks: Disks = field(init=False)
+    oracle: Oracle = field(init=False)
+    job: Any = None
+    slow: list[SlowSave] = field(default_factory=list)
+    slow_loads: list[SlowLoad] = field(default_factory=list)
+    disturbances: int = 0
+    knows: Counter[int] = field(default_factory=Counter)
+    wiped: set[str] = field(default_factory=set)
+    lines: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    _ids: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = Random(self.seed)
+        count = self.random.randint(3, 5)
+        self.cluster = self.backend.cluster(self.base, count, self.seed)
+        self.theme = self.random.choice(self.themes)
+        keep_last = self.random.choice([1, 2, 2] if self.theme == "retention" else [None, None, None, 2, 3])
+        bucket = self.base / "bucket"
+        url = f"file://{bucket}" if self.theme == "bucket" else None
+        self.policy = Policy(self.random.choice([2, 2, 3]), keep_last, url)
+        self.disks = Disks([node.root for node in self.cluster.nodes])
+        self.oracle = Oracle(self.disks, keep_last, bucket)
+        self.say(f"seed {self.seed}: {self.theme}, {count} nodes, {self.policy.copies} copies, keep_last {keep_last}")
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    @property
+    def has_bucket(self) -> bool:
+        """Whether the run saves to a bucket, and that answers now."""
+        return self.policy.object_store is not None and not self.cluster.is_bucket_down
+
+    # Who is there ------------------------------------------------------------------------------------------------
+
+    def island(self) -> list[int]:
+        """Nodes that are switched on and reach each other; the mainland, most of the time."""
+        on = [node.index for node in self.cluster.nodes if not node.is_off]
+        cut = [node for node in on if node in self.cluster.network.cut]
+        main = [node for node in on if node not in cut]
+        if cut and (not main or self.random.random() < 0.3):
+            return [node for node in cut if self.cluster.network.is_reached(node, cut[0])]
+        return main
+
+    def up(self) -> list[int]:
+        """Nodes of the mainland whose agents run."""
+        return [node.index for node in self.cluster.nodes if node.is_up and node.index not in self.cluster.network.cut]
+
+    def are_all_up(self, nodes: Collection[int]) -> bool:
+        reach = self.cluster.network.is_reached
+        return all(self.cluster.nodes[node].is_up and reach(node, next(iter(nodes))) for node in nodes)
+
+    def is_behind(self, nodes: Collection[int]) -> bool:
+        """Whether none of these nodes knows the newest save of the run: a save by them would be another history."""
+        newest = max((found.number for found in self.oracle.attempts if found.run == MAIN and found.parts), default=0)
+        return max(self.knows[node] for node in nodes) < newest
+
+    def learn(self) -> None:
+        """Every node knows what it holds."""
+        for attempt in self.oracle.attempts:
+            for node in attempt.readable_on if attempt.run == MAIN else ():
+                self.knows[node] = max(self.knows[node], attempt.number)
+
+    def current_job(self) -> Any:
+        """The job that goes on, or a new one on some of the nodes that can reach each other, in any order."""
+        if self.job is not None and not self.job.is_dead and self.random.random() < 0.6:
+            is_busy = any(slow.job is self.job for slow in self.slow)
+            if not is_busy and not any(self.cluster.nodes[node].is_off for node in self.job.nodes):
+                return self.job if self.is_in_one_piece(self.job.nodes) else None
+        self.end_job()
+        self.job = self.new_job()
+        return self.job
+
+    def is_in_one_piece(self, nodes: Sequence[int]) -> bool:
+        return all(self.cluster.network.is_reached(node, nodes[0]) for node in nodes)
+
+    def new_job(self) -> Any:
+        """A job on some of the nodes that can reach each other and know of the newest save; None if there are none."""
+        nodes = self.island()
+        if not nodes or self.is_behind(nodes):
+            return None
+        count = self.random.choice([len(nodes), self.random.randint(min(2, len(nodes)), len(nodes))])
+        chosen = self.random.sample(nodes, count)
+        if self.is_behind(chosen):
+            chosen += [node for node in nodes if node not in chosen]
+        world = [node for node in chosen for _ in range(self.random.choice([1, 1, 2]))]
+        job = self.backend.job(self.cluster, world, self.policy)
+        if self.random.random() < 0.5:  # it goes on where the last one ended
+            self.load_in(job, "latest", readers=9, with_bucket=self.has_bucket)
+        return job
+
+    def end_job(self) -> None:
+        if self.job is not None and not any(slow.job is self.job for slow in self.slow):
+            self.say("the job ends")
+            self.job.end()
+        self.job = None
+
+    # Saves and loads ---------------------------------------------------------------------------------------------
+
+    def draw_id(self, *, overwrite: bool | None = None) -> tuple[str, bool]:
+        """A checkpoint to save, and whether it is one that is there already."""
+        saved = [found for found in self.oracle.attempts if not found.is_stock]
+        known = sorted({found.checkpoint_id for found in saved if found.run == MAIN})
+        if known and (self.random.random() < 0.5 if overwrite is None else overwrite):
+            return self.random.choice(known), True
+        self._ids += 1
+        checkpoint_id = f"step-{self._ids}"
+        return checkpoint_id, checkpoint_id in {found.checkpoint_id for found in saved}
+
+    def save(self, job: Any, checkpoint_id: str, what: str = "", *, overwrite: bool, run: str = MAIN) -> Saved:
+        """One save from its beginning to its end."""
+        is_calm = not what and self.are_all_up(job.nodes)
+        attempt = self.oracle.began(checkpoint_id, len(job.nodes), run)
+        saved = self.saved(job, attempt, overwrite=overwrite)
+        self.finish(job, attempt, saved, what, is_calm=is_calm)
+        return saved
+
+    def saved(self, job: Any, attempt: Attempt, *, overwrite: bool) -> Saved:
+        """How a save ended; the oracle knows it from that moment on."""
+        saved: Saved = job.save(attempt.checkpoint_id, attempt.number, overwrite=overwrite)
+        self.oracle.ended(attempt, is_acknowledged=saved.error is None)
+        return saved
+
+    def finish(self, job: Any, attempt: Attempt, saved: Saved, what: str, *, is_calm: bool) -> None:
+        """A save is over: says so, and that it was acknowledged if nothing disturbed it."""
+        killed = self.cluster.settle_kill()
+        self.counts["saves"] += 1
+        self.counts["calm"] += is_calm
+        self.counts["kills"] += killed is not None
+        self.counts["acknowledged"] += saved.error is None
+        who = "" if killed is None else f"; hit: {'agent' if killed.is_agent else 'rank'} of node {killed.node}"
+        how = "acknowledged" if saved.error is None else f"{type(saved.error).__name__}"
+        self.say(
+            f"save {attempt.checkpoint_id} (attempt {attempt.number}) by nodes {job.nodes}{what}: {how}{who}"
+            + (f": {saved.error!s:.300}" if saved.error else "")
+        )
+        if job.is_dead and job is self.job:
+            self.job = None
+        self.learn()
+        if saved.error is None:
+            for node in set(job.nodes) & attempt.readable_on:
+                self.knows[node] = max(self.knows[node], attempt.number)
+        elif is_calm:
+            raise Violation(f"a save that nothing disturbed failed: {saved.error!r}")
+        elif isinstance(saved.error, ReplicatedCkptError) and killed is None:
+            raise Violation(f"a save failed outside of DCP's steps: {saved.error!r}")
+
+    def load(
+        self, group: Sequence[int], checkpoint_id: str, readers: int = 9, *, with_bucket: bool = False
+    ) -> int | None:
+        """Loads on these nodes; the attempt that was found, None if the load said that it is lost. Never wrong bytes."""
+        job = self.backend.job(self.cluster, group, self.policy)
+        try:
+            return self.load_in(job, checkpoint_id, readers, with_bucket=with_bucket)
+        finally:
+            job.end()
+
+    def load_in(self, job: Any, checkpoint_id: str, readers: int, *, with_bucket: bool = False) -> int | None:
+        """As `load`, by a job that goes on."""
+        group = job.nodes
+        self.counts["loads"] += 1
+        try:
+            loaded = job.load(checkpoint_id, readers, with_bucket=with_bucket)
+        except (ShardLost, CheckpointNotFound, MetadataUnsafe, CheckpointAmbiguous) as exc:
+            self.say(f"load {checkpoint_id} on nodes {list(group)}: {type(exc).__name__}: {exc.message}")
+            return None
+        except MeetingFailed as exc:
+            raise Violation(f"a load did not end: {exc}") from exc
+        attempts = {attempt for attempt, _ in loaded}
+        where = " or the bucket" if with_bucket else ""
+        self.say(f"load {checkpoint_id} on nodes {list(group)}{where}: attempt {sorted(attempts)}")
+        if len(attempts) != 1:
+            raise Violation(f"the ranks of one load got different attempts: {attempts}")
+        for attempt, state in loaded:
+            self.oracle.check_found(checkpoint_id, attempt, state)
+        known = [a.number for a in self.oracle.attempts if a.run == MAIN and a.readable_on & set(group)]
+        for node in group:
+            self.knows[node] = max(self.knows[node], max(known, default=0))
+        return int(attempts.pop())
+
+    def introduce(self) -> None:
+        """A load of all nodes that can be reached tells them of each other, and of the newest checkpoint."""
+        group = self.up()
+        if group:
+            self.load(group, "latest", readers=1)
+
+    def collect_slow(self) -> None:
+        """Those that are over by now, as another one had to wait for them."""
+        for slow in [slow for slow in self.slow if slow.operation.is_over]:
+            self.go_on(slow)
+        for load in [load for load in self.slow_loads if load.operation.is_over]:
+            self.read_on(load)
+
+    def read_on(self, load: SlowLoad) -> None:
+        """A load that has paused reads what it has found. What it was told to read is not removed under its hands."""
+        self.slow_loads.remove(load)
+        if not load.operation.is_over:
+            self.cluster.resume(load.operation)
+        load.job.end()
+        error, is_due = load.operation.error, load.disturbed_before == self.disturbances
+        self.say(f"load {load.checkpoint_id} on nodes {load.nodes}, which had paused: {error or 'done'!s:.300}")
+        if error is None:
+            for attempt, state in load.operation.result:
+                self.oracle.check_found(load.checkpoint_id, attempt, state)
+        elif not isinstance(error, ReplicatedCkptError | Killed):
+            raise error
+        later = self.oracle.attempts[load.attempts :]
+        if error and is_due and not any(found.checkpoint_id == load.checkpoint_id for found in later):
+            raise Violation(f"{load.checkpoint_id} was removed while it was loaded: {error}") from error
+
+    def end_all_slow(self) -> None:
+        """Nothing that is under way waits any more."""
+        while self.slow:
+            self.go_on(self.slow[0])
+        while self.slow_loads:
+            self.read_on(self.slow_loads[0])
+
+    def go_on(self, slow: SlowSave) -> None:
+        """A save that has paused goes on to its end."""
+        self.slow.remove(slow)
+        if not slow.operation.is_over:
+            self.cluster.resume(slow.operation)
+        self.end_slow(slow)
+
+    def end_slow(self, slow: SlowSave) -> None:
+        if slow.operation.error is not None:
+            raise slow.operation.error
+        others = [
+            found for found in self.oracle.of_id(slow.attempt.checkpoint_id) if found.number > slow.attempt.number
+        ]
+        is_calm = slow.is_calm and slow.disturbed_before == self.disturbances and not others
+        what = f", which had paused at {slow.operation.paused_at}"
+        self.finish(slow.job, slow.attempt, slow.operation.result, what, is_calm=is_calm)
+        if slow.job is not self.job:
+            slow.job.end()
+
+
+__all__ = ["SIMULATION", "Backend", "Course", "Killed", "SlowSave"]

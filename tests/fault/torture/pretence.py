@@ -1,0 +1,192 @@
+"""What a simulation pretends: the network, the clock, chance, threads, and what a rank finds out about its world."""
+
+import fcntl
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from replicated_ckpt.agent import reprotect, service, targets, upload
+from replicated_ckpt.agent.endpoint import Endpoint
+from replicated_ckpt.cli import repair
+from replicated_ckpt.core.checksum import BlockHasher
+from replicated_ckpt.core.windows import Window
+from replicated_ckpt.dcp import finish, loading, own_agent, reader, seen_lineage, shard_writer, world, writer
+from replicated_ckpt.dcp import node as node_module
+from replicated_ckpt.dcp.node import NodePost
+from replicated_ckpt.dcp.shard_reader import ShardReader
+from replicated_ckpt.dcp.world import World
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores import agent_client, catalog, committed, fanout, tee, verified
+from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.object_client import ObjectClient
+from replicated_ckpt.stores.object_open import opened_client
+from replicated_ckpt.stores.object_retry import RetryingClient
+from replicated_ckpt.stores.object_url import ObjectTarget
+
+if TYPE_CHECKING:
+    from tests.fault.torture.cluster import Cluster
+
+BLOCK_BYTES = 512
+Seen = dict[Any, Any]
+
+
+@dataclass
+class RankView:
+    """What one rank sees of its process and its world. `said` are the warnings of the package."""
+
+    world: World
+    post: Callable[[], NodePost]
+    session: str
+    seen_lineages: Seen
+    said: list[str]
+    met: Callable[..., Any] | None = None
+
+
+@dataclass
+class _Now:
+    """The view of the rank that runs now."""
+
+    cluster: "Cluster"
+    alone: Seen = field(default_factory=dict)
+
+    @property
+    def rank(self) -> RankView:
+        view = self.cluster.operations.running.rank
+        assert isinstance(view, RankView), "no rank runs"
+        return view
+
+    @property
+    def name(self) -> str:
+        """Stands in for the session of a process."""
+        return self.rank.session
+
+    def seen(self) -> Seen:
+        """What this process has loaded and saved."""
+        view = self.cluster.operations.running.rank
+        return self.alone if view is None else view.seen_lineages
+
+    def get(self, key: Any) -> Any:
+        return self.seen().get(key)
+
+    def __setitem__(self, key: Any, newest: Any) -> None:
+        self.seen()[key] = newest
+
+    def warn(self, text: str, category: type[Warning] | None = None, **_: Any) -> None:
+        """Stands in for `warnings.warn`."""
+        del category
+        self.rank.said.append(text)
+
+    def meet(self, *arguments: Any, **more: Any) -> Any:
+        assert self.rank.met is not None
+        return self.rank.met(*arguments, **more)
+
+
+class FetchInTurn:
+    """Stands in for `FetchAhead`: fetches a window when it is needed, in the one thread that runs."""
+
+    def __init__(self, reader: ShardReader, *_: object) -> None:
+        self._reader = reader.sibling()
+
+    def take(self, window: Window) -> memoryview:
+        return self._reader.read(window.shard, window.offset, window.length)
+
+    def done(self, window: Window) -> None:
+        """Nothing is kept of it."""
+
+    def stop(self) -> None:
+        self._reader.close()
+
+
+def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
+    """The patches, each to be entered for as long as the simulation goes on."""
+    now = _Now(cluster)
+    clock = SimpleNamespace(monotonic=cluster.now, sleep=cluster.wait, time=lambda: 1.7e9 + cluster.now())
+    replaced: Sequence[tuple[object, str, object]] = (
+        (agent_client, "opened_connection", cluster.network.connection),
+        (agent_client, "given_up_after", _no_deadline),
+        (service, "time", clock),
+        (reprotect, "time", clock),
+        (finish, "time", clock),
+        (uuid, "uuid4", cluster.draw_uuid),
+        (fanout.FanOut, "run", _run_inline),
+        (tee._SinkThread, "start", lambda _: None),
+        (tee._SinkThread, "join", tee._SinkThread.run),
+        (tee, "BlockHasher", partial(BlockHasher, BLOCK_BYTES)),
+        (shard_writer, "Buffers", partial(tee.Buffers, 4, 1 << 16)),
+        (os, "fsync", lambda _: None),  # nothing loses power here
+        (fcntl, "flock", cluster.operations.flock(fcntl.flock)),
+        (verified, "SCRATCH_BYTES", 1 << 16),
+        (loading, "FetchAhead", FetchInTurn),
+        (upload, "random", cluster.random),
+        (targets, "opened_client", partial(_open_bucket, cluster)),
+        (reader, "opened_client", partial(_open_bucket, cluster)),
+        (reader, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
+        (catalog, "leads_out", _never),  # there are no symbolic links here, and it is a fifth of all work
+        (committed, "leads_out", _never),
+        (world, "_SESSION", now),
+        (seen_lineage, "_seen", now),
+        (writer, "warnings", now),
+        (reader, "warnings", now),
+        (writer, "world_of_call", lambda *_: now.rank.world),
+        (reader, "world_of_call", lambda *_: now.rank.world),
+        (reader, "calling", lambda: True),
+        (reader, "met", now.meet),
+        (node_module, "node_post", lambda *_: now.rank.post()),
+        (writer, "node_post", lambda *_: now.rank.post()),
+        (own_agent, "ensured_agent", partial(_endpoint_of, cluster)),
+        (repair, "ensured_agent", partial(_endpoint_of, cluster)),
+    )
+    for target, name, stand_in in replaced:
+        yield mock.patch.object(target, name, stand_in)
+
+
+class _FaultyBucket:
+    """A bucket that does not answer while it is down."""
+
+    def __init__(self, cluster: "Cluster", client: ObjectClient) -> None:
+        self._cluster = cluster
+        self._client = client
+        self.target = client.target
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            if self._cluster.is_bucket_down:
+                raise StoreUnavailable(self.target.url, name, "", "the bucket is down")
+            return getattr(self._client, name)(*arguments)
+
+        return called
+
+
+def _open_bucket(cluster: "Cluster", target: ObjectTarget) -> _FaultyBucket:
+    return _FaultyBucket(cluster, opened_client(target))
+
+
+def _endpoint_of(cluster: "Cluster", store: LocalStore, *_: Any) -> Endpoint:
+    """Stands in for `ensured_agent`: the node's agent, started if it does not run."""
+    node = next(node for node in cluster.nodes if node.root == store.root)
+    node.boot()
+    return node.endpoint
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+@contextmanager
+def _no_deadline(*_: Any) -> Iterator[None]:
+    yield
+
+
+def _run_inline(self: fanout.FanOut[Any, Any], keys: Any, call: Callable[[Any], Any]) -> fanout.FanOut[Any, Any]:
+    for key in keys:
+        try:
+            self.results[key] = call(key)
+        except ReplicatedCkptError as exc:
+            self.errors[key] = exc
+    return self

@@ -1,0 +1,444 @@
+"""The steps of a schedule: what people, jobs, agents and faults do, each at random."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from replicated_ckpt.failpoints import POINTS
+from tests.fault.torture.course import Course, SlowLoad, SlowSave
+from tests.fault.torture.damage import choose, damage
+from tests.fault.torture.disks import MANIFEST
+from tests.fault.torture.faults import Outage
+
+RANK_POINTS = sorted(name for name in POINTS if name.startswith(("rank.", "coordinator.", "store.")))
+AGENT_POINTS = sorted(name for name in POINTS if name.startswith(("agent.", "commit.", "store.", "abort.", "restore.")))
+DECIDING_POINTS = ["coordinator.metadata-staged", "coordinator.decided", "coordinator.decided", "coordinator.published"]
+PUBLISHING_POINTS = sorted(name for name in POINTS if name.startswith(("agent.decision", "commit.")))
+PAUSING_POINTS = ["coordinator.drawn", "coordinator.opened", "coordinator.placed", "rank.writing", "rank.written"]
+PAUSING_POINTS += ["store.opened", "store.shard-fsynced", "agent.receiving", "coordinator.decided", "commit.checked"]
+BACKGROUND_POINTS = ["store.opened", "store.opened", "restore.copied", "commit.checked", "commit.named", "commit.done"]
+ADOPTING_POINTS = sorted(name for name in POINTS if name.startswith(("adopt.", "commit.", "store.opened")))
+
+# Saves -----------------------------------------------------------------------------------------------------------
+
+
+def save(course: Course) -> None:
+    job = course.current_job()
+    if job is not None:
+        checkpoint_id, overwrite = course.draw_id()
+        course.save(job, checkpoint_id, overwrite=overwrite)
+
+
+def save_with_a_kill(course: Course) -> None:
+    """A rank or an agent is killed at one step of a save."""
+    job = course.current_job()
+    if job is None:
+        return
+    is_agent = course.random.random() < 0.5
+    name = course.random.choice(AGENT_POINTS if is_agent else RANK_POINTS)
+    node = course.random.choice(job.nodes)
+    course.cluster.plan_kill(name, node, is_agent=is_agent)
+    course.disturbances += 1
+    checkpoint_id, overwrite = course.draw_id()
+    what = f", {'agent' if is_agent else 'rank'} of node {node} to be killed at {name}"
+    course.save(job, checkpoint_id, what, overwrite=overwrite)
+
+
+def overwrite_with_an_outage(course: Course) -> None:
+    """Several nodes at once die, are switched off or cut off while a save decides or publishes."""
+    job = course.current_job()
+    if job is None:
+        return
+    is_agent = course.random.random() < 0.4
+    name = course.random.choice(PUBLISHING_POINTS if is_agent else DECIDING_POINTS)
+    node = course.random.choice(job.nodes) if is_agent else job.nodes[0]
+    nodes = list(dict.fromkeys(job.nodes))
+    middle = len(nodes) // 2  # neighbours hold copies for each other, and fail together: they share a rack
+    some = course.random.sample(nodes, course.random.randint(1, len(nodes)))
+    victims = frozenset(course.random.choice([some, nodes[:middle], nodes[middle:]]))
+    outage = Outage(victims, course.random.choice(["agents", "off", "off", "cut"]))
+    course.cluster.plan_outage(name, node, is_agent=is_agent, outage=outage)
+    course.disturbances += 1
+    checkpoint_id, overwrite = course.draw_id(overwrite=course.random.random() < 0.9)
+    where = f"{'agent' if is_agent else 'rank'} of node {node} is at {name}"
+    what = f", nodes {sorted(victims)}: {outage.how} when {where}"
+    course.save(job, checkpoint_id, what, overwrite=overwrite)
+    if outage.how == "agents" and course.random.random() < 0.7:
+        for victim in victims:
+            course.cluster.nodes[victim].switch_off()
+
+
+def begin_slowly(course: Course) -> None:
+    """A save with a slow planner, a slow disk, or in the background: other things happen while it goes on."""
+    if len(course.slow) > 1:
+        return
+    job = course.new_job()
+    if job is None:
+        return
+    checkpoint_id, overwrite = course.draw_id()
+    is_alone = not any(slow.attempt.checkpoint_id == checkpoint_id for slow in course.slow)
+    is_calm = is_alone and course.are_all_up(job.nodes)
+    _begin(course, job, checkpoint_id, overwrite=overwrite, is_calm=is_calm)
+
+
+def _begin(course: Course, job: object, checkpoint_id: str, *, overwrite: bool, is_calm: bool) -> SlowSave:
+    point = course.random.choice(PAUSING_POINTS)
+    attempt = course.oracle.began(checkpoint_id, len(job.nodes))  # type: ignore[attr-defined]
+    disturbed = course.disturbances
+    operation = course.cluster.begin(
+        f"save {attempt.number}",
+        lambda: course.saved(job, attempt, overwrite=overwrite),
+        point,
+    )
+    slow = SlowSave(job, operation, attempt, is_calm, disturbed)
+    if operation.is_over:
+        course.end_slow(slow)
+        return slow
+    nodes = job.nodes  # type: ignore[attr-defined]
+    course.say(f"save {checkpoint_id} (attempt {attempt.number}) by nodes {nodes} begins, and pauses at {point}")
+    course.slow.append(slow)
+    return slow
+
+
+def twin(course: Course) -> None:
+    """Two jobs save under one id: one begins, the other saves meanwhile."""
+    first = course.new_job()
+    if first is None or len(course.slow) > 1:
+        return
+    checkpoint_id, _ = course.draw_id()
+    course.disturbances += 1
+    _begin(course, first, checkpoint_id, overwrite=True, is_calm=False)
+    second = course.new_job()
+    if second is not None:
+        course.save(second, checkpoint_id, ", while another job saves it", overwrite=True)
+        second.end()
+
+
+def go_on(course: Course) -> None:
+    """A save that paused goes on to its end."""
+    if course.slow:
+        course.go_on(course.random.choice(course.slow))
+
+
+# Loads -----------------------------------------------------------------------------------------------------------
+
+
+def load(course: Course) -> None:
+    nodes = course.island()
+    if nodes:
+        group = course.random.sample(nodes, course.random.randint(1, len(nodes)))
+        course.load(group, course.random.choice(["latest", *course.oracle.ids()]))
+
+
+def load_slowly(course: Course) -> None:
+    """A load finds its checkpoint, and other things happen before it reads it."""
+    group = course.up()
+    ids = [found for found in course.oracle.ids() if course.oracle.must_load(found, group)]
+    if not ids or course.slow_loads:
+        return
+    checkpoint_id = course.random.choice(ids)
+    job = course.backend.job(course.cluster, course.random.sample(group, len(group)), course.policy)
+    operation = course.cluster.begin(f"load {checkpoint_id}", lambda: job.load(checkpoint_id, 1), "load.planned")
+    course.say(f"load {checkpoint_id} on nodes {job.nodes} begins, and pauses when it has found it")
+    load = SlowLoad(job, operation, checkpoint_id, job.nodes, course.disturbances, len(course.oracle.attempts))
+    course.slow_loads.append(load)
+
+
+def read_on(course: Course) -> None:
+    """A load that paused goes on to its end."""
+    if course.slow_loads:
+        course.read_on(course.slow_loads[0])
+
+
+def bucket_comes_and_goes(course: Course) -> None:
+    course.cluster.is_bucket_down = not course.cluster.is_bucket_down
+    course.say(f"the bucket is {'down' if course.cluster.is_bucket_down else 'back'}")
+
+
+# Nodes come and go -----------------------------------------------------------------------------------------------
+
+
+def kill_agent(course: Course) -> None:
+    node = course.random.choice(course.cluster.nodes)
+    course.say(f"agent of node {node.index} is killed")
+    course.disturbances += 1
+    node.kill()
+
+
+def leave(course: Course) -> None:
+    """Nodes are switched off, after their agents said goodbye or without."""
+    nodes = [node for node in course.cluster.nodes if not node.is_off]
+    chosen = course.random.sample(nodes, course.random.randint(0, len(nodes)))
+    how = course.random.choice(["in good order", "in good order", "without a word"])
+    _switch_off(course, chosen, how)
+
+
+def _switch_off(course: Course, nodes: Sequence[Any], how: str) -> None:
+    course.say(f"nodes {sorted(node.index for node in nodes)} are switched off {how}")
+    course.disturbances += 1
+    for node in nodes:
+        if how == "in good order":
+            node.leave()
+        node.switch_off()
+    if course.job is not None and course.job.is_dead:
+        course.end_job()
+
+
+def trade_places(course: Course) -> None:
+    """All that are on are switched off, and then those that were off come up, without having met the others."""
+    off = [node for node in course.cluster.nodes if node.is_off]
+    if off:
+        on = [node for node in course.cluster.nodes if not node.is_off]
+        _switch_off(course, on, course.random.choice(["in good order", "without a word"]))
+        course.say(f"nodes {[node.index for node in off]} are switched on")
+        for node in course.random.sample(off, len(off)):
+            node.switch_on()
+
+
+def restart(course: Course) -> None:
+    node = course.random.choice(course.cluster.nodes)
+    if not node.is_off:
+        course.say(f"agent of node {node.index} is started")
+        node.boot()
+
+
+def return_some(course: Course) -> None:
+    """Some of the nodes that are off are switched on, in any order; others may go."""
+    off = [node for node in course.cluster.nodes if node.is_off]
+    chosen = course.random.sample(off, course.random.randint(min(1, len(off)), len(off)))
+    if not chosen:
+        return
+    if course.random.random() < 0.3:
+        leave(course)
+    course.say(f"nodes {[node.index for node in chosen]} are switched on")
+    for node in chosen:
+        node.switch_on()
+
+
+def wipe(course: Course) -> None:
+    """A node is lost with its disk, and comes back blank."""
+    node = course.random.choice(course.cluster.nodes)
+    course.say(f"node {node.index} is lost with its disk, and comes back blank")
+    course.disturbances += 1
+    if course.job is not None and node.index in course.job.nodes:
+        course.end_job()
+    course.oracle.look()
+    if (node.root / "node.json").exists():
+        course.wiped.add(node.node_id())
+    node.switch_off()
+    node.wipe()
+    course.oracle.lost_disk(node.index)
+    course.knows[node.index] = 0
+    node.is_off = False
+    if course.random.random() < 0.7:
+        node.boot()
+        course.introduce()
+
+
+def lose_checkpoint(course: Course) -> None:
+    """A person removes a checkpoint's directory from one node, whose agent is restarted: it is to get it again."""
+    node = course.random.choice(course.cluster.nodes)
+    if node.is_off:
+        return
+    course.disturbances += 1
+    node.kill()
+    course.oracle.look()
+    found = [lying for lying in course.disks.lying() if lying.node == node.index and lying.is_named]
+    if not found:
+        return
+    lying = course.random.choice(found)
+    course.say(f"node{node.index}/{lying.checkpoint_id} is removed, and the agent killed and started")
+    attempt = course.oracle.attempt_of(lying)
+    course.oracle.damaged(lying, attempt, [*lying.files, MANIFEST], is_data_intact=False)
+    for name in lying.files:
+        (lying.place / name).unlink()
+    with contextlib.suppress(OSError):
+        lying.place.rmdir()
+    node.boot()
+
+
+def cut_or_heal(course: Course) -> None:
+    network = course.cluster.network
+    course.disturbances += 1
+    if network.cut and course.random.random() < 0.7:
+        course.say("the network is whole again")
+        network.cut = set()
+    else:
+        nodes = [node.index for node in course.cluster.nodes]
+        some = course.random.sample(nodes, course.random.choice([1, 1, 2]))
+        course.say(f"nodes {some} are cut off")
+        if len(some) > 1 and course.random.random() < 0.5:
+            network.split(some)
+        else:
+            network.cut = set(some)
+
+
+# Disks -----------------------------------------------------------------------------------------------------------
+
+
+def damage_a_file(course: Course) -> None:
+    course.oracle.look()
+    found = [lying for lying in course.disks.lying() if lying.is_published]
+    if not found:
+        return
+    lying = course.random.choice(found)
+    name, how = choose(sorted(lying.files), course.random)
+    course.say(f"{how} {name} in {lying.place.relative_to(course.base)}")
+    course.disturbances += 1
+    attempt = course.oracle.attempt_of(lying)
+    bad = damage(lying.place, name, how, course.random)
+    course.oracle.damaged(lying, attempt, bad, is_data_intact=how == "footer" and lying.manifest is not None)
+
+
+# Background ------------------------------------------------------------------------------------------------------
+
+
+def protect(course: Course) -> None:
+    """The agents get the time to look at everything and to do what is to be done."""
+    course.introduce()  # agents take copies of those whom they have met
+    said = course.cluster.protect()
+    done = bool(said) and all(found.is_complete for found in said)
+    course.counts["protected"] += done
+    course.say(f"re-protection: {'done' if done else 'not done'}: {said}")
+
+
+def pass_time(course: Course) -> None:
+    seconds = course.random.choice([8, 40, 90])
+    course.say(f"{seconds} s pass")
+    course.cluster.pass_time(seconds)
+
+
+def round_slowly(course: Course) -> None:
+    """One agent's background work pauses in the middle, as with a slow disk, while what else is under way goes on."""
+    nodes = [node for node in course.cluster.nodes if node.is_up]
+    if not nodes:
+        return
+    node, point = course.random.choice(nodes), course.random.choice(BACKGROUND_POINTS)
+    operation = course.cluster.begin(f"round of node {node.index}", lambda: course.cluster.round_of([node]), point)
+    if operation.is_over:
+        if operation.error is not None:
+            raise operation.error
+        return
+    course.say(f"the background work of node {node.index} pauses at {point}")
+    course.disturbances += 1
+    while course.slow:
+        course.go_on(course.slow[0])
+    if course.random.random() < 0.5:
+        save(course)
+    if not operation.is_over:
+        course.cluster.resume(operation)
+    course.say(f"the background work of node {node.index} goes on")
+    if operation.error is not None:
+        raise operation.error
+
+
+# Stock torch -----------------------------------------------------------------------------------------------------
+
+
+def scatter(course: Course) -> None:
+    """A job with torch's own writer leaves a checkpoint on the nodes' disks."""
+    nodes = course.island()
+    if len(nodes) < 2:
+        return
+    world = course.random.sample(nodes, course.random.randint(2, len(nodes)))
+    job = course.backend.job(course.cluster, world, course.policy)
+    checkpoint_id = f"stock-{len(course.oracle.attempts)}"
+    attempt = course.oracle.began(checkpoint_id, len(world), is_stock=True)
+    job.save_with_stock_torch(checkpoint_id, attempt.number)
+    job.end()
+    course.oracle.ended(attempt, is_acknowledged=True)
+    course.say(f"stock torch saves {checkpoint_id} (attempt {attempt.number}) on nodes {world}")
+
+
+def run_repair(course: Course) -> None:
+    """A person runs `replicated-ckpt repair` on a node; a process may be killed at any step."""
+    up = course.up()
+    if not up:
+        return
+    node = course.random.choice(up)
+    course.introduce()
+    victim = course.random.choice([None, None, *up])
+    point = course.random.choice(ADOPTING_POINTS)
+    if victim is not None:
+        course.cluster.plan_kill(point, victim, is_agent=True)
+        course.disturbances += 1
+    code = course.cluster.repair(node)
+    killed = course.cluster.settle_kill()
+    course.say(
+        f"repair on node {node}: {code}" + (f"; agent of node {killed.node} killed at {point}" if killed else "")
+    )
+
+
+def end_job(course: Course) -> None:
+    course.end_job()
+
+
+STEPS: dict[str, tuple[int, Callable[[Course], None]]] = {
+    "save": (6, save),
+    "save_with_a_kill": (4, save_with_a_kill),
+    "overwrite_with_an_outage": (2, overwrite_with_an_outage),
+    "begin_slowly": (2, begin_slowly),
+    "twin": (1, twin),
+    "go_on": (1, go_on),
+    "load": (3, load),
+    "load_slowly": (1, load_slowly),
+    "read_on": (1, read_on),
+    "bucket_comes_and_goes": (0, bucket_comes_and_goes),
+    "kill_agent": (2, kill_agent),
+    "leave": (1, leave),
+    "restart": (2, restart),
+    "return_some": (2, return_some),
+    "trade_places": (1, trade_places),
+    "wipe": (2, wipe),
+    "lose_checkpoint": (1, lose_checkpoint),
+    "cut_or_heal": (2, cut_or_heal),
+    "damage": (3, damage_a_file),
+    "protect": (3, protect),
+    "pass_time": (1, pass_time),
+    "round_slowly": (1, round_slowly),
+    "scatter": (0, scatter),
+    "repair": (1, run_repair),
+    "end_job": (1, end_job),
+}
+"""By name: how often it is drawn where anything may happen, and what it does."""
+
+NEED_A_PAUSE = {"begin_slowly", "twin", "go_on", "round_slowly", "load_slowly", "read_on", "bucket_comes_and_goes"}
+"""Steps that only a simulation can do: something pauses in the middle, or a bucket does not answer."""
+ANYTHING = {name: weight for name, (weight, _) in STEPS.items()}
+THEMES: dict[str, dict[str, int]] = {
+    "anything": ANYTHING,
+    "outages": {
+        "overwrite_with_an_outage": 5,
+        "return_some": 5,
+        "trade_places": 4,
+        "leave": 3,
+        "pass_time": 4,
+        "load": 1,
+        "save": 1,
+    },
+    "slowness": {
+        "begin_slowly": 6,
+        "round_slowly": 6,
+        "go_on": 2,
+        "twin": 2,
+        "lose_checkpoint": 5,
+        "wipe": 2,
+        "save": 2,
+        "pass_time": 2,
+        "load": 1,
+    },
+    "damage": {
+        "damage": 8,
+        "protect": 5,
+        "leave": 2,
+        "return_some": 3,
+        "save": 2,
+        "pass_time": 2,
+        "lose_checkpoint": 1,
+    },
+    "histories": {"save": 6, "return_some": 6, "trade_places": 1, "leave": 3, "load": 3, "pass_time": 3, "wipe": 1},
+    "stock": ANYTHING | {"scatter": 8, "repair": 8},
+    "retention": {"save": 8, "load_slowly": 4, "read_on": 2, "pass_time": 4, "leave": 2, "return_some": 3, "wipe": 1},
+    "bucket": ANYTHING | {"bucket_comes_and_goes": 3, "wipe": 4, "pass_time": 4, "save": 8},
+}
+"""What a schedule is about: how often each step is drawn."""
