@@ -227,10 +227,10 @@ class ObjectUnsafe(ReplicatedCkptError):
         allowing += f"torch.serialization.add_safe_globals([{', '.join(paths)}])"
         hint = f"If they are harmless, allow them before the load: `{allowing}`. {self.default_hint}" if names else None
         super().__init__(f"The object {fqn!r} in {where} is not loaded: {problem}.", hint)
-        self.args = (fqn, where, tuple(names), why)
         self.fqn = fqn
         self.where = where
-        self.names = tuple(names)
+        self.names = tuple((module, name) for module, name in names)
+        self.args = (fqn, where, self.names, why)
         self.why = why
 
 

@@ -131,7 +131,7 @@ class AgentServer(ThreadingHTTPServer):
     def log_problem(self, client_address: Any, what: str) -> None:
         """Logs one line; of a peer that has shown no valid token, as few as `Strangers` allows."""
         if self.connections.is_known(client_address):
-            log.info("%s: %s", client_address, what)
+            log.info("%s:%d: %s", *client_address[:2], what)
         else:
             self._strangers.note(str(client_address[0]) if client_address else "this host", what)
 

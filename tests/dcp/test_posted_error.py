@@ -24,6 +24,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "AckNotReached": (2, {"__0_0.distcp": 1}, "node b is gone"),
     "ShardLost": ("step-1", {"__0_0.distcp": "a", "__1_0.distcp": "b"}, ("node a: not reached", "node b")),
     "LineagesMet": ("latest", ("a: step-1", "b: step-2"), "two runs"),
+    "ObjectUnsafe": ("optimizer.extra", "__0_0.distcp", (("datetime", "date"), ("a", "B"))),
     "UploadFailed": ("step-1", "s3://bucket/x", "denied"),
 }
 STORE_ERROR = ("node a at h:1", "PUT", "/v1/x", "no \u2028 room", "Make room.")

@@ -24,7 +24,6 @@ BROAD_EXCEPTS_ALLOWED = {
     "replicated_ckpt/dcp/bucket_look.py": 1,  # top of a thread; whoever looks gets the error
     "replicated_ckpt/dcp/fetch_ahead.py": 1,  # top of a thread; whoever takes the window gets the error
     "replicated_ckpt/dcp/meeting.py": 3,  # told to the ranks that wait for this one; then it is raised
-    "replicated_ckpt/dcp/metadata.py": 1,  # unpickling hostile bytes raises anything; all of it is MetadataUnsafe
     "replicated_ckpt/dcp/reader.py": 2,  # raised a little later, where DCP tells all ranks
     "replicated_ckpt/dcp/tellable.py": 1,  # an error's own code raises anything when it is pickled
     "replicated_ckpt/dcp/values.py": 1,  # what a class that a user has allowed does with hostile arguments raises anything
