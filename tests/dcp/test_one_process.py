@@ -177,7 +177,7 @@ def test_damaged_metadata_or_manifest_is_not_believed(tmp_path: Path, name: str)
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
-    with pytest.raises((CheckpointNotFound, CheckpointException), match=r"CRC32C|manifest of .*step-1.* is damaged"):
+    with pytest.raises((ShardLost, CheckpointException), match=r"CRC32C|manifest of .*step-1.* is damaged"):
         loaded(tmp_path, "step-1", state())
 
 
