@@ -47,7 +47,7 @@ def agent(tmp_path: Path) -> Iterator[RunningAgent]:
 def said_of(agent: RunningAgent, verb: str) -> list[str]:
     """The lines of the agent's log that are refusals of a verb."""
     log = (agent.root / "agent.out").read_text().splitlines()
-    return [line for line in log if "refused to" in line and f"/v1/{verb}'" in line]
+    return [line for line in log if "refused " in line and f"/v1/{verb}'" in line]
 
 
 # Running something ---------------------------------------------------------------------------------------------------

@@ -259,7 +259,7 @@ def retired(store: LocalStore, mark: Marker) -> None:
 
 
 def peers_of(*ports: int) -> tuple[AgentAddress, ...]:
-    return tuple(AgentAddress(f"{port:012x}", "host", port, "token") for port in ports)
+    return tuple(AgentAddress(f"{port:012x}", "127.0.0.1", port, "token") for port in ports)
 
 
 def met_peers(store: LocalStore, mark: Marker) -> None:

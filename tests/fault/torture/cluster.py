@@ -92,7 +92,7 @@ class Node:
             keep_identity(directory, identity)
             peer, owner = self.tokens.peer, self.tokens.owner
             self.endpoint = Endpoint(
-                self.service.node_id, "", self.port, peer, 1, "0.1.0", identity.incarnation, owner_token=owner
+                self.service.node_id, "", self.port, peer, 1, "0.1.0", identity.incarnation, "f" * 64, owner
             )
             self.greeter = Greeter(self.service, self.endpoint)
             self._start_background_work(store)

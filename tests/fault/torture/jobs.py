@@ -232,7 +232,7 @@ class Job:
         inode = f"store{node.index}"
         address, invitation = node.address(), node.endpoint.invitation()
         host, boot = f"host{node.index}", f"boot{node.index}"
-        return NodePost(node.service.node_id, host, boot, inode, None, address, invitation)
+        return NodePost(node.service.node_id, host, boot, inode, None, address, invitation=invitation)
 
 
 class FirstError(Exception):
