@@ -30,6 +30,11 @@ class Schedule:
     rates: tuple[float, ...]
 
 
+torch.serialization.add_safe_globals(
+    [Schedule]
+)  # else a load refuses it, as it does with all classes that nobody allowed
+
+
 def digest(value: Any) -> str:
     if isinstance(value, DTensor):
         value = value.full_tensor()
