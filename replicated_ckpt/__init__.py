@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from replicated_ckpt.dcp.convert.export import export_checkpoint
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
     from replicated_ckpt.dcp.convert.progress import Converted
+    from replicated_ckpt.dcp.load_report import LoadReport
     from replicated_ckpt.dcp.reader import ReplicatedReader
-    from replicated_ckpt.dcp.report import LoadReport, SaveReport
+    from replicated_ckpt.dcp.save_report import SaveReport
     from replicated_ckpt.dcp.writer import ReplicatedWriter
 
 __all__ = [
@@ -37,11 +38,11 @@ _HOME_BY_NAME = {
     "CheckpointManager": "replicated_ckpt.dcp.checkpointing",
     "Converted": "replicated_ckpt.dcp.convert.progress",
     "KeyRules": "replicated_ckpt.core.keys",
-    "LoadReport": "replicated_ckpt.dcp.report",
+    "LoadReport": "replicated_ckpt.dcp.load_report",
     "ReplicatedReader": "replicated_ckpt.dcp.reader",
     "ReplicatedWriter": "replicated_ckpt.dcp.writer",
     "Retention": "replicated_ckpt.config",
-    "SaveReport": "replicated_ckpt.dcp.report",
+    "SaveReport": "replicated_ckpt.dcp.save_report",
     "export_checkpoint": "replicated_ckpt.dcp.convert.export",
     "import_checkpoint": "replicated_ckpt.dcp.convert.importing",
 }

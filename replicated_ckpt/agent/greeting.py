@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from replicated_ckpt.agent.endpoint import Endpoint
 from replicated_ckpt.agent.peers import PeerBook
-from replicated_ckpt.agent.service import NodeService
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
 from replicated_ckpt.stores.fanout import FanOut
@@ -27,11 +26,11 @@ class Greeter:
     Peers that are introduced later are told by the ranks where this node is.
     """
 
-    def __init__(self, service: NodeService, endpoint: Endpoint) -> None:
-        self._peers = service.peers
+    def __init__(self, peers: PeerBook, endpoint: Endpoint) -> None:
+        self._peers = peers
         self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
         self._lock = threading.Lock()
-        self._missing = {peer.node_id for peer in service.peers.known()}
+        self._missing = {peer.node_id for peer in peers.known()}
 
     def start(self) -> threading.Thread:
         """Greets every known peer, in the background; returns the thread that does."""

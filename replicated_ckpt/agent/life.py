@@ -123,7 +123,7 @@ class Agent:
         self._certificate = certificate_of(self.config, directory)
         server = self._listening(identity)
         self._endpoint = self._reached_at(server, identity)  # before anybody is answered
-        self._greeter = Greeter(self._service, self._endpoint)
+        self._greeter = Greeter(self._service.peers, self._endpoint)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="rckpt-accept", daemon=True)

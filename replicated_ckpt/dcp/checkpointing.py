@@ -13,10 +13,11 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from replicated_ckpt.config import ManagerConfig, Retention
 from replicated_ckpt.dcp.lent_group import borrow_group
+from replicated_ckpt.dcp.load_report import LoadReport
 from replicated_ckpt.dcp.object_tier import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.preemption import Preemption
 from replicated_ckpt.dcp.reader import ReplicatedReader
-from replicated_ckpt.dcp.report import LoadReport, SaveReport
+from replicated_ckpt.dcp.save_report import SaveReport
 from replicated_ckpt.dcp.writer import ReplicatedWriter
 from replicated_ckpt.errors import ConfigInvalid
 

@@ -19,12 +19,12 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.sources import ByteRange
 from replicated_ckpt.dcp.items import ItemReader
 from replicated_ckpt.dcp.lineage_choice import describe_lineage
+from replicated_ckpt.dcp.load_report import LoadReport
 from replicated_ckpt.dcp.lookup import looked_up
 from replicated_ckpt.dcp.meeting import AgreedError, met
 from replicated_ckpt.dcp.metadata_copies import UnreadMetadata, verified_metadata
 from replicated_ckpt.dcp.presence import announce
 from replicated_ckpt.dcp.rank_load import RankLoad, places_of
-from replicated_ckpt.dcp.report import LoadReport
 from replicated_ckpt.dcp.sharing import planned
 from replicated_ckpt.dcp.stored_tensor import StoredTensors
 from replicated_ckpt.dcp.survey import Survey

@@ -13,7 +13,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.checksum import BlockTable
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.decision import SaveDecision, ShardReceipt
-from replicated_ckpt.dcp.items import ItemWriter
+from replicated_ckpt.dcp.item_writer import ItemWriter
 from replicated_ckpt.dcp.torch_private import StorageInfo
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.durable import read_exactly, translated

@@ -28,8 +28,8 @@ from replicated_ckpt.dcp.numbering import numbered
 from replicated_ckpt.dcp.object_tier import WAIT_TIMEOUT_S, ObjectTier
 from replicated_ckpt.dcp.presence import announce
 from replicated_ckpt.dcp.receipts import check_none_aborted, gathered, receipt_post
-from replicated_ckpt.dcp.report import SaveReport, reported
 from replicated_ckpt.dcp.retaining import Retaining
+from replicated_ckpt.dcp.save_report import SaveReport, report_save
 from replicated_ckpt.dcp.seen_lineage import remember, seen_lineage
 from replicated_ckpt.dcp.shard_writer import ShardWriter, WrittenShard
 from replicated_ckpt.dcp.tellable import make_tellable
@@ -286,7 +286,7 @@ class ReplicatedWriter(StorageWriter):
             how = {"stream_to_peers": self.config.ack != "local", "durable": self.config.ack != "peer-memory"}
             shard = self._shards.write(plan, planner, decision, rank, **how)
         seconds = time.monotonic() - self._started_at
-        self.last_save = reported(decision, shard.receipt if shard else None, self.config.copies, seconds)
+        self.last_save = report_save(decision, shard.receipt if shard else None, self.config.copies, seconds)
         if shard is None:
             return [], Receipt()
         if shard.missed and self.config.on_degraded == "raise":

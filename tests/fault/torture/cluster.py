@@ -94,7 +94,7 @@ class Node:
             self.endpoint = Endpoint(
                 self.service.node_id, "", self.port, peer, 1, "0.1.0", identity.incarnation, "f" * 64, owner
             )
-            self.greeter = Greeter(self.service, self.endpoint)
+            self.greeter = Greeter(self.service.peers, self.endpoint)
             self._start_background_work(store)
             self.agent = actor
             self.greeter.greet_all()

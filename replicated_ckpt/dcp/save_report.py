@@ -1,4 +1,4 @@
-"""What one save or load did on one rank, as values."""
+"""What one save did on one rank."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class SaveReport:
     seconds: float
 
 
-def reported(decision: SaveDecision, receipt: ShardReceipt | None, copies_wanted: int, seconds: float) -> SaveReport:
+def report_save(decision: SaveDecision, receipt: ShardReceipt | None, copies_wanted: int, seconds: float) -> SaveReport:
     """What a rank that wrote one shard, or none, did for a save."""
     size = receipt.size_bytes if receipt else 0
     holders = len(receipt.holders) if receipt else decision.placement.copies
@@ -33,22 +33,3 @@ def reported(decision: SaveDecision, receipt: ShardReceipt | None, copies_wanted
         holders,
         seconds,
     )
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What one load did on this rank. `bad_copies` were found and not used.
-
-    Bytes are those that this rank read, in whole blocks, by where they came from: its own store, peers, the bucket; and
-    `bytes_shared`, without the rest of their blocks, another rank of this node had fetched.
-    """
-
-    checkpoint_id: str
-    save_id: str
-    bytes_local: int
-    bytes_peer: int
-    bytes_object: int
-    items: int
-    seconds: float
-    bad_copies: tuple[str, ...]
-    bytes_shared: int = 0
