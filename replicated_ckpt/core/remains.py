@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
 
+from replicated_ckpt.core.checksum import footed_bytes
 from replicated_ckpt.core.inventory import Holding, SaveFound
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file, is_checkpoint_id
 from replicated_ckpt.core.manifest import Manifest
@@ -30,6 +31,15 @@ class Remains:
         wanted = {name: (entry.size_bytes, entry.crc32c) for name, entry in manifest.shards.items()}
         wanted[METADATA_NAME] = (manifest.metadata_bytes, manifest.metadata_crc32c)
         return frozenset(name for name, crc in self.crcs.items() if (self.sizes[name], crc) == wanted.get(name))
+
+    def may_be_originals(self, manifest: Manifest) -> bool:
+        """Whether the save may have been adopted from them: stock torch's shards, by their sizes, without our footers."""
+        is_adoption = manifest.sequence == 0 and not self.is_ours
+        return is_adoption and any(
+            footed_bytes(self.sizes[name]) == entry.size_bytes
+            for name, entry in manifest.shards.items()
+            if name in self.sizes
+        )
 
     def foreign(self, manifest: Manifest) -> frozenset[str]:
         """The shards that are, by their own checksums, of another save."""

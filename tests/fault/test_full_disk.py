@@ -25,7 +25,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Three nodes; the second one's disk is small."""
     with Cluster(tmp_path / "cluster", 3) as cluster:
         disk = cluster.nodes[1].disk
-        mounted = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MIB}m", "tmpfs", str(disk)]
+        mounted = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MIB}m,mode=0700", "tmpfs", str(disk)]
         if subprocess.run(mounted, check=False, capture_output=True).returncode:
             pytest.skip("no tmpfs can be mounted here")
         try:

@@ -154,7 +154,10 @@ def test_an_address_that_cannot_be_one_is_none(tmp_path: Path, poison: Mapping[s
 @pytest.mark.parametrize("host", ["a" * 100, "..", "a..b", "%", ":"])
 def test_a_host_that_has_no_address_is_out_of_reach(host: str) -> None:
     """And not the end of whoever talks to it."""
-    with AgentClient(AgentAddress("n", host, 1, "t"), 2) as client, pytest.raises(StoreUnavailable):
+    with (
+        AgentClient(AgentAddress("n", host, 1, "t", tls_sha256="f" * 64), 2) as client,
+        pytest.raises(StoreUnavailable),
+    ):
         client.call("GET", "/v1/status")
 
 

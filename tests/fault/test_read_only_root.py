@@ -24,7 +24,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Two nodes; the disk of the second one is a file system of its own."""
     with Cluster(tmp_path / "cluster", 2) as cluster:
         disk = cluster.nodes[1].disk
-        mounted = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
+        mounted = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "tmpfs", str(disk)]
         if subprocess.run(mounted, check=False, capture_output=True).returncode:
             pytest.skip("no tmpfs can be mounted here")
         try:
