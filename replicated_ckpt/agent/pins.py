@@ -10,26 +10,34 @@ _PINS_MAX = 1024
 
 
 class Pins:
-    """Saves by id, and until when each is kept. Safe for concurrent use; forgotten when the agent ends."""
+    """By reader, the save that it was told to read, and until when that is kept.
+
+    A reader reads one save at a time: the next one ends its pin on the last. Safe for concurrent use; forgotten when the
+    agent ends.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._until: dict[str, float] = {}
+        self._by_reader: dict[str, tuple[str, float]] = {}
 
-    def pin(self, save_id: str) -> None:
+    def pin(self, save_id: str, reader: str) -> None:
         with self._lock:
-            self._until.pop(save_id, None)
-            self._until[save_id] = self._clock() + PIN_S
-            while len(self._until) > _PINS_MAX:
-                del self._until[next(iter(self._until))]
+            self._by_reader.pop(reader, None)
+            self._by_reader[reader] = save_id, self._clock() + PIN_S
+            while len(self._by_reader) > _PINS_MAX:
+                del self._by_reader[next(iter(self._by_reader))]
 
     def renew(self, save_id: str) -> None:
         """Keeps a save that is pinned for as long again: it is being read."""
         with self._lock:
-            if save_id in self._until:
-                self._until[save_id] = self._clock() + PIN_S
+            until = self._clock() + PIN_S
+            self._by_reader |= {reader: (save_id, until) for reader in self._readers_of(save_id)}
 
     def is_pinned(self, save_id: str) -> bool:
         with self._lock:
-            return self._until.get(save_id, 0.0) > self._clock()
+            return bool(self._readers_of(save_id))
+
+    def _readers_of(self, save_id: str) -> list[str]:
+        now = self._clock()
+        return [reader for reader, (pinned, until) in self._by_reader.items() if pinned == save_id and until > now]

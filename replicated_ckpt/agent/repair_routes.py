@@ -20,6 +20,8 @@ from replicated_ckpt.stores.inspection import Inspector
 
 _PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
+_READER_CHARS_MAX = 256
+
 
 class RepairRoutes:
     """Maps requests to re-protection. Safe for concurrent use."""
@@ -64,10 +66,10 @@ class RepairRoutes:
     def _hear(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """A load begins: which checkpoint it reads, and the largest sequence that it has seen of the lineage."""
         del request
-        lineage, save_id = str(fields["lineage"]), str(fields["save_id"])
-        if not is_lineage(lineage) or not is_save_id(save_id):
+        lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
+        if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
             raise ConfigInvalid("hear: no save of a lineage is named.")
-        self._service.pins.pin(save_id)
+        self._service.pins.pin(save_id, reader)
         self._service.heard.hear({lineage: min(int(fields["sequence"]), HEARD_SEQUENCE_MAX)})
         return json_answer()
 

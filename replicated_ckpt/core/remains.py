@@ -32,10 +32,12 @@ class Remains:
         wanted[METADATA_NAME] = (manifest.metadata_bytes, manifest.metadata_crc32c)
         return frozenset(name for name, crc in self.crcs.items() if (self.sizes[name], crc) == wanted.get(name))
 
-    def may_be_originals(self, manifest: Manifest) -> bool:
-        """Whether the save may have been adopted from them: stock torch's shards, by their sizes, without our footers."""
-        is_adoption = manifest.sequence == 0 and not self.is_ours
-        return is_adoption and any(
+    def may_be_of(self, manifest: Manifest) -> bool:
+        """Whether shards are as long as those of this save without footers: stock torch's, adopted elsewhere, or cut ones.
+
+        Which bytes they are, the checksums of the save tell.
+        """
+        return not self.is_ours and any(
             footed_bytes(self.sizes[name]) == entry.size_bytes
             for name, entry in manifest.shards.items()
             if name in self.sizes

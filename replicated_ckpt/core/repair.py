@@ -123,7 +123,7 @@ class _Look:
         recognized: dict[str, list[Holding]] = {save.save_id: [] for save in found}
         for one in remains:
             manifest = recognize(one, likely)
-            if manifest is not None and (one.is_ours or one.matching(manifest) or one.may_be_originals(manifest)):
+            if manifest is not None and (one.is_ours or one.matching(manifest) or one.may_be_of(manifest)):
                 recognized[manifest.save_id].append(one.holding(manifest))
             else:
                 (foreign if one.is_ours else unmanaged).add(one.node_id)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -64,7 +65,7 @@ def met(
         AgreedError: with the error that this rank raises, as every rank does. Others: this rank's alone.
     """
     if world.blackboard is None:
-        return _remembered(store, _alone(store, given_id, opened_bucket(), lineage))
+        return _remembered(store, _alone(store, world, given_id, opened_bucket(), lineage))
 
     def survey(posts: Sequence[Mapping[str, Any]]) -> Survey:
         with translated(str(store.root), "look for", "checkpoints"):
@@ -149,12 +150,14 @@ def _remembered(store: LocalStore, survey: Survey) -> Survey:
     return survey
 
 
-def _alone(store: LocalStore, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str) -> Survey:
+def _alone(
+    store: LocalStore, world: World, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str
+) -> Survey:
     peers = PeerBook(store.root_agent_directory()).known()
     look = Surveyor(store, store.known_node_id(), peers, bucket, lineage=lineage)
     survey = look.surveyed(_resolved(store, given_id))
     own = read_endpoint(store.root_agent_directory())
-    _tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey)
+    _tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey, world)
     return survey
 
 
@@ -207,7 +210,7 @@ def _surveyed(
     _introduced(known, openers, world.session)
     absent = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in nodes]
     survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen).surveyed(ids[0])
-    _tell_load({address.node_id: address for address in (*survey.addresses, *addresses)}.values(), survey)
+    _tell_load({address.node_id: address for address in (*survey.addresses, *addresses)}.values(), survey, world)
     return survey
 
 
@@ -225,15 +228,16 @@ def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], 
     return nodes, {node: store for node, store in seen.items() if nodes[node].silence}
 
 
-def _tell_load(addresses: Iterable[AgentAddress], survey: Survey) -> None:
+def _tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> None:
     """Tells the agents which save is read, so that it stays, and how far its lineage has come: later saves are newer.
 
     One that does not answer is left out: it holds nothing that this load was told to read from it.
     """
     if not survey.lineages:
         return
+    reader = f"{world.session}/{threading.get_ident()}"  # one load at a time
     lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, HEARD_SEQUENCE_MAX)
-    document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id}
+    document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}
 
     def tell(address: AgentAddress) -> None:
         with AgentClient(address) as client:

@@ -356,16 +356,19 @@ def test_another_runs_store_neither_counts_nor_goes_nor_removes(nodes: Nodes) ->
 
 
 def test_what_a_load_was_told_to_read_is_not_retired(nodes: Nodes) -> None:
-    """A policy that gives it up waits while it is read; checkpoints that no load reads go."""
+    """A policy that gives it up waits while it is read, or until its reader reads another; what no load reads goes."""
     nodes.start(0, 1)
     saves = [Save(nodes, n, {0: (0, 1), 1: (1, 0)}, f"step-{n}").acknowledged() for n in (1, 2, 3)]
     for index in (0, 1):
-        document = {"lineage": RUN, "sequence": 3, "save_id": saves[0].save_id}
+        document = {"lineage": RUN, "sequence": 3, "save_id": saves[0].save_id, "reader": "a load"}
         nodes.call(index, "POST", "/v1/hear", document)
         policy = Policy("", NODES, 3, Retention(keep_last=1), RUN)
         nodes.call(index, "POST", "/v1/retention", {"policies": [policy.to_json()], "is_committed": True})
     wait_for(lambda: nodes.versions("step-2") == {}, 30, "what nobody reads to go")
     assert nodes.versions("step-1") == {saves[0].save_id: saves[0].shards}
+    for index in (0, 1):
+        nodes.call(index, "POST", "/v1/hear", {**document, "save_id": saves[2].save_id})
+    wait_for(lambda: nodes.versions("step-1") == {}, 30, "what the reader has left for another to go")
 
 
 def test_the_lock_of_a_dead_coordinator_is_free(nodes: Nodes) -> None:
