@@ -32,7 +32,7 @@ class Pins:
         """Keeps a save that is pinned for as long again: it is being read."""
         with self._lock:
             until = self._clock() + PIN_S
-            self._by_reader |= {reader: (save_id, until) for reader in self._readers_of(save_id)}
+            self._by_reader |= dict.fromkeys(self._readers_of(save_id), (save_id, until))
 
     def is_pinned(self, save_id: str) -> bool:
         with self._lock:
