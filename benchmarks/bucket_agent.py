@@ -4,13 +4,13 @@ import time
 from pathlib import Path
 
 from benchmarks.shard_on_disk import written_shard
-from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
-from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.intent import Intent
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.object_open import opened_client
-from replicated_ckpt.stores.object_url import ObjectTarget
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.buckets.servers import Server
 

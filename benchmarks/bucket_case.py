@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.object_client import ObjectClient
-from replicated_ckpt.stores.object_fsspec import FsspecClient
-from replicated_ckpt.stores.object_s3 import S3Client
-from replicated_ckpt.stores.object_shard import ObjectShard
-from replicated_ckpt.stores.object_url import ObjectTarget
-from replicated_ckpt.stores.upload_source import UploadSource
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.client import ObjectClient
+from replicated_ckpt.stores.bucket.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket.s3 import S3Client
+from replicated_ckpt.stores.bucket.shard import ObjectShard
+from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.verified import Expected
 
 RANGE_BYTES = 16 << 20

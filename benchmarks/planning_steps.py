@@ -24,13 +24,13 @@ from benchmarks import planning_world as synthetic
 from benchmarks.planning_world import WillingNodes, World
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import decoded_manifest
-from replicated_ckpt.dcp.blackboard import Blackboard
-from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, decided
-from replicated_ckpt.dcp.finish import commit_save
-from replicated_ckpt.dcp.metadata import decoded_metadata
-from replicated_ckpt.dcp.survey import Survey
-from replicated_ckpt.dcp.writer import ReplicatedWriter
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard
+from replicated_ckpt.dcp.find.survey import Survey
+from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.save.commit import commit_save
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decided
+from replicated_ckpt.dcp.save.writer import ReplicatedWriter
+from replicated_ckpt.stores.local.store import LocalStore
 
 T = TypeVar("T")
 SAVE_ID = "0123456789abcdef" * 2

@@ -10,12 +10,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.dcp.cluster import Committed, Opened
-from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, ShardReceipt
-from replicated_ckpt.dcp.node import NodePost
-from replicated_ckpt.dcp.torch_private import StorageInfo
-from replicated_ckpt.stores.agent_client import AgentAddress
-from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, ShardReceipt
+from replicated_ckpt.dcp.save.nodes import Committed, Opened
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.peer.client import AgentAddress
 
 SHARD_BYTES = 1 << 30
 ROWS = 64

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from replicated_ckpt.core.checksum import BlockHasher, BlockTable
-from replicated_ckpt.stores.shard_file import FileSink
+from replicated_ckpt.core.integrity.checksum import BlockHasher, BlockTable
+from replicated_ckpt.stores.local.shard_file import FileSink
 
 _PIECE_BYTES = 16 << 20
 

@@ -10,15 +10,15 @@ from replicated_ckpt.version import __version__
 
 if TYPE_CHECKING:
     from replicated_ckpt.config import Retention
-    from replicated_ckpt.core.keys import KeyRules
-    from replicated_ckpt.dcp.checkpointing import CheckpointManager
+    from replicated_ckpt.core.bucket.keys import KeyRules
+    from replicated_ckpt.dcp.convert.entries.progress import Converted
     from replicated_ckpt.dcp.convert.export import export_checkpoint
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
-    from replicated_ckpt.dcp.convert.progress import Converted
-    from replicated_ckpt.dcp.load_report import LoadReport
-    from replicated_ckpt.dcp.reader import ReplicatedReader
-    from replicated_ckpt.dcp.save_report import SaveReport
-    from replicated_ckpt.dcp.writer import ReplicatedWriter
+    from replicated_ckpt.dcp.load.reader import ReplicatedReader
+    from replicated_ckpt.dcp.load.report import LoadReport
+    from replicated_ckpt.dcp.manager import CheckpointManager
+    from replicated_ckpt.dcp.save.report import SaveReport
+    from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 
 __all__ = [
     "CheckpointManager",
@@ -35,14 +35,14 @@ __all__ = [
 ]
 
 _HOME_BY_NAME = {
-    "CheckpointManager": "replicated_ckpt.dcp.checkpointing",
-    "Converted": "replicated_ckpt.dcp.convert.progress",
-    "KeyRules": "replicated_ckpt.core.keys",
-    "LoadReport": "replicated_ckpt.dcp.load_report",
-    "ReplicatedReader": "replicated_ckpt.dcp.reader",
-    "ReplicatedWriter": "replicated_ckpt.dcp.writer",
+    "CheckpointManager": "replicated_ckpt.dcp.manager",
+    "Converted": "replicated_ckpt.dcp.convert.entries.progress",
+    "KeyRules": "replicated_ckpt.core.bucket.keys",
+    "LoadReport": "replicated_ckpt.dcp.load.report",
+    "ReplicatedReader": "replicated_ckpt.dcp.load.reader",
+    "ReplicatedWriter": "replicated_ckpt.dcp.save.writer",
     "Retention": "replicated_ckpt.config",
-    "SaveReport": "replicated_ckpt.dcp.save_report",
+    "SaveReport": "replicated_ckpt.dcp.save.report",
     "export_checkpoint": "replicated_ckpt.dcp.convert.export",
     "import_checkpoint": "replicated_ckpt.dcp.convert.importing",
 }

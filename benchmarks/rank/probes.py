@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.rank.cost import Sample, measured
 from benchmarks.rank.state import State
 from benchmarks.rank.ways import cool_files, shared_directory
-from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.integrity.checksum import crc32c
 from tests.multiprocess.context import Context
 
 PIECE_BYTES = 4 << 20

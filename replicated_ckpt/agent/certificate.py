@@ -6,9 +6,9 @@ from pathlib import Path
 
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.durable import translated, write_file
-from replicated_ckpt.stores.ownership import read_private
-from replicated_ckpt.stores.tls import PLAIN_HINT, can_encrypt, fingerprint, is_loopback, is_network_trusted
+from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.ownership import read_private
+from replicated_ckpt.stores.peer.tls import PLAIN_HINT, can_encrypt, fingerprint, is_loopback, is_network_trusted
 
 log = logging.getLogger(__name__)
 

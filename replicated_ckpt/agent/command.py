@@ -5,11 +5,11 @@ import logging
 import os
 from typing import get_args
 
-from replicated_ckpt.agent.life import Agent
-from replicated_ckpt.agent.log_file import BoundedLog
+from replicated_ckpt.agent.process import Agent
+from replicated_ckpt.agent.state.log_file import BoundedLog
 from replicated_ckpt.config import DIRECT_IO_ENV, PLAIN_ENV, TLS_CERT_ENV, TLS_KEY_ENV, AgentConfig, DirectIO
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.ownership import GROUP_ENV
+from replicated_ckpt.stores.files.ownership import GROUP_ENV
+from replicated_ckpt.stores.local.store import LocalStore
 
 _BACKGROUND = ("lost_after_s", "away_after_s", "copy_mib_per_s", "scrub_mib_per_s", "scrub_every_s", "upload_mib_per_s")
 HELP = "Serve one node's store to its peers until stopped (ranks start one by themselves if none runs)."

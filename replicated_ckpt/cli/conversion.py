@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from replicated_ckpt.core.keys import KeyRules
+from replicated_ckpt.core.bucket.keys import KeyRules
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning
 
 if TYPE_CHECKING:
-    from replicated_ckpt.dcp.convert.progress import Converted, Progress
+    from replicated_ckpt.dcp.convert.entries.progress import Converted, Progress
 
 _LINE_EVERY_S = 1.0
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.inventory import Holding, saves_found
-from replicated_ckpt.stores.intent import Intent
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
 
 
 @dataclass(frozen=True)

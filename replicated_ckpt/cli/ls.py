@@ -4,19 +4,19 @@ import argparse
 import json
 from typing import Any
 
-from replicated_ckpt.agent.peers import PeerBook
-from replicated_ckpt.cli import stock
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.cli import unmanaged as stock
 from replicated_ckpt.cli.doubts import staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.seen_save import see_save
+from replicated_ckpt.core.protocol.seen_save import see_save
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ObjectMissing, ReplicatedCkptError
-from replicated_ckpt.stores.agent_client import AgentClient
-from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.object_open import opened_client
-from replicated_ckpt.stores.object_url import ObjectTarget
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
 
 HELP = "List the checkpoints that this node and the peers it has met hold."
 

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from replicated_ckpt.agent.audit import Audit, Auditor
-from replicated_ckpt.agent.launch import ensured_agent
-from replicated_ckpt.agent.peers import PeerBook
-from replicated_ckpt.agent.stock_audit import StockAuditor
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.repair.audit import Audit, Auditor
+from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.unmanaged.audit import StockAuditor
 from replicated_ckpt.cli.doubts import describe_loss, label_nodes, staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.stock import Adoptions
+from replicated_ckpt.cli.unmanaged import Adoptions
 from replicated_ckpt.cli.verify import as_json, describe_short, existing_store
-from replicated_ckpt.core.repair_plan import RepairPlan, ShortShard
+from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError
-from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
-from replicated_ckpt.stores.fanout import FanOut
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.tls import is_loopback
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.peer.tls import is_loopback
 
 _GREETING_WAIT_S = 20.0
 _POLL_S = 0.05

@@ -3,12 +3,12 @@
 import argparse
 import time
 
-from replicated_ckpt.agent.launch import ensured_agent
-from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.start.launch import ensured_agent
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.verify import existing_store
+from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.uploading import UploadState
 from replicated_ckpt.errors import (
     CheckpointExists,
     CheckpointNotFound,
@@ -18,11 +18,11 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     UploadFailed,
 )
-from replicated_ckpt.stores.agent_client import AgentClient
-from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.object_open import opened_client
-from replicated_ckpt.stores.object_url import ObjectTarget
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
 
 HELP = "Upload one checkpoint to the object store by hand, or wait for one that is on its way there."
 _POLL_S = 0.3

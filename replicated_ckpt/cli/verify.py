@@ -5,19 +5,19 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from replicated_ckpt.agent.audit import Audit, Auditor
-from replicated_ckpt.agent.stock_audit import StockAuditor
+from replicated_ckpt.agent.repair.audit import Audit, Auditor
+from replicated_ckpt.agent.unmanaged.audit import StockAuditor
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.stock import print_audits, worst_code
-from replicated_ckpt.core.finding import Finding
-from replicated_ckpt.core.repair_plan import ShortShard
+from replicated_ckpt.cli.unmanaged import print_audits, worst_code
+from replicated_ckpt.core.upkeep.finding import Finding
+from replicated_ckpt.core.upkeep.repair_plan import ShortShard
 from replicated_ckpt.errors import CheckpointNotFound
-from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.bucket_inspection import BucketInspector
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.object_open import opened_client
-from replicated_ckpt.stores.object_retry import RetryingClient
-from replicated_ckpt.stores.object_url import ObjectTarget
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.inspection import BucketInspector
+from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.retry import RetryingClient
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
 
 HELP = "Read everything that this node and its peers hold, check every byte, and change nothing."
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version, moment
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from replicated_ckpt.dcp.lent_group import LentGroup, borrow_group
+from replicated_ckpt.dcp.c10d.lent_group import LentGroup, borrow_group
 from replicated_ckpt.errors import ConfigInvalid
 
 

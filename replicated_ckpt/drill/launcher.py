@@ -14,8 +14,8 @@ IMPORTED_ONCE = (
     "torch._dynamo",  # fully_shard and the optimizers import it on first use
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
-    "replicated_ckpt.dcp.reader",
-    "replicated_ckpt.dcp.writer",
+    "replicated_ckpt.dcp.load.reader",
+    "replicated_ckpt.dcp.save.writer",
 )
 
 

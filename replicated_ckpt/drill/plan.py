@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from replicated_ckpt.core.placement import PlacedNode, placed
+from replicated_ckpt.core.protocol.placement import PlacedNode, placed
 from replicated_ckpt.errors import ConfigInvalid
 
 GLOBAL_BATCH_MIN = 48

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
-from replicated_ckpt.core.checksum import BlockTable
+from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from replicated_ckpt.core.checksum import BlockHasher, BlockTable, Bytes
+from replicated_ckpt.core.integrity.checksum import BlockHasher, BlockTable, Bytes
 
 BUFFER_BYTES = 4 << 20
 BUFFERS = 4

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from replicated_ckpt.core.checksum import (
+from replicated_ckpt.core.integrity.checksum import (
     FOOTER_TAIL_BYTES,
     BlockHasher,
     BlockTable,

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from replicated_ckpt.agent.endpoint import Endpoint, read_endpoint
-from replicated_ckpt.agent.object_routes import ObjectRoutes
-from replicated_ckpt.agent.pace import Pace
-from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.agent.targets import TargetBook
-from replicated_ckpt.agent.upload import Uploader
-from replicated_ckpt.agent.watch import Patience
-from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.agent.http.object_routes import ObjectRoutes
+from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.endpoint import Endpoint, read_endpoint
+from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.uploads.uploader import Uploader
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.throttle import Pace
 from tests.multiprocess.processes import is_running
 
 T = TypeVar("T")

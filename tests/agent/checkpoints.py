@@ -4,14 +4,14 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 
-from replicated_ckpt.core.checksum import crc32c, table_of
-from replicated_ckpt.core.finding import Finding
+from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
-from replicated_ckpt.stores.agent_client import AgentAddress
-from replicated_ckpt.stores.inspection import Inspector
-from replicated_ckpt.stores.intent import Intent
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.shard_file import FileSink
+from replicated_ckpt.core.upkeep.finding import Finding
+from replicated_ckpt.stores.local.inspection import Inspector
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
 
 METADATA = b"metadata" * 50
 

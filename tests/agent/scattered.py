@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
 
 ID = "run/step-10"
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.endpoint import client_lock, read_endpoint
-from replicated_ckpt.agent.launch import ensured_agent
-from replicated_ckpt.agent.watch import asked
-from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.agent.peers.watch import asked
+from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.state.endpoint import client_lock, read_endpoint
+from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -33,9 +33,9 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, file_path
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.peer import PeerShard, PeerSink
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.peer.copy import PeerShard, PeerSink
 from replicated_ckpt.stores.verified import Expected
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.multiprocess.processes import wait_until_gone

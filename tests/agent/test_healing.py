@@ -10,7 +10,7 @@ import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, quarantined, shard
 from tests.agent.test_reprotect import PAIR, QUICK, RING, agents, meet, protected, status, stores

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent import life
-from replicated_ckpt.agent.endpoint import Identity
+from replicated_ckpt.agent import process as life
+from replicated_ckpt.agent.state.endpoint import Identity
 from replicated_ckpt.config import AgentConfig
-from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 
 
 @contextmanager

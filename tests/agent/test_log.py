@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.launch import ensured_agent
-from replicated_ckpt.agent.log_file import LOG_NAME, open_log
-from replicated_ckpt.agent.strangers import ADDRESSES_MAX, INTERVAL_S, Strangers
+from replicated_ckpt.agent.http.strangers import ADDRESSES_MAX, INTERVAL_S, Strangers
+from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
 from replicated_ckpt.errors import StoreDenied
-from replicated_ckpt.stores.agent_client import AgentClient
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import stop_agent
 
 TALKER = """
@@ -47,7 +47,7 @@ def test_a_log_goes_on_in_a_new_file_when_it_is_full(tmp_path: Path) -> None:
 
 def test_a_full_log_is_set_aside_before_an_agent_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents that fail at their start, again and again, fill it no more than one that runs."""
-    monkeypatch.setattr("replicated_ckpt.agent.log_file.LOG_BYTES_MAX", 10)
+    monkeypatch.setattr("replicated_ckpt.agent.state.log_file.LOG_BYTES_MAX", 10)
     for text in (b"first, long enough", b"second, long enough", b"third"):
         with open(open_log(tmp_path), "ab") as log:  # noqa: PTH123 - a descriptor
             log.write(text)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, quarantined, shard
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import Retention, failpoints
-from replicated_ckpt.agent.policies import PolicyBook
-from replicated_ckpt.core.policy import NODES, Policy
+from replicated_ckpt.agent.state.policies import PolicyBook
+from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.errors import StoreDenied
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.retire import retire
+from replicated_ckpt.stores.local.retire import retire
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 

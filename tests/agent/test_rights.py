@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.rights import INVITATION_S, Right, Tokens, invite, needed_right
+from replicated_ckpt.agent.state.rights import INVITATION_S, Right, Tokens, invite, needed_right
 from replicated_ckpt.errors import PeerProtocolError, StoreDenied
-from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import RunningAgent, running_agent
 from tests.docs.test_docs import quoted, rows, section
 
@@ -101,7 +101,7 @@ def test_an_invitation_opens_one_agent_for_a_day(monkeypatch: pytest.MonkeyPatch
     wrong += [".", "", "x.y", f".{signature}", f"{signature}.{until}", "9" * 5000 + "." + signature, "ü.ü", "\udc80"]
     assert [tokens.right_of(given) for given in wrong] == [None] * len(wrong)
     assert tokens.owner not in invitation
-    monkeypatch.setattr("replicated_ckpt.agent.rights.time.time", lambda: now + INVITATION_S + 1)
+    monkeypatch.setattr("replicated_ckpt.agent.state.rights.time.time", lambda: now + INVITATION_S + 1)
     assert tokens.right_of(invitation) is None
     assert tokens.right_of(tokens.peer) is Right.PEER
     assert repr(tokens) == "Tokens()"

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
-from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, ReplicatedCkptError, StoreDenied
-from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, stock_path
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, stock_path
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import findings, held, introduced, quarantined
 from tests.agent.scattered import ID, Interrupted, loads, loads_by_stock_torch, scattered, state

@@ -20,8 +20,8 @@ PACKAGE = Path(replicated_ckpt.__file__).parent
 RANK = """
 import json, sys
 from pathlib import Path
-from replicated_ckpt.agent.launch import ensured_agent
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.stores.local.store import LocalStore
 endpoint = ensured_agent(LocalStore(sys.argv[1]), "127.0.0.1")
 environment = Path(f"/proc/{endpoint.pid}/environ").read_bytes().decode().split(chr(0))
 maps = Path(f"/proc/{endpoint.pid}/cmdline").read_bytes().decode().split(chr(0))

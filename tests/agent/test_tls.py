@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.endpoint import read_endpoint
-from replicated_ckpt.agent.launch import ensured_agent
-from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import PLAIN_ENV
 from replicated_ckpt.errors import ConfigInvalid, SaveAborted, StoreDenied, StoreUnavailable
-from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient, Upload
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.tls import fingerprint, is_loopback, server_context
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload
+from replicated_ckpt.stores.peer.tls import fingerprint, is_loopback, server_context
 from tests.agent.agents import HOME, running_agent, stop_agent
 from tests.agent.test_agent import begin, committed, sent
 from tests.multiprocess.cluster import Cluster, call
@@ -186,8 +186,8 @@ RANK_WITHOUT = """
 import os, sys, warnings
 sys.modules["cryptography"] = None
 os.environ["REPLICATED_CKPT_HOST"] = "192.0.2.7"
-from replicated_ckpt.dcp.node import node_post
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.dcp.node.node import node_post
+from replicated_ckpt.stores.local.store import LocalStore
 with warnings.catch_warnings(record=True) as caught:
     for _ in range(3):
         post = node_post(LocalStore(sys.argv[1]), None)

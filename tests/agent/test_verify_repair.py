@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import HOME, peers_of, running_agent
 from tests.agent.checkpoints import checkpointed, findings, held, introduced, quarantined, shard
 from tests.agent.test_reprotect import PAIR, RING, agents, stores

@@ -12,10 +12,11 @@ import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import Converted, KeyRules, export_checkpoint
 from replicated_ckpt.cli.main import main
-from replicated_ckpt.core.box import Box
-from replicated_ckpt.dcp.convert import source
+from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.dcp.convert.entries import source
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ObjectCorrupt, ObjectUnsafe, ShardLost, StoreFull
-from replicated_ckpt.stores import durable, output_local
+from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.output import local as output_local
 from tests.convert.states import assert_equal, blank, checkpoint, contents, scheduled, tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from replicated_ckpt import KeyRules, ReplicatedReader, export_checkpoint, import_checkpoint
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.manifest import decoded_manifest
-from replicated_ckpt.dcp.convert import source
+from replicated_ckpt.dcp.convert.entries import source
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.archive import ArchiveDamaged, find_records, is_archive, within
+from replicated_ckpt.core.integrity.archive import ArchiveDamaged, find_records, is_archive, within
 
 
 def saved(value: object) -> bytes:

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.box import Box
+from replicated_ckpt.core.chunk import Box
 
 SIZES = st.lists(st.integers(1, 5), max_size=4)
 

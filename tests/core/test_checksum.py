@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.checksum import (
+from replicated_ckpt.core.integrity.checksum import (
     FOOTER_TAIL_BYTES,
     BlockHasher,
     crc32c,
@@ -12,7 +12,7 @@ from replicated_ckpt.core.checksum import (
     footer_bytes_of,
     table_of,
 )
-from replicated_ckpt.core.crc_combination import combined
+from replicated_ckpt.core.integrity.crc_combination import combined
 
 
 def test_crc32c_is_castagnoli() -> None:

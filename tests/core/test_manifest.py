@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, decoded_manifest
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.placement import PlacedNode, Placement, placed
+from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, placed
 from replicated_ckpt.errors import ConfigInvalid
 
 

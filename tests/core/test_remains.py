@@ -8,7 +8,7 @@ import pytest
 from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.remains import Remains, recognize, with_remains
+from replicated_ckpt.core.upkeep.remains import Remains, recognize, with_remains
 
 SHARDS = ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp")
 

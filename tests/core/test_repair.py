@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.remains import Remains
-from replicated_ckpt.core.repair import NodeView, Presence, planned
-from replicated_ckpt.core.repair_plan import RepairPlan
+from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, planned
+from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
 

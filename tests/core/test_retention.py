@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from replicated_ckpt import Retention
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.policy import NODES, Policy, Standing, merged, pending, scope_of
-from replicated_ckpt.core.remains import Remains
-from replicated_ckpt.core.repair import NodeView, Presence, planned
-from replicated_ckpt.core.retention import Candidate, RetentionPlan, judged, planned_retention, without_retired
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing, merged, pending, scope_of
+from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, planned
+from replicated_ckpt.core.upkeep.retention import Candidate, RetentionPlan, judged, planned_retention, without_retired
 from replicated_ckpt.errors import ConfigInvalid
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE

@@ -5,7 +5,14 @@ from itertools import product
 import pytest
 
 from replicated_ckpt.core.lineage import Version
-from replicated_ckpt.core.settlement import Answer, Fate, Settlement, may_be_dropped, may_publish, settle_staged
+from replicated_ckpt.core.protocol.settlement import (
+    Answer,
+    Fate,
+    Settlement,
+    may_be_dropped,
+    may_publish,
+    settle_staged,
+)
 
 NODES = ("a", "b", "c")
 SILENT = None

@@ -2,8 +2,8 @@
 
 import pytest
 
-from replicated_ckpt.core.adopting import AdoptStock, planned_adoption
-from replicated_ckpt.core.stock import StockFile, StockHolding, stock_checkpoints
+from replicated_ckpt.core.unmanaged.adopting import AdoptStock, planned_adoption
+from replicated_ckpt.core.unmanaged.survey import StockFile, StockHolding, stock_checkpoints
 from replicated_ckpt.errors import CheckpointAmbiguous
 
 METADATA = StockFile(500, 7, 1000.0)

@@ -2,10 +2,10 @@
 
 import pytest
 
+from replicated_ckpt.core.bucket.upload_plan import chosen_uploader
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.repair import NodeView, Presence
-from replicated_ckpt.core.uploading import chosen_uploader
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 
 SHARD, SIZE = "__0_0.distcp", 100
 SAVE = "5" * 32

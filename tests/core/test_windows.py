@@ -5,9 +5,16 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.checksum import BLOCK_BYTES
-from replicated_ckpt.core.sources import ByteRange
-from replicated_ckpt.core.windows import CELL_BYTES, LOCAL_WINDOW_BYTES, Window, in_order, shared_units, windows_of
+from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.windows import (
+    CELL_BYTES,
+    LOCAL_WINDOW_BYTES,
+    Window,
+    in_order,
+    shared_units,
+    windows_of,
+)
 
 SHARDS = [f"__{rank}_0.distcp" for rank in range(6)]
 RANGES = st.lists(st.builds(ByteRange, st.integers(0, 20 << 20), st.integers(0, 6 << 20)), max_size=8)

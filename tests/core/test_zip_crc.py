@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.zip_crc import ItemDamaged, Verdict, checked_item
+from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, checked_item
 
 
 def saved(value: object, *, with_crc: bool = True) -> bytes:

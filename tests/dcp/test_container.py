@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicated_ckpt.dcp.container import TEMPLATE_BYTES_MAX, TensorReader, data_range
-from replicated_ckpt.dcp.tensor_writer import TensorWriter
+from replicated_ckpt.dcp.tensors.container import TEMPLATE_BYTES_MAX, TensorReader, data_range
+from replicated_ckpt.dcp.tensors.tensor_writer import TensorWriter
 from replicated_ckpt.errors import StoreFull
 
 DTYPES = [

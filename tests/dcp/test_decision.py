@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from replicated_ckpt.dcp.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decided, weaknesses
-from replicated_ckpt.dcp.node import NodePost
+from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decided, weaknesses
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
-from replicated_ckpt.stores.agent_client import AgentAddress
+from replicated_ckpt.stores.peer.client import AgentAddress
 
 
 def post(node: str, **changes: str | None) -> SavePost:

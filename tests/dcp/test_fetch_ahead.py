@@ -7,9 +7,9 @@ from typing import Self
 
 import pytest
 
-from replicated_ckpt.core.windows import CELL_BYTES, Window
-from replicated_ckpt.dcp import fetch_ahead
-from replicated_ckpt.dcp.fetch_ahead import BUFFERS, THREADS, FetchAhead
+from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
+from replicated_ckpt.dcp.load import fetch_ahead
+from replicated_ckpt.dcp.load.fetch_ahead import BUFFERS, THREADS, FetchAhead
 from replicated_ckpt.errors import ShardLost
 
 WINDOWS = [Window("shard", index * CELL_BYTES, 8) for index in range(3 * BUFFERS)]

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from replicated_ckpt.dcp.metadata import decoded_metadata
-from replicated_ckpt.dcp.torch_private import StorageInfo
+from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.errors import MetadataUnsafe
 
 MODULE = dcp_metadata.__name__
@@ -240,7 +240,7 @@ def test_it_is_refused_and_torch_is_as_it_was(raw: bytes) -> None:
 READS_EACH = """
 import resource, sys, time
 from pathlib import Path
-from replicated_ckpt.dcp.metadata import decoded_metadata
+from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
 from replicated_ckpt.errors import MetadataUnsafe
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from replicated_ckpt.dcp.metadata import decoded_metadata, encoded_metadata, register_safe_class
-from replicated_ckpt.dcp.torch_private import OldTensorProperties
+from replicated_ckpt.dcp.metadata.metadata import decoded_metadata, encoded_metadata, register_safe_class
+from replicated_ckpt.dcp.runtime.torch_private import OldTensorProperties
 from replicated_ckpt.errors import MetadataUnsafe
 
 STATES: list[dict[str, Any]] = [

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from replicated_ckpt.dcp.metadata import encoded_metadata
-from replicated_ckpt.dcp.metadata_sharing import share_parts
-from replicated_ckpt.dcp.torch_private import StorageInfo
+from replicated_ckpt.dcp.metadata.metadata import encoded_metadata
+from replicated_ckpt.dcp.metadata.sharing import share_parts
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 
 RANKS = 32
 NAME = "layers.0.feed_forward.weight"

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.cli.main import main
-from replicated_ckpt.dcp import unloadable
-from replicated_ckpt.dcp.objects import load_object, save_again
+from replicated_ckpt.dcp.objects import unloadable
+from replicated_ckpt.dcp.objects.weights_only import load_object, save_again
 from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptWarning
 
 pytestmark = [

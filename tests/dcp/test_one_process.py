@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.agent.endpoint import Endpoint, write_endpoint
-from replicated_ckpt.core.checksum import BLOCK_BYTES, crc32c
+from replicated_ckpt.agent.state.endpoint import Endpoint, write_endpoint
+from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES, crc32c
 from replicated_ckpt.core.manifest import decoded_manifest
-from replicated_ckpt.dcp.survey import Surveyor
+from replicated_ckpt.dcp.find.survey import Surveyor
 from replicated_ckpt.errors import (
     CheckpointExists,
     CheckpointNotCommitted,
@@ -33,10 +33,11 @@ from replicated_ckpt.errors import (
     ShardLost,
     StoreFull,
 )
-from replicated_ckpt.stores import durable, shard_file
-from replicated_ckpt.stores.agent_client import AgentAddress
-from replicated_ckpt.stores.intent import Intent
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.local import shard_file
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

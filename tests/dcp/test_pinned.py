@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.dcp.pinned import BUFFER_BYTES
+from replicated_ckpt.dcp.tensors.pinned import BUFFER_BYTES
 
 
 @pytest.mark.gpu

@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from replicated_ckpt import errors
-from replicated_ckpt.dcp.blackboard import Blackboard
-from replicated_ckpt.dcp.meeting import AgreedError, met
-from replicated_ckpt.dcp.posted_error import pack_error, unpack_error
-from replicated_ckpt.dcp.world import World
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard
+from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.rendezvous import AgreedError, met
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreDenied, StoreUnavailable
-from replicated_ckpt.stores.local import NOWHERE, LocalStore
+from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "CheckpointIdMismatch": ({0: "step-1", 11: "step-2"},),

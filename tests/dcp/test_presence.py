@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from replicated_ckpt.dcp.presence import Presence, Process
+from replicated_ckpt.dcp.c10d.presence import Presence, Process
 
 RANKS = 3
 

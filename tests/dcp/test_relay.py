@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
-from replicated_ckpt.dcp import cluster
-from replicated_ckpt.dcp.cluster import AgentCluster
-from replicated_ckpt.dcp.relay import SENDS_AT_ONCE, Relay
+from replicated_ckpt.dcp.save import nodes as cluster
+from replicated_ckpt.dcp.save.nodes import AgentCluster
+from replicated_ckpt.dcp.save.relay_tree import SENDS_AT_ONCE, Relay
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError, SaveAborted, StoreUnavailable
-from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
-from replicated_ckpt.stores.fanout import PARALLEL_MAX, FanOut
-from replicated_ckpt.stores.intent import Intent
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import PARALLEL_MAX, FanOut
 from tests.agent.agents import RunningAgent, running_agent
 
 METADATA = bytes(range(256)) * 40_000
@@ -96,7 +96,7 @@ def relayed(agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch) -> tupl
 
     monkeypatch.setattr(AgentClient, "put", put)
     monkeypatch.setattr(cluster, "RELAY_FROM_BYTES", 0)
-    monkeypatch.setattr("replicated_ckpt.dcp.relay.SENDS_AT_ONCE", 1)
+    monkeypatch.setattr("replicated_ckpt.dcp.save.relay_tree.SENDS_AT_ONCE", 1)
     return AgentCluster(addresses, addresses[0].node_id, openers(agents)), sent
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from replicated_ckpt.core.windows import CELL_BYTES, Window
-from replicated_ckpt.dcp.shard_reader import Findings
-from replicated_ckpt.dcp.sharing import NodeSharing, RemoteNeeds, joined, planned
+from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
+from replicated_ckpt.dcp.load.shard_reader import Findings
+from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, joined, planned
 from replicated_ckpt.errors import StoreUnavailable
-from replicated_ckpt.stores.exchange import Exchange
-from replicated_ckpt.stores.spool import Spool
+from replicated_ckpt.stores.node_cache.cache import Spool
+from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 SHARDS = ["__0_0.distcp"]
 WINDOWS = tuple(Window(SHARDS[0], index * CELL_BYTES, 1000) for index in range(4))

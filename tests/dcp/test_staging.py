@@ -5,8 +5,8 @@ import ctypes
 import pytest
 import torch
 
-from replicated_ckpt.dcp.memory import memory_of
-from replicated_ckpt.dcp.staging import staged
+from replicated_ckpt.dcp.tensors.device_copy import staged
+from replicated_ckpt.dcp.tensors.memory import memory_of
 
 PIECE_BYTES = 1 << 10
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.core.checksum import BLOCK_BYTES
+from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
 
 ROWS, COLUMNS = 3000, 501  # 6 MB: several windows, rows that end in the middle of blocks
 

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from replicated_ckpt.dcp import torch_private
-from replicated_ckpt.dcp.torch_private import DcpCall, StorageInfo, calling, flattened, narrowed
+from replicated_ckpt.dcp.runtime import torch_private
+from replicated_ckpt.dcp.runtime.torch_private import DcpCall, StorageInfo, calling, flattened, narrowed
 
 
 class Witness(dcp.FileSystemWriter):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from replicated_ckpt.dcp import blackboard, waiting
-from replicated_ckpt.dcp.blackboard import Blackboard
-from replicated_ckpt.dcp.world import World
+from replicated_ckpt.dcp.c10d import blackboard, waiting
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard
+from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.errors import MeetingFailed, RankFailed
 
 

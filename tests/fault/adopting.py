@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.core.checksum import BlockTable
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
-from replicated_ckpt.core.metadata_places import item_ranges, needed_bytes
-from replicated_ckpt.core.stock import StockSave, manifest_of, rank_of, stock_checkpoints
-from replicated_ckpt.stores.intent import Intent
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.stock import StockShelf
+from replicated_ckpt.core.unmanaged.metadata_places import item_ranges, needed_bytes
+from replicated_ckpt.core.unmanaged.survey import StockSave, manifest_of, rank_of, stock_checkpoints
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.unmanaged.directory import StockShelf
 
 
 def found(store: LocalStore, checkpoint_id: str) -> tuple[StockSave, bytes]:

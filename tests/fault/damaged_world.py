@@ -11,16 +11,16 @@ from unittest import mock
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from replicated_ckpt.agent.audit import Audit, Auditor
-from replicated_ckpt.agent.reprotect import Protection
-from replicated_ckpt.core.checksum import BLOCK_BYTES
+from replicated_ckpt.agent.repair.audit import Audit, Auditor
+from replicated_ckpt.agent.repair.reprotect import Protection
+from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.dcp.metadata_copies import verified_metadata
-from replicated_ckpt.dcp.shard_reader import ShardReader
-from replicated_ckpt.dcp.survey import Surveyor
+from replicated_ckpt.dcp.find.survey import Surveyor
+from replicated_ckpt.dcp.load.metadata_copies import verified_metadata
+from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.errors import CheckpointNotFound
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent import checkpoints
 from tests.agent.checkpoints import checkpointed, shard
 from tests.fault.torture.cluster import Cluster

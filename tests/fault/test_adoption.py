@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.adopter import Adopter
-from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.agent.settle import settle
-from replicated_ckpt.agent.stock_audit import StockAuditor
-from replicated_ckpt.core.adopting import AdoptStock
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.unmanaged.adopter import Adopter
+from replicated_ckpt.agent.unmanaged.audit import StockAuditor
+from replicated_ckpt.core.unmanaged.adopting import AdoptStock
 from replicated_ckpt.errors import CheckpointExists, SaveAborted
-from replicated_ckpt.stores.intent import Intent
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import HOME
 from tests.agent.checkpoints import findings
 from tests.agent.scattered import ID, loads, loads_by_stock_torch, scattered

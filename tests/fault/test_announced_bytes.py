@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 
 from replicated_ckpt import ReplicatedWriter
-from replicated_ckpt.core.announced import NOTHING_ANNOUNCED, Announced
-from replicated_ckpt.core.checksum import table_of
-from replicated_ckpt.dcp.announcement import OBJECTS_BYTES_MAX, announced
+from replicated_ckpt.core.integrity.checksum import table_of
+from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
+from replicated_ckpt.dcp.save.announcement import OBJECTS_BYTES_MAX, announced
 from replicated_ckpt.errors import PeerProtocolError
-from replicated_ckpt.stores.intent import Intent
+from replicated_ckpt.stores.local.intent import Intent
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import shard
 from tests.fault.test_peers_token import OPENING, SAVE, said_of

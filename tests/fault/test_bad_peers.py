@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.stores.agent_client import PROGRESS_TIMEOUT_S
+from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 from tests.multiprocess.cluster import Call, Cluster, call
 from tests.multiprocess.launch import COLLECTIVE_TIMEOUT_ENV
 from tests.multiprocess.network import Network, network_of, why_no_network

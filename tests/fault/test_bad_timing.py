@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.endpoint import read_endpoint
-from replicated_ckpt.agent.launch import ensured_agent
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import findings
 from tests.multiprocess.cluster import Cluster, Results, call

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.connections import Connections
-from replicated_ckpt.agent.server import CONNECTIONS_MAX, HEAD_BYTES_MAX
+from replicated_ckpt.agent.http.connections import Connections
+from replicated_ckpt.agent.http.server import CONNECTIONS_MAX, HEAD_BYTES_MAX
 from tests.agent.agents import RunningAgent, running_agent
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]

@@ -15,24 +15,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replicated_ckpt.agent.endpoint import read_endpoint
-from replicated_ckpt.agent.pace import Pace
-from replicated_ckpt.agent.reprotect import Reprotector
-from replicated_ckpt.agent.request import DOCUMENT_BYTES_MAX
-from replicated_ckpt.agent.rights import Tokens
-from replicated_ckpt.agent.routes import Routes
-from replicated_ckpt.agent.server import AgentServer
-from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.agent.watch import Patience
-from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, decoded_footer, footer_bytes_of, table_of
-from replicated_ckpt.core.finding import Finding
+from replicated_ckpt.agent.http.routes import Routes
+from replicated_ckpt.agent.http.server import AgentServer
+from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.repair.reprotect import Reprotector
+from replicated_ckpt.agent.requests.request import DOCUMENT_BYTES_MAX
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.agent.state.rights import Tokens
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, decoded_footer, footer_bytes_of, table_of
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import decoded_manifest
-from replicated_ckpt.core.repair_plan import RepairPlan
+from replicated_ckpt.core.upkeep.finding import Finding
+from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ReplicatedCkptError, StoreDenied
-from replicated_ckpt.stores.agent_client import AgentAddress, AgentClient
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.shard_file import ShardFile
+from replicated_ckpt.stores.local.shard_file import ShardFile
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.stores.verified import Expected
 from tests.agent.agents import object_routes, running_agent
 from tests.agent.checkpoints import checkpointed, held, shard

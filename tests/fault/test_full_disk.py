@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import findings
 from tests.multiprocess.cluster import Cluster, call
 

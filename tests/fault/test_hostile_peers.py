@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.peers import PeerBook
-from replicated_ckpt.core.checksum import FOOTER_TAIL_BYTES, MAGIC, crc32c, footer_bytes_of
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, MAGIC, crc32c, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, SEQUENCE_MAX
 from replicated_ckpt.core.manifest import decoded_manifest
@@ -30,12 +30,12 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.agent_client import ANSWER_BYTES_MAX, AgentAddress, AgentClient
-from replicated_ckpt.stores.committed import committed_directory
-from replicated_ckpt.stores.intent import Intent
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.peer import PeerShard
-from replicated_ckpt.stores.shard_file import FileSink, ShardFile
+from replicated_ckpt.stores.local.committed import committed_directory
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import ANSWER_BYTES_MAX, AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.copy import PeerShard
 from replicated_ckpt.stores.verified import Expected
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, shard

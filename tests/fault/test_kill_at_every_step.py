@@ -13,7 +13,7 @@ import pytest
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.cli.main import main
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.multiprocess.cluster import Attempt, Call, Cluster, call
 from tests.multiprocess.node import Node
 

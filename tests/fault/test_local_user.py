@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.launch import ensured_agent
+from replicated_ckpt.agent.start.launch import ensured_agent
 from replicated_ckpt.errors import StoreDenied
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import HOME
 
 pytestmark = [

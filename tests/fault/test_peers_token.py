@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.checks import CHECKS_MAX, Checks
-from replicated_ckpt.agent.peers import PeerBook
-from replicated_ckpt.agent.request import Request
-from replicated_ckpt.core.repair_plan import Adopt, RepairPlan
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.requests.checks import CHECKS_MAX, Checks
+from replicated_ckpt.agent.requests.request import Request
+from replicated_ckpt.core.upkeep.repair_plan import Adopt, RepairPlan
 from replicated_ckpt.errors import (
     ObjectCorrupt,
     ObjectMissing,
@@ -25,8 +25,8 @@ from replicated_ckpt.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.agent_client import AgentAddress
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, held, shard
 from tests.agent.scattered import ID, scattered
@@ -318,7 +318,7 @@ def test_checks_go_one_at_a_time() -> None:
 
 def test_what_a_peer_says_makes_one_line(agent: RunningAgent) -> None:
     """Reasons and names with line ends in them forge no line of the log."""
-    forged = "\n2026-01-01 00:00:00,000 INFO replicated_ckpt.agent.life: stopping\r\n\x1b[2J"
+    forged = "\n2026-01-01 00:00:00,000 INFO replicated_ckpt.agent.process: stopping\r\n\x1b[2J"
     with agent.client() as owner, agent.peer() as peer:
         owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
         peer.call("POST", f"/v1/saves/{SAVE}/abort", {"why": forged})

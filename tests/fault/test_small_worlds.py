@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicated_ckpt.core.settlement import Answer, Fate
+from replicated_ckpt.core.protocol.settlement import Answer, Fate
 from tests.fault.small_worlds.rules import OldRules, PackageRules
 from tests.fault.small_worlds.search import Search
 from tests.fault.small_worlds.world import PAIRS, RING, Layout, State, World, first

@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 
-from replicated_ckpt.agent.mend import Mender
-from replicated_ckpt.core.sources import SourceOrder, source_orders
-from replicated_ckpt.dcp import shard_reader
+from replicated_ckpt.agent.repair.mender import Mender
+from replicated_ckpt.core.reading.source_order import SourceOrder, source_orders
+from replicated_ckpt.dcp.load import shard_reader
 from replicated_ckpt.stores import verified
-from replicated_ckpt.stores.peer import PeerSink
+from replicated_ckpt.stores.peer.copy import PeerSink
 from tests.fault.torture.runs import outcomes, real_outcome, run_seed
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
@@ -71,7 +71,7 @@ def only_the_own_store_is_asked() -> Iterator[None]:
 
 @contextmanager
 def re_protection_only_says_so() -> Iterator[None]:
-    with mock.patch.object(Mender, "_copy"), mock.patch("replicated_ckpt.core.repair._Planning._add_copies"):
+    with mock.patch.object(Mender, "_copy"), mock.patch("replicated_ckpt.core.upkeep.repair._Planning._add_copies"):
         yield
 
 

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from replicated_ckpt.cli.main import main
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import findings
 from tests.frameworks.running import EVERY, STEPS, contents, lines, require, run
 from tests.multiprocess.processes import end, processes_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import findings
 from tests.frameworks.running import ENVIRONMENT, EVERY, EXAMPLES, STEPS, contents, lines, require
 from tests.multiprocess.processes import end, processes_of

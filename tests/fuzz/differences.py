@@ -9,7 +9,7 @@ from replicated_ckpt.core.pickles.bounds import check_bounds
 from replicated_ckpt.core.pickles.follower import _Follower, follow
 from replicated_ckpt.core.pickles.instances import Instances
 from replicated_ckpt.core.pickles.tree import Elements, Fields, FrozenElements, Made, Named, Pairs, PickleUnsafe, Stored
-from replicated_ckpt.dcp.values import Key, Values
+from replicated_ckpt.dcp.objects.values import Key, Values
 from tests.fuzz.values import KNOWN
 
 

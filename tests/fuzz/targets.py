@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from replicated_ckpt.core.archive import ArchiveDamaged, find_records, within
-from replicated_ckpt.core.metadata_places import item_ranges
-from replicated_ckpt.dcp.container import TensorReader
-from replicated_ckpt.dcp.convert.safetensors_format import decoded_header
-from replicated_ckpt.dcp.metadata import decoded_metadata
-from replicated_ckpt.dcp.objects import load_object
-from replicated_ckpt.dcp.torch_private import StorageInfo
+from replicated_ckpt.core.integrity.archive import ArchiveDamaged, find_records, within
+from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
+from replicated_ckpt.dcp.convert.safetensors.format import decoded_header
+from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.objects.weights_only import load_object
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from replicated_ckpt.dcp.tensors.container import TensorReader
 from replicated_ckpt.errors import ConfigInvalid, MetadataUnsafe, ObjectUnsafe
 from tests.fuzz.differences import Difference, refusal_of, told
 from tests.fuzz.mutate import changed, flipped, spliced

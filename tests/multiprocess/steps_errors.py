@@ -15,35 +15,35 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-import replicated_ckpt.dcp.meeting
-import replicated_ckpt.dcp.reader
-import replicated_ckpt.dcp.writer
+import replicated_ckpt.dcp.find.rendezvous
+import replicated_ckpt.dcp.load.reader
+import replicated_ckpt.dcp.save.writer
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
-from replicated_ckpt.agent.endpoint import single_agent_lock
-from replicated_ckpt.dcp.cluster import AgentCluster
-from replicated_ckpt.dcp.rank_load import RankLoad
-from replicated_ckpt.dcp.shard_writer import ShardWriter
-from replicated_ckpt.dcp.survey import Survey, Surveyor
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.agent.state.endpoint import single_agent_lock
+from replicated_ckpt.dcp.find.survey import Survey, Surveyor
+from replicated_ckpt.dcp.load.rank_load import RankLoad
+from replicated_ckpt.dcp.save.nodes import AgentCluster
+from replicated_ckpt.dcp.save.shard_writer import ShardWriter
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.multiprocess.context import Context
 from tests.multiprocess.node import Node
 from tests.multiprocess.steps_state import save_fails
 
 GROUP_WAIT_S = 12.0
 PLACES: Mapping[str, tuple[Any, str]] = {
-    "save: present": (replicated_ckpt.dcp.writer, "node_post"),
+    "save: present": (replicated_ckpt.dcp.save.writer, "node_post"),
     "save: open": (AgentCluster, "begin"),
     "save: hold": (LocalStore, "held"),
     "save: write": (ShardWriter, "write"),
-    "save: receipt": (replicated_ckpt.dcp.writer, "present_again"),
-    "save: finish": (replicated_ckpt.dcp.writer, "commit_save"),
+    "save: receipt": (replicated_ckpt.dcp.save.writer, "present_again"),
+    "save: finish": (replicated_ckpt.dcp.save.writer, "commit_save"),
     "load: reset": (ReplicatedReader, "reset"),
-    "load: present": (replicated_ckpt.dcp.meeting, "reading_post"),
+    "load: present": (replicated_ckpt.dcp.find.rendezvous, "reading_post"),
     "load: look": (Surveyor, "surveyed"),
     "load: told": (Survey, "from_json"),
-    "load: metadata": (replicated_ckpt.dcp.reader, "verified_metadata"),
+    "load: metadata": (replicated_ckpt.dcp.load.reader, "verified_metadata"),
     "load: check": (RankLoad, "check"),
-    "load: plan": (replicated_ckpt.dcp.reader, "planned"),
+    "load: plan": (replicated_ckpt.dcp.load.reader, "planned"),
     "load: read": (RankLoad, "read"),
 }
 """Where an error is met: what stands there is replaced while the save or load goes on."""

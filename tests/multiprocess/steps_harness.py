@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from replicated_ckpt.dcp.world import World
+from replicated_ckpt.dcp.c10d.world import World
 from tests.multiprocess.context import Context
 
 

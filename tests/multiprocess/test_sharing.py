@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.stores.patience import PATIENCE_S
+from replicated_ckpt.stores.node_cache.patience import PATIENCE_S
 from tests.multiprocess.cluster import Cluster, call
 from tests.multiprocess.conftest import ClusterOf
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from replicated_ckpt.agent.endpoint import read_endpoint
-from replicated_ckpt.stores.agent_client import AgentClient
-from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.object_s3 import S3Client
-from replicated_ckpt.stores.object_url import ObjectTarget
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.s3 import S3Client
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import wait_for
 from tests.buckets.servers import Server
 from tests.buckets.weather import Weather

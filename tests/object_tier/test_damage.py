@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from replicated_ckpt.core.mark import MARK_BYTES
+from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
 from tests.multiprocess.cluster import Call, call

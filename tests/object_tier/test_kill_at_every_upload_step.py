@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, failpoints
-from replicated_ckpt.agent.endpoint import read_endpoint
+from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.layout import STAGING_DIR
 from tests.agent.agents import stop_agent, wait_for
 from tests.buckets.servers import Server

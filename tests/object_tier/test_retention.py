@@ -11,12 +11,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
-from replicated_ckpt.agent.endpoint import read_endpoint
+from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.agent_client import AgentClient
-from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.object_open import opened_client
-from replicated_ckpt.stores.object_url import ObjectTarget
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import stop_agent, wait_for
 from tests.object_tier.test_one_node import assert_loads, contents, save
 

@@ -3,14 +3,14 @@
 import threading
 from pathlib import Path
 
-from replicated_ckpt.agent.pace import Pace
-from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.agent.targets import TargetBook
-from replicated_ckpt.agent.upload import BUSY_S, Uploader
-from replicated_ckpt.agent.watch import Patience
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.object_client import PART_BYTES
-from replicated_ckpt.stores.object_url import ObjectTarget
+from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader
+from replicated_ckpt.stores.bucket.client import PART_BYTES
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.throttle import Pace
 from tests.agent.checkpoints import checkpointed, shard
 from tests.buckets.servers import Server
 

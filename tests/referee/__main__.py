@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from replicated_ckpt.agent.endpoint import read_endpoint
+from replicated_ckpt.agent.state.endpoint import read_endpoint
 from tests.referee import sources, verdict
 
 HERE = Path(__file__).resolve().parent

@@ -1,7 +1,7 @@
 """Small worlds of an exchange: the ranks of one node, a few cells, and every order in which their threads may act.
 
 The exchanges and spools are real ones. What drives them is written anew, as plainly as it can be: each rank has the steps
-that a load has (`dcp/loading.py`, `dcp/fetch_ahead.py`), and `search` takes them in every order, from every state once.
+that a load has (`dcp/load/loading.py`, `dcp/load/fetch_ahead.py`), and `search` takes them in every order, from every state once.
 Time is left out: a rank may be given up whenever it is stopped or dead, and never while it runs.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from replicated_ckpt.core.windows import CELL_BYTES, Unit, Window
-from replicated_ckpt.stores import spool as spools
-from replicated_ckpt.stores.exchange import Exchange, Found
-from replicated_ckpt.stores.spool import OVER, OtherSpool, Spool
+from replicated_ckpt.core.reading.windows import CELL_BYTES, Unit, Window
+from replicated_ckpt.stores.node_cache import cache as spools
+from replicated_ckpt.stores.node_cache.cache import OVER, OtherSpool, Spool
+from replicated_ckpt.stores.node_cache.exchange import Exchange, Found
 
 SLOT_BYTES = 8
 

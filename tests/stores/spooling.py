@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from replicated_ckpt.stores.spool import Spool
+from replicated_ckpt.stores.node_cache.cache import Spool
 
 
 def keep_making(directory: Path, seconds: float) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.any_source import AnySource, Source, Tables
 from replicated_ckpt.stores.verified import Expected, VerifiedShard

@@ -12,14 +12,14 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt import ReplicatedWriter
-from replicated_ckpt.agent.body import Body
-from replicated_ckpt.agent.receive import received
+from replicated_ckpt.agent.requests.body import Body
+from replicated_ckpt.agent.saves.receive import received
 from replicated_ckpt.config import AgentConfig
-from replicated_ckpt.core.checksum import table_of
+from replicated_ckpt.core.integrity.checksum import table_of
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores import direct
-from replicated_ckpt.stores.direct import PAGE_BYTES, is_worthwhile, page_aligned
-from replicated_ckpt.stores.shard_file import FileSink
+from replicated_ckpt.stores.files import direct
+from replicated_ckpt.stores.files.direct import PAGE_BYTES, is_worthwhile, page_aligned
+from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.tee import Buffers, Tee
 
 DATA = os.urandom(5 * PAGE_BYTES + 123)

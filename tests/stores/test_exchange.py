@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.core.windows import CELL_BYTES, Unit, Window
-from replicated_ckpt.stores import exchange as exchanges
-from replicated_ckpt.stores import patience
-from replicated_ckpt.stores import spool as spools
-from replicated_ckpt.stores.exchange import Exchange, Found
-from replicated_ckpt.stores.spool import SLOTS, OtherSpool, Spool
+from replicated_ckpt.core.reading.windows import CELL_BYTES, Unit, Window
+from replicated_ckpt.stores.node_cache import cache as spools
+from replicated_ckpt.stores.node_cache import exchange as exchanges
+from replicated_ckpt.stores.node_cache import patience
+from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherSpool, Spool
+from replicated_ckpt.stores.node_cache.exchange import Exchange, Found
 from tests.stores.exchange_worlds import Outcome, World, opened, search, worlds
 
 SLOT = 1 << 12

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.agent.settle import settle
-from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.lineage import History
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import (
@@ -26,11 +26,11 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreFull,
 )
-from replicated_ckpt.stores import durable
-from replicated_ckpt.stores.durable import store_error_of
-from replicated_ckpt.stores.intent import Intent
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.shard_file import FileSink, ShardFile
+from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.files.durable import store_error_of
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
 
 SHARD = "__0_0.distcp"

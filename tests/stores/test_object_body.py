@@ -9,13 +9,13 @@ from uuid import uuid4
 
 import pytest
 
-from replicated_ckpt.core.checksum import table_of
-from replicated_ckpt.stores import object_s3
-from replicated_ckpt.stores.object_body import MemoryBody
-from replicated_ckpt.stores.object_client import PART_BYTES
-from replicated_ckpt.stores.object_s3 import S3Client
-from replicated_ckpt.stores.object_url import ObjectTarget
-from replicated_ckpt.stores.upload_source import UploadSource
+from replicated_ckpt.core.integrity.checksum import table_of
+from replicated_ckpt.stores.bucket import s3 as object_s3
+from replicated_ckpt.stores.bucket.body import MemoryBody
+from replicated_ckpt.stores.bucket.client import PART_BYTES
+from replicated_ckpt.stores.bucket.s3 import S3Client
+from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.verified import Expected
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server

@@ -10,9 +10,9 @@ from uuid import uuid4
 
 import pytest
 
-from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decoded_mark
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
-from replicated_ckpt.core.mark import MARK_BYTES, CommitMark, decoded_mark
 from replicated_ckpt.errors import (
     ConfigInvalid,
     ObjectCorrupt,
@@ -22,17 +22,17 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket import Bucket, key_of, manifest_in
-from replicated_ckpt.stores.committed import committed_directory
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.object_client import PART_BYTES, ObjectClient
-from replicated_ckpt.stores.object_fsspec import FsspecClient
-from replicated_ckpt.stores.object_open import opened_client
-from replicated_ckpt.stores.object_retry import RetryingClient
-from replicated_ckpt.stores.object_s3 import S3Client
-from replicated_ckpt.stores.object_shard import ObjectShard, UncheckedShard
-from replicated_ckpt.stores.object_url import ObjectTarget
-from replicated_ckpt.stores.upload_source import UploadSource
+from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, manifest_in
+from replicated_ckpt.stores.bucket.client import PART_BYTES, ObjectClient
+from replicated_ckpt.stores.bucket.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.retry import RetryingClient
+from replicated_ckpt.stores.bucket.s3 import S3Client
+from replicated_ckpt.stores.bucket.shard import ObjectShard, UncheckedShard
+from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.local.committed import committed_directory
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
 from tests.agent.checkpoints import METADATA, checkpointed, shard
 from tests.buckets.faults import Fault, Kind

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.targets import TargetBook
+from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.object_environment import with_environment
-from replicated_ckpt.stores.object_url import SCHEMES, ObjectTarget
+from replicated_ckpt.stores.bucket.environment import with_environment
+from replicated_ckpt.stores.bucket.url import SCHEMES, ObjectTarget
 
 KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_SESSION_TOKEN": "t"}
 FOLDED = {"key": "k", "secret": "s", "token": "t"}

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from replicated_ckpt.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
-from replicated_ckpt.stores.object_open import opened_client
-from replicated_ckpt.stores.object_retry import READ_WITHIN_S, RetryingClient
-from replicated_ckpt.stores.object_url import ObjectTarget
+from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.retry import READ_WITHIN_S, RetryingClient
+from replicated_ckpt.stores.bucket.url import ObjectTarget
 
 
 class Failing:

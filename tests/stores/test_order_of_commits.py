@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import ObjectMissing, SaveSuperseded
-from replicated_ckpt.stores.intent import Intent
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.retire import retire
-from replicated_ckpt.stores.shard_file import FileSink
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.retire import retire
+from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.store import LocalStore
 
 RUN, OTHER = "a" * 16, "b" * 16
 HERE, ELSEWHERE = "__0_0.distcp", "__1_0.distcp"

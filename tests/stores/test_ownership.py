@@ -11,12 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedWriter
-from replicated_ckpt.agent.endpoint import read_endpoint
-from replicated_ckpt.agent.peers import PeerBook
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.layout import AGENT_DIR
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.ownership import GROUP_ENV, TRUST_ROOT_ENV
+from replicated_ckpt.stores.files.ownership import GROUP_ENV, TRUST_ROOT_ENV
+from replicated_ckpt.stores.local.store import LocalStore
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
 NOBODY, STRANGERS = 65534, 54321

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.stores import patience
-from replicated_ckpt.stores.patience import Patience, Wait
-from replicated_ckpt.stores.spool import OtherSpool, Spool
+from replicated_ckpt.stores.node_cache import patience
+from replicated_ckpt.stores.node_cache.cache import OtherSpool, Spool
+from replicated_ckpt.stores.node_cache.patience import Patience, Wait
 
 SLOT = 1 << 12
 PATIENCE_S, QUIET_S = 2.0, 0.3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.stores.spool import SLOTS, OtherSpool, Spool
+from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherSpool, Spool
 
 SLOT = 1 << 12
 Process = subprocess.Popen[str]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from replicated_ckpt.core.sources import ByteRange
+from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
-from replicated_ckpt.stores.stock import StockShelf
-from replicated_ckpt.stores.stock_shard import StockFileShard
+from replicated_ckpt.stores.unmanaged.directory import StockShelf
+from replicated_ckpt.stores.unmanaged.shard import StockFileShard
 from replicated_ckpt.stores.verified import Expected
 
 NAME = "__0_0.distcp"

@@ -133,13 +133,13 @@ def test_torch_free_rooms_import_without_torch() -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("replicated_ckpt/core/placement.py", "from replicated_ckpt.stores.local import LocalStore"),
-        ("replicated_ckpt/core/placement.py", "def f():\n    import replicated_ckpt.agent.server"),
-        ("replicated_ckpt/stores/peer.py", "from replicated_ckpt import dcp"),
-        ("replicated_ckpt/agent/server.py", "from replicated_ckpt.dcp.writer import ReplicatedWriter"),
-        ("replicated_ckpt/agent/server.py", "from replicated_ckpt import ReplicatedWriter"),
+        ("replicated_ckpt/core/protocol/placement.py", "from replicated_ckpt.stores.local.store import LocalStore"),
+        ("replicated_ckpt/core/protocol/placement.py", "def f():\n    import replicated_ckpt.agent.http.server"),
+        ("replicated_ckpt/stores/peer/copy.py", "from replicated_ckpt import dcp"),
+        ("replicated_ckpt/agent/http/server.py", "from replicated_ckpt.dcp.save.writer import ReplicatedWriter"),
+        ("replicated_ckpt/agent/http/server.py", "from replicated_ckpt import ReplicatedWriter"),
         ("replicated_ckpt/errors.py", "import replicated_ckpt.config"),
-        ("replicated_ckpt/dcp/writer.py", "from replicated_ckpt.cli import main"),
+        ("replicated_ckpt/dcp/save/writer.py", "from replicated_ckpt.cli import main"),
         ("replicated_ckpt/attic/old.py", ""),
     ],
 )

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from replicated_ckpt.core.keys import KeyRules
-from replicated_ckpt.dcp.convert.checkpoint_source import checkpoint_source, range_reader
-from replicated_ckpt.dcp.convert.dcp_sink import DcpSink
-from replicated_ckpt.dcp.convert.progress import Converted, Progress, Reporter
-from replicated_ckpt.dcp.convert.safetensors_sink import SafetensorsSink
-from replicated_ckpt.dcp.convert.source import Contents, Source
-from replicated_ckpt.dcp.convert.torch_sink import TorchSink
+from replicated_ckpt.core.bucket.keys import KeyRules
+from replicated_ckpt.dcp.convert.dcp_format.sink import DcpSink
+from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, range_reader
+from replicated_ckpt.dcp.convert.entries.progress import Converted, Progress, Reporter
+from replicated_ckpt.dcp.convert.entries.source import Contents, Source
+from replicated_ckpt.dcp.convert.safetensors.sink import SafetensorsSink
+from replicated_ckpt.dcp.convert.torch_file.sink import TorchSink
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.output import Output
-from replicated_ckpt.stores.output_local import LocalOutput
+from replicated_ckpt.stores.output.local import LocalOutput
+from replicated_ckpt.stores.output.output import Output
 
 Format = Literal["torch", "safetensors", "dcp"]
 SHARD_BYTES_MAX = 5_000_000_000
@@ -100,7 +100,7 @@ def _place(
     may_replace = sink.may_replace if overwrite else None
     text = os.fspath(to)
     if "://" in text:
-        from replicated_ckpt.stores.output_url import UrlOutput
+        from replicated_ckpt.stores.output.url import UrlOutput
 
         return UrlOutput(text, options, is_directory=sink.is_directory, may_replace=may_replace)
     path = Path(os.path.abspath(text))  # noqa: PTH100 - a symbolic link stays what the user called it

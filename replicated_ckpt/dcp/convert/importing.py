@@ -9,17 +9,17 @@ from typing import Any, get_args
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from replicated_ckpt.core.keys import KeyRules
-from replicated_ckpt.dcp.convert.checkpoint_source import checkpoint_source, range_reader
-from replicated_ckpt.dcp.convert.dcp_directory import dcp_directory
+from replicated_ckpt.core.bucket.keys import KeyRules
+from replicated_ckpt.dcp.convert.dcp_format.directory import dcp_directory
+from replicated_ckpt.dcp.convert.dcp_format.source import checkpoint_source, range_reader
+from replicated_ckpt.dcp.convert.entries.progress import Converted, Progress, Reporter
+from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner, parts_of
+from replicated_ckpt.dcp.convert.entries.source import Source, windows
 from replicated_ckpt.dcp.convert.export import Format
-from replicated_ckpt.dcp.convert.progress import Converted, Progress, Reporter
-from replicated_ckpt.dcp.convert.safetensors_files import safetensors_files
-from replicated_ckpt.dcp.convert.save_planner import SourcePlanner, parts_of
-from replicated_ckpt.dcp.convert.source import Source, windows
-from replicated_ckpt.dcp.convert.torch_file import TorchFile
-from replicated_ckpt.dcp.reader import ReplicatedReader
-from replicated_ckpt.dcp.writer import ReplicatedWriter
+from replicated_ckpt.dcp.convert.safetensors.files import safetensors_files
+from replicated_ckpt.dcp.convert.torch_file.source import TorchFile
+from replicated_ckpt.dcp.load.reader import ReplicatedReader
+from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from replicated_ckpt.stores import durable
+from replicated_ckpt.stores.files import durable
 from tests.fault.power_loss.operations import (
     Entry,
     Log,

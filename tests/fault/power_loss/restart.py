@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from replicated_ckpt.agent.peers import PeerBook
-from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.agent.settle import settle
-from replicated_ckpt.core.checksum import crc32c
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import is_checkpoint_file
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores import verified
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.shard_file import ShardFile
+from replicated_ckpt.stores.local.shard_file import ShardFile
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
 from tests.fault.power_loss.replay import Promises
 from tests.fault.power_loss.scenarios import CHECKPOINT, LAST, no_mark, receive_copy, save, shard_data, shard_file

@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Protocol
 from unittest import mock
 
-from replicated_ckpt.agent.body import Body
-from replicated_ckpt.agent.mend import pulled
-from replicated_ckpt.agent.receive import received
-from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.core.checksum import crc32c, table_of
+from replicated_ckpt.agent.repair.mender import pulled
+from replicated_ckpt.agent.requests.body import Body
+from replicated_ckpt.agent.saves.receive import received
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.stores import durable
-from replicated_ckpt.stores.agent_client import AgentAddress
 from replicated_ckpt.stores.any_source import AnySource, Source
-from replicated_ckpt.stores.committed import committed_save, incoming_path
-from replicated_ckpt.stores.direct import PAGE_BYTES
-from replicated_ckpt.stores.inspection import at_once
-from replicated_ckpt.stores.intent import Intent
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.retire import retire
-from replicated_ckpt.stores.shard_file import FileSink
+from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.files.direct import PAGE_BYTES
+from replicated_ckpt.stores.local.committed import committed_save, incoming_path
+from replicated_ckpt.stores.local.inspection import at_once
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.retire import retire
+from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 from tests.fault.power_loss.recorder import Recorder

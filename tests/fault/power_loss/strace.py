@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.fault.power_loss.scenarios import SCENARIOS, Marker, nothing, recorded
 
 HOME = Path(__file__).resolve().parents[3]

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.stores import durable, local, shard_file
-from replicated_ckpt.stores import retire as retiring
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.shard_file import FileSink
+from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.local import retire as retiring
+from replicated_ckpt.stores.local import shard_file
+from replicated_ckpt.stores.local import store as local
+from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.fault.power_loss.nested import (
     committed_again,
     gone_on_after_kill,

@@ -4,8 +4,8 @@ from functools import cache
 
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.repair import NodeView, Presence, planned
-from replicated_ckpt.core.repair_plan import Adopt
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, planned
+from replicated_ckpt.core.upkeep.repair_plan import Adopt
 
 SEQUENCES = (1, 2)
 LINEAGE = "11" * 8

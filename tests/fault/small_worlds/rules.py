@@ -3,7 +3,7 @@
 from functools import cache
 
 from replicated_ckpt.core.lineage import Version
-from replicated_ckpt.core.settlement import Answer, Fate, may_be_dropped, may_publish, settle_staged
+from replicated_ckpt.core.protocol.settlement import Answer, Fate, may_be_dropped, may_publish, settle_staged
 from tests.fault.small_worlds.mending import LINEAGE, SEQUENCES, save_id
 
 
@@ -35,7 +35,7 @@ def _may_drop(old: int, whole: frozenset[int], published: int | None) -> bool:
 
 
 class PackageRules:
-    """The functions of `replicated_ckpt.core.settlement` that agents call."""
+    """The functions of `replicated_ckpt.core.protocol.settlement` that agents call."""
 
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         return _settle(own, count, is_worked_on, tuple(sorted(answers.items())))

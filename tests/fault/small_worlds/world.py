@@ -11,7 +11,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from replicated_ckpt.core.settlement import Answer, Fate
+from replicated_ckpt.core.protocol.settlement import Answer, Fate
 from tests.fault.small_worlds.mending import planned_for
 
 OLD, NEW = 0, 1

@@ -13,26 +13,26 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.agent.endpoint import Endpoint, keep_identity, next_identity
-from replicated_ckpt.agent.greeting import Greeter
-from replicated_ckpt.agent.holds import Holds
-from replicated_ckpt.agent.object_routes import ObjectRoutes
-from replicated_ckpt.agent.pace import Pace
-from replicated_ckpt.agent.pins import Pins
-from replicated_ckpt.agent.reprotect import Outcome, Protection, Reprotector
-from replicated_ckpt.agent.rights import Tokens
-from replicated_ckpt.agent.routes import Routes
-from replicated_ckpt.agent.service import NodeService
-from replicated_ckpt.agent.targets import TargetBook
-from replicated_ckpt.agent.upload import Uploader
-from replicated_ckpt.agent.watch import Patience
+from replicated_ckpt.agent.http.object_routes import ObjectRoutes
+from replicated_ckpt.agent.http.routes import Routes
+from replicated_ckpt.agent.peers.greeting import Greeter
+from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.repair.reprotect import Outcome, Protection, Reprotector
+from replicated_ckpt.agent.saves.adoption_locks import Holds
+from replicated_ckpt.agent.saves.pins import Pins
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.endpoint import Endpoint, keep_identity, next_identity
+from replicated_ckpt.agent.state.rights import Tokens
+from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.cli import repair
-from replicated_ckpt.core.finding import Problem
-from replicated_ckpt.core.repair_plan import RepairPlan
+from replicated_ckpt.core.upkeep.finding import Problem
+from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
-from replicated_ckpt.stores.agent_client import AgentAddress
-from replicated_ckpt.stores.inspection import Inspector
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.local.inspection import Inspector
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.throttle import Pace
 from tests.fault.torture.faults import Faults, Outage
 from tests.fault.torture.network import Actor, Network
 from tests.fault.torture.operations import Operation, Operations, SimulatedLock

@@ -11,14 +11,14 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
-from replicated_ckpt.dcp.blackboard import Blackboard
-from replicated_ckpt.dcp.meeting import _remembered, _surveyed
-from replicated_ckpt.dcp.node import NodePost
-from replicated_ckpt.dcp.survey import Survey
-from replicated_ckpt.dcp.world import World
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.rendezvous import _remembered, _surveyed
+from replicated_ckpt.dcp.find.survey import Survey
+from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
-from replicated_ckpt.stores.bucket import Bucket
-from replicated_ckpt.stores.local import LocalStore
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.fault.torture.cluster import Cluster
 from tests.fault.torture.contents import State, contents, part_of
 from tests.fault.torture.network import Actor, Killed

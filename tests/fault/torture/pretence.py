@@ -11,23 +11,34 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from replicated_ckpt.agent import reprotect, service, targets, upload
-from replicated_ckpt.agent.endpoint import Endpoint
+from replicated_ckpt.agent.repair import reprotect
+from replicated_ckpt.agent.saves import service
+from replicated_ckpt.agent.state import targets
+from replicated_ckpt.agent.state.endpoint import Endpoint
+from replicated_ckpt.agent.uploads import uploader as upload
 from replicated_ckpt.cli import repair
-from replicated_ckpt.core.checksum import BlockHasher
-from replicated_ckpt.core.windows import Window
-from replicated_ckpt.dcp import finish, loading, own_agent, reader, seen_lineage, shard_writer, world, writer
-from replicated_ckpt.dcp import node as node_module
-from replicated_ckpt.dcp.node import NodePost
-from replicated_ckpt.dcp.shard_reader import ShardReader
-from replicated_ckpt.dcp.world import World
+from replicated_ckpt.core.integrity.checksum import BlockHasher
+from replicated_ckpt.core.reading.windows import Window
+from replicated_ckpt.dcp.c10d import world
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.load import loading, reader
+from replicated_ckpt.dcp.load.shard_reader import ShardReader
+from replicated_ckpt.dcp.node import local_agent as own_agent
+from replicated_ckpt.dcp.node import node as node_module
+from replicated_ckpt.dcp.node import seen_lineage
+from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.dcp.save import commit as finish
+from replicated_ckpt.dcp.save import shard_writer, writer
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
-from replicated_ckpt.stores import agent_client, catalog, committed, fanout, tee, verified
-from replicated_ckpt.stores.local import LocalStore
-from replicated_ckpt.stores.object_client import ObjectClient
-from replicated_ckpt.stores.object_open import opened_client
-from replicated_ckpt.stores.object_retry import RetryingClient
-from replicated_ckpt.stores.object_url import ObjectTarget
+from replicated_ckpt.stores import tee, verified
+from replicated_ckpt.stores.bucket.client import ObjectClient
+from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.retry import RetryingClient
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.local import catalog, committed
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer import client as agent_client
+from replicated_ckpt.stores.peer import fan_out as fanout
 
 if TYPE_CHECKING:
     from tests.fault.torture.cluster import Cluster

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.endpoint import read_endpoint
-from replicated_ckpt.core.finding import Problem
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.core.upkeep.finding import Problem
 from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, ShardLost
-from replicated_ckpt.stores.agent_client import AgentClient
+from replicated_ckpt.stores.peer.client import AgentClient
 from tests.fault.torture.contents import State, contents
 from tests.fault.torture.course import Backend
 from tests.fault.torture.faults import Outage

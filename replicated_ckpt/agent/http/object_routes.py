@@ -1,0 +1,89 @@
+"""The agent's verbs of the object tier: which bucket, how it is, how far an upload has come, and one by hand."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.uploads.probe import Prober
+from replicated_ckpt.agent.uploads.uploader import Uploader
+from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
+from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+
+_PROBLEMS = (KeyError, TypeError, ValueError, AttributeError)
+
+
+class ObjectRoutes:
+    """Maps requests to the uploader. Safe for concurrent use."""
+
+    def __init__(self, service: NodeService, targets: TargetBook, uploader: Uploader) -> None:
+        self._service = service
+        self._targets = targets
+        self._uploader = uploader
+        self._prober = Prober(targets)
+
+    def wake(self) -> None:
+        """A save was committed here: it may be one that goes to the bucket."""
+        self._uploader.wake()
+
+    def standing(self) -> Standing:
+        return self._uploader.standing()
+
+    def answer(self, parts: Sequence[str], request: Request) -> Answer:
+        """Answer to a request below `/v1/object`.
+
+        Raises:
+            PeerProtocolError, ConfigInvalid: the request is not understood; nothing was changed. ObjectMissing, StoreError
+        """
+        match (request.method, *parts):
+            case ("GET", "saves", save_id):
+                return self._state(save_id)
+            case ("POST", "target" | "probe" | "upload" | "again" as verb):
+                return self._done(verb, request)
+        raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
+
+    def _state(self, save_id: str) -> Answer:
+        """How far the upload of a save has come, as this node knows: the fields of UploadState."""
+        found = self._uploader.state_of(save_id) if is_save_id(save_id) else None
+        if found is None:
+            raise ObjectMissing("this agent", "GET", save_id[:80], "no save that is to be uploaded")
+        return json_answer(**asdict(found))
+
+    def _done(self, verb: str, request: Request) -> Answer:
+        fields = request.document()
+        try:
+            match verb:
+                case "target":
+                    is_new = self._targets.learn(ObjectTarget.from_json(fields))
+                    return Answer(b"{}\n", after=self._uploader.try_now if is_new else self._uploader.wake)
+                case "probe":
+                    with request.heartbeat:
+                        return json_answer(**self._probed(fields))
+                case "upload":
+                    return self._ordered(fields)
+                case "again":
+                    self._uploader.try_now(str(fields["save_id"]))
+                    return json_answer()
+        except _PROBLEMS as exc:
+            raise PeerProtocolError(f"object/{verb} cannot be done with {type(exc).__name__}: {exc}.") from exc
+        raise ObjectMissing("this agent", "POST", f"object/{verb}"[:80], "no such verb")
+
+    def _probed(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Whether a bucket can be reached, and whether a checkpoint's name is free there."""
+        if not is_checkpoint_id(fields["checkpoint_id"]):
+            raise ConfigInvalid("probe: no checkpoint id.")
+        return self._prober.probed(str(fields["url"]), fields["checkpoint_id"])
+
+    def _ordered(self, fields: Mapping[str, Any]) -> Answer:
+        """Has a save of this node uploaded, by hand: what lies here, to a bucket that this node's own user has named."""
+        save_id, url = fields["save_id"], fields["url"]
+        if not is_save_id(save_id) or url not in self._targets.known():
+            raise ConfigInvalid(f"upload: no save, or {str(url)[:200]!r} is not known to node {self._service.node_id}.")
+        if self._service.store.catalog.checkpoint_of(save_id) is None:
+            raise ObjectMissing("this agent", "upload", save_id, "no such save is committed here")
+        self._uploader.orders.take(save_id, url)
+        return Answer(b"{}\n", after=self._uploader.wake)

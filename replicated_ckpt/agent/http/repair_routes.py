@@ -1,0 +1,131 @@
+"""The agent's verbs of repair: who is here, what seems bad, what is kept, read everything, carry out a plan."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from replicated_ckpt.agent.peers.greeting import heed_hello, known_sender
+from replicated_ckpt.agent.repair.reprotect import Reprotector
+from replicated_ckpt.agent.requests.checks import Checks
+from replicated_ckpt.agent.requests.request import Answer, Request, json_answer, one_line
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import give_up_lost
+from replicated_ckpt.agent.state.rights import Right
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
+from replicated_ckpt.core.upkeep.policy import Policy
+from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
+from replicated_ckpt.stores.local.inspection import Inspector
+from replicated_ckpt.stores.peer.client import AgentAddress
+
+_PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+
+_READER_CHARS_MAX = 256
+
+
+class RepairRoutes:
+    """Maps requests to re-protection. Safe for concurrent use."""
+
+    def __init__(self, service: NodeService, reprotector: Reprotector, checks: Checks) -> None:
+        self._service = service
+        self._reprotector = reprotector
+        self._checks = checks
+
+    def answer(self, verb: str, request: Request) -> Answer:
+        """Answer to `POST /v1/{verb}`.
+
+        Raises:
+            PeerProtocolError, ConfigInvalid: the request is not understood; nothing was changed. StoreError
+        """
+        by_verb: Mapping[str, Callable[[Mapping[str, Any], Request], Answer]] = {
+            "hello": self._hello,
+            "bye": self._bye,
+            "hear": self._hear,
+            "suspects": self._suspect,
+            "verify": self._verify,
+            "repair": self._carry_out,
+            "retention": self._retain,
+            "give-up": self._give_up,
+        }
+        fields = request.document()
+        try:
+            return by_verb[verb](fields, request)
+        except _PROBLEMS as exc:
+            raise PeerProtocolError(f"{verb} cannot be done with {type(exc).__name__}: {exc}.") from exc
+
+    def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """A known peer's agent has started, and may listen elsewhere."""
+        heed_hello(self._service.peers, AgentAddress.from_json(fields["peer"]), request.peer_host)
+        return replace(json_answer(), after=self._reprotector.wake)
+
+    def _bye(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        del request
+        self._service.peers.leave(known_sender(self._service.peers, AgentAddress.from_json(fields["peer"])).node_id)
+        return json_answer()
+
+    def _hear(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """A load begins: which checkpoint it reads, and the largest sequence that it has seen of the lineage."""
+        del request
+        lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
+        if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
+            raise ConfigInvalid("hear: no save of a lineage is named.")
+        self._service.pins.pin(save_id, reader)
+        self._service.heard.hear({lineage: min(int(fields["sequence"]), HEARD_SEQUENCE_MAX)})
+        return json_answer()
+
+    def _suspect(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """Somebody read bad bytes here: they are read again, and set aside if they are bad."""
+        del request
+        checkpoint_id, save_id, name = (fields[key] for key in ("checkpoint_id", "save_id", "name"))
+        if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
+            raise ConfigInvalid("suspects: no file of a checkpoint is named.")
+        self._reprotector.suspect(checkpoint_id, save_id, name, one_line(fields.get("why", "")))
+        return json_answer()
+
+    def _retain(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """A rank names the policies of its run, with the sequence of the save that it is about to make, or has made."""
+        del request
+        is_new = self._service.policies.learn([Policy.from_json(entry) for entry in fields["policies"]])
+        is_due = is_new or fields.get("is_committed")
+        return replace(json_answer(), after=self._reprotector.wake) if is_due else json_answer()
+
+    def _give_up(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """The operator says that nodes never come back: a save that is in doubt for them alone is settled."""
+        save_id, lost = fields["save_id"], [str(node) for node in fields["lost"]]
+        if not is_save_id(save_id) or not lost:
+            raise ConfigInvalid("give-up: a save and the nodes that are lost must be named.")
+        with request.heartbeat:
+            waits_for = give_up_lost(self._service, save_id, lost)
+        return replace(json_answer(waits_for=list(waits_for)), after=self._reprotector.wake)
+
+    def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """Reads everything here, or one checkpoint, and says what is wrong and what is intact.
+
+        What is bad is known from then on, and mended as what a reader reports is.
+        """
+        checkpoint_id = fields.get("checkpoint_id")
+        if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
+            raise ConfigInvalid(f"{str(checkpoint_id)[:200]!r} is no checkpoint id.")
+        inspector = Inspector(self._service.store, self._service.node_id)
+        with self._checks.in_turn(request):
+            findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id)]
+        for holding in inspector.holdings:
+            self._service.damage.note(holding)
+        answer = json_answer(
+            node_id=self._service.node_id,
+            findings=findings,
+            holdings=[holding.to_json() for holding in inspector.holdings],
+            remains=[remains.to_json() for remains in inspector.remains],
+            standing=self._reprotector.standing().to_json(),
+            silent=[holding.to_json() for holding in self._reprotector.watch.silent_holdings()],
+            bytes_read=inspector.bytes_read,
+        )
+        return replace(answer, after=self._reprotector.wake) if findings else answer
+
+    def _carry_out(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """Does this node's part of a plan, action by action, and says how each went. A peer may have nothing replaced."""
+        part = RepairPlan.from_json(fields["plan"]).of_node(self._service.node_id)
+        with request.heartbeat:
+            outcomes = self._reprotector.carried_out(part, may_replace=request.right >= Right.OWNER)
+        results = [{"action": str(action), "error": error} for action, error in outcomes]
+        return replace(json_answer(results=results), after=self._reprotector.wake)

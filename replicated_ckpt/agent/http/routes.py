@@ -1,0 +1,231 @@
+"""The agent's verbs: which request does what. Every path part from outside is validated before it names a file."""
+
+import json
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from replicated_ckpt.agent.http.metrics import exposed
+from replicated_ckpt.agent.http.object_routes import ObjectRoutes
+from replicated_ckpt.agent.http.relay import opened_metadata, pulled
+from replicated_ckpt.agent.http.repair_routes import RepairRoutes
+from replicated_ckpt.agent.http.unmanaged_routes import StockRoutes
+from replicated_ckpt.agent.repair.reprotect import Reprotector
+from replicated_ckpt.agent.requests.checks import Checks
+from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
+from replicated_ckpt.agent.requests.request import Answer, Request, json_answer, one_line
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.state.rights import Right, needed_right
+from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.protocol.announced import Announced
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
+from replicated_ckpt.stores.files.durable import flush_file
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.peer.client import AgentAddress
+
+_QUERY_FIELDS_MAX = 8
+
+
+def is_upkeep(target: str) -> bool:
+    """Whether a request only watches this agent, or is another's look for re-protection: no reason to stay for it."""
+    parts, query = _parted(target)
+    return parts in {("v1", "status"), ("metrics",)} or (parts == ("v1", "holdings") and "upkeep" in query)
+
+
+class StatusOf(Protocol):
+    """The agent's status. `is_brief`: without what takes longer the more there is in the store."""
+
+    def __call__(self, *, is_brief: bool) -> Mapping[str, Any]: ...
+
+
+class Routes:
+    """Maps requests to the node's service. Safe for concurrent use."""
+
+    def __init__(
+        self,
+        service: NodeService,
+        reprotector: Reprotector,
+        objects: ObjectRoutes,
+        status: StatusOf,
+        stop: Callable[[], None],
+    ) -> None:
+        self._service = service
+        self._reprotector = reprotector
+        checks = Checks()
+        self._repair = RepairRoutes(service, reprotector, checks)
+        self._objects = objects
+        self._stock = StockRoutes(service, checks)
+        self._status = status
+        self._stop = stop
+
+    def answer(self, request: Request) -> Answer:  # noqa: PLR0911, C901 - one return a verb
+        """Answer to a request.
+
+        Raises:
+            ReplicatedCkptError: it is refused; nothing but what the error says was changed.
+        """
+        parts, query = _parted(request.target)
+        request.require(needed_right(request.method, parts))
+        match (request.method, *parts):
+            case ("GET", "v1", "status"):
+                return json_answer(**self._status(is_brief="brief" in query))
+            case ("GET", "metrics"):
+                return Answer(exposed(self._status(is_brief=False)))
+            case (_, "v1", "object", *rest):
+                return self._objects.answer(rest, request)
+            case (_, "v1", "stock", *rest):
+                return self._stock.answer(request, rest, query)
+            case ("GET", "v1", "holdings"):
+                return self._holdings(query.get("checkpoint_id"))
+            case ("GET", "v1", "peers"):
+                return json_answer(peers=[peer.shown() for peer in self._service.peers.known()])
+            case ("POST", "v1", "peers"):
+                return self._meet(request)
+            case ("GET" | "HEAD", "v1", "files", save_id, name):
+                return self._file(request, query.get("checkpoint_id", ""), save_id, name)
+            case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
+                return self._save(request, save_id, rest, settles=query.get("settle", ""))
+            case (
+                "POST",
+                "v1",
+                "hello" | "bye" | "hear" | "suspects" | "verify" | "repair" | "retention" | "give-up" as verb,
+            ):
+                return self._repair.answer(verb, request)
+            case ("POST", "v1", "shutdown"):
+                return Answer(b"{}\n", after=self._stop)
+        raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
+
+    def _save(  # noqa: PLR0911 - one return a verb
+        self, request: Request, save_id: str, rest: list[str], *, settles: str
+    ) -> Answer:
+        match (request.method, *rest):
+            case ("GET",):
+                with request.heartbeat:
+                    if settles:
+                        how = {"is_over": settles in ("over", "left"), "is_left": settles == "left"}
+                        return json_answer(**self._service.answer_to_settle(save_id, **how))
+                    return json_answer(**self._service.state_of(save_id))
+            case ("POST",):
+                return self._begin(request, save_id)
+            case ("PUT", name):
+                return self._receive(request, save_id, name)
+            case ("POST", "pull"):
+                return json_answer(**asdict(pulled(self._service, save_id, request)))
+            case ("GET", ".metadata"):
+                return file_answer(request, opened_metadata(self._service, save_id))
+            case ("POST", "commit"):
+                with request.heartbeat:
+                    held = self._service.commit(save_id)
+                return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._committed)
+            case ("POST", "adopt"):
+                return self._adopt(request, save_id)
+            case ("POST", "abort"):
+                self._service.abort(save_id, one_line(request.document().get("why", "no reason given")))
+                return json_answer()
+        raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
+
+    def _committed(self) -> None:
+        self._reprotector.wake()
+        self._objects.wake()
+
+    def _begin(self, request: Request, save_id: str) -> Answer:
+        fields = request.document()
+        try:
+            checkpoint_id, adopts = fields["checkpoint_id"], bool(fields.get("adopts", False))
+            peers = self._peers_of_save(request, checkpoint_id, fields["peers"], adopts=adopts)
+            intent = Intent(
+                save_id,
+                checkpoint_id,
+                str(fields["session"]),
+                bool(fields["overwrite"]),
+                adopts,
+                tuple(sorted({self._service.node_id, *(peer.node_id for peer in peers)})),
+                str(fields.get("coordinator", "")),
+                announced=Announced.from_json(fields.get("announced", {})),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise PeerProtocolError(f"A save cannot be opened with {type(exc).__name__}: {exc}.") from exc
+        if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
+            raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
+        replaces = self._service.store.final(intent.checkpoint_id).exists()
+        histories, leftovers = self._service.begin(intent)
+        if leftovers:
+            with request.heartbeat:
+                settle(self._service, leftovers, peers)
+        told = {lineage: history.to_json() for lineage, history in histories.items()}
+        return json_answer(histories=told, replaces=replaces)
+
+    def _peers_of_save(
+        self, request: Request, checkpoint_id: object, named: Any, *, adopts: bool
+    ) -> tuple[AgentAddress, ...]:
+        """The other nodes of a save. A job introduces them; an adoption has to do with those that this node knows.
+
+        Raises:
+            StoreDenied: neither. ValueError, KeyError, TypeError: these are no addresses.
+        """
+        if request.right >= Right.JOB:
+            return self._service.learn_peers(named)
+        if not adopts or not self._stock.has(checkpoint_id):
+            request.require(Right.JOB)
+        nodes = {str(peer["node_id"]) for peer in named}
+        return tuple(peer for peer in self._service.peers.known() if peer.node_id in nodes)
+
+    def _adopt(self, request: Request, save_id: str) -> Answer:
+        """Shards that stock torch wrote here are staged with footers; answers what their manifest is to say."""
+        names = [str(name) for name in request.document().get("shards", ())]
+        if any(ShardName.parse(name) is None for name in names):
+            raise ConfigInvalid("adopt: no shards are named.")
+        with request.heartbeat:
+            tables = self._service.adopt(save_id, names)
+        shards = {name: {"size_bytes": table.file_bytes, "crc32c": table.file_crc()} for name, table in tables.items()}
+        return json_answer(shards=shards)
+
+    def _receive(self, request: Request, save_id: str, name: str) -> Answer:
+        durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"
+        with request.heartbeat:
+            found = self._service.receive(save_id, name, request.body, durable=durable)
+        body = (json.dumps(asdict(found)) + "\n").encode()
+        if durable:
+            return Answer(body)
+        path = self._service.store.staged_file(save_id, name)
+        return Answer(body, after=lambda: flush_file(path))
+
+    def _holdings(self, checkpoint_id: str | None) -> Answer:
+        if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
+            raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+        found = self._service.holdings(checkpoint_id)
+        remains = [found.to_json() for found in self._service.remains.found(checkpoint_id)]
+        holdings = [holding.to_json() for holding in found]
+        standing = self._objects.standing().to_json() if checkpoint_id is None else {}
+        node_id = self._service.node_id
+        in_doubt = [doubt.to_json() for doubt in self._service.doubts.known()]
+        return json_answer(node_id=node_id, holdings=holdings, remains=remains, standing=standing, in_doubt=in_doubt)
+
+    def _meet(self, request: Request) -> Answer:
+        """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""
+        fields = request.document()
+        try:
+            peers = self._service.learn_peers(fields["peers"])
+        except (KeyError, TypeError, ValueError) as exc:
+            raise PeerProtocolError(f"Peers cannot be learned from {type(exc).__name__}: {exc}.") from exc
+        with request.heartbeat:
+            settle(self._service, self._service.leftovers(str(fields.get("session", ""))), peers)
+        return Answer(b"{}\n", after=self._reprotector.wake)
+
+    def _file(self, request: Request, checkpoint_id: str, save_id: str, name: str) -> FileAnswer:
+        if not is_checkpoint_id(checkpoint_id) or not is_save_id(save_id):
+            raise ObjectMissing("this agent", request.method, request.target[:200], "no such file")
+        self._service.pins.renew(save_id)
+        return file_answer(request, self._service.store.open_file(checkpoint_id, save_id, name))
+
+
+def _parted(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
+    """The parts of a request's path, and its query."""
+    try:
+        url = urllib.parse.urlsplit(target)
+        query = dict(urllib.parse.parse_qsl(url.query, max_num_fields=_QUERY_FIELDS_MAX))
+    except ValueError as exc:
+        raise PeerProtocolError(f"{target[:200]!r} is no target of a request: {exc}.") from exc
+    return tuple(urllib.parse.unquote(part) for part in url.path.split("/")[1:]), query

@@ -1,0 +1,272 @@
+"""The agent's HTTP front door: reads a request, checks the token, routes it, answers. Plain threads, bounded in number."""
+
+import json
+import logging
+import os
+import socket
+import ssl
+import sys
+from collections.abc import Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase, BufferedReader
+from typing import Any, cast
+
+from replicated_ckpt.agent.http.connections import Connections
+from replicated_ckpt.agent.http.routes import Routes
+from replicated_ckpt.agent.http.strangers import Strangers
+from replicated_ckpt.agent.requests.body import Body, Head
+from replicated_ckpt.agent.requests.file_answer import FileAnswer
+from replicated_ckpt.agent.requests.heartbeat import Heartbeat
+from replicated_ckpt.agent.requests.request import Answer, Request, one_line
+from replicated_ckpt.agent.state.rights import Right, Tokens
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ConfigInvalid,
+    ManifestInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    SaveAborted,
+    StoreDenied,
+    StoreFull,
+    StoreUnavailable,
+)
+from replicated_ckpt.stores.files.durable import read_exactly
+from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
+from replicated_ckpt.version import __version__
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 512
+IDLE_CONNECTION_S = 60.0
+HEAD_BYTES_MAX = 64 << 10
+_DRAIN_BYTES_MAX = 64 << 20
+_LOGGED_CHARS = 200
+_LOGGED_ERROR_CHARS = 2000
+_PIECE_BYTES = 1 << 20
+
+
+class TokenInvalid(StoreDenied):
+    """The request carries no valid token; nothing of it was looked at."""
+
+
+_STATUS_BY_ERROR: Mapping[type[ReplicatedCkptError], HTTPStatus] = {
+    TokenInvalid: HTTPStatus.UNAUTHORIZED,
+    StoreDenied: HTTPStatus.FORBIDDEN,
+    ObjectMissing: HTTPStatus.NOT_FOUND,
+    CheckpointExists: HTTPStatus.CONFLICT,
+    SaveAborted: HTTPStatus.GONE,
+    ObjectCorrupt: HTTPStatus.UNPROCESSABLE_ENTITY,
+    ManifestInvalid: HTTPStatus.UNPROCESSABLE_ENTITY,
+    ConfigInvalid: HTTPStatus.BAD_REQUEST,
+    PeerProtocolError: HTTPStatus.BAD_REQUEST,
+    StoreUnavailable: HTTPStatus.SERVICE_UNAVAILABLE,
+    StoreFull: HTTPStatus.INSUFFICIENT_STORAGE,
+}
+
+
+def status_of(error: ReplicatedCkptError) -> int:
+    """HTTP status that a refusal is answered with."""
+    found = next((code for kind, code in _STATUS_BY_ERROR.items() if isinstance(error, kind)), None)
+    return int(found or HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+class AgentServer(ThreadingHTTPServer):
+    """Listens for one agent. At most CONNECTIONS_MAX connections are open; for one more, one that waits is closed."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(
+        self, bind: tuple[str, int], tokens: Tokens, routes: Routes, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.address_family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
+        self.tokens = tokens
+        self.routes = routes
+        self._tls = tls
+        self.connections = Connections(CONNECTIONS_MAX)
+        self._strangers = Strangers()
+        super().__init__(bind, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.connections.admitted(client_address, request):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            secured = self._secured(request, client_address)
+            if secured is not None:
+                super().process_request_thread(secured, client_address)
+        finally:
+            self.connections.ended(client_address)
+
+    def _secured(self, request: socket.socket, client_address: Any) -> socket.socket | None:
+        """The connection after its TLS handshake, if there has to be one; None if it failed."""
+        if self._tls is None:
+            return request
+        request.settimeout(PROGRESS_TIMEOUT_S)
+        secured = request
+        try:
+            secured = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            self.connections.secured(client_address, secured)
+            secured.do_handshake()
+        except (OSError, ValueError) as exc:  # a value error: it was closed meanwhile, to make room
+            self.log_problem(client_address, f"no TLS: {exc}")
+            self.shutdown_request(secured)
+            return None
+        return secured
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Called by socketserver inside its exception handler: the peer went away, or a defect of ours."""
+        del request
+        if self.connections.is_known(client_address):
+            log.warning("connection from %s broke", client_address, exc_info=True)  # noqa: LOG014
+        else:
+            self.log_problem(client_address, f"connection broke: {type(sys.exception()).__name__}")
+
+    def log_problem(self, client_address: Any, what: str) -> None:
+        """Logs one line; of a peer that has shown no valid token, as few as `Strangers` allows."""
+        if self.connections.is_known(client_address):
+            log.info("%s:%d: %s", *client_address[:2], what)
+        else:
+            self._strangers.note(str(client_address[0]) if client_address else "this host", what)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection. `server` is the AgentServer."""
+
+    server: AgentServer
+    protocol_version = "HTTP/1.1"
+    server_version = f"replicated-ckpt/{__version__}"
+    sys_version = ""
+    disable_nagle_algorithm = True
+    timeout = IDLE_CONNECTION_S
+
+    def parse_request(self) -> bool:
+        """As http.server does it, which would take 6 MiB of headers from anybody."""
+        stream = self.rfile
+        self.rfile = cast(BufferedIOBase, Head(stream, HEAD_BYTES_MAX))  # lines are all that is read from it
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = stream
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815 - the names that http.server looks for
+
+    def _serve(self) -> None:
+        self.connection.settimeout(PROGRESS_TIMEOUT_S)
+        body = None
+        try:
+            right = self._shown_right()
+            self.server.connections.working(self.client_address)
+            body = Body(self.rfile, self.headers)
+            heartbeat = Heartbeat(self.wfile, body)
+            host = str(self.client_address[0])
+            request = Request(self.command, self.path, body, self.headers, heartbeat, right, host)
+            answer = self.server.routes.answer(request)
+        except ReplicatedCkptError as exc:
+            self._refuse(exc, body)
+        except (OSError, ValueError) as exc:
+            self.server.log_problem(self.client_address, f"{self._shown()} broke: {exc}")
+            self.close_connection = True
+        else:
+            self.close_connection = self.close_connection or not body.done  # what is left of it is no request
+            self._send(answer)
+        self.connection.settimeout(IDLE_CONNECTION_S)
+        self.server.connections.waiting(self.client_address)
+
+    def _shown(self) -> str:
+        """The request as it may be logged: whoever sends it chooses it."""
+        return f"{self.command[:_LOGGED_CHARS]!r} {self.path[:_LOGGED_CHARS]!r}"
+
+    def _shown_right(self) -> Right:
+        """What the token of the request shows.
+
+        Raises:
+            TokenInvalid: nothing.
+        """
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        right = self.server.tokens.right_of(given) if scheme == "Bearer" else None
+        if right is None:
+            path = self.path.partition("?")[0][:_LOGGED_CHARS]
+            raise TokenInvalid("this agent", self.command, path, "no valid token")
+        return right
+
+    def _refuse(self, exc: ReplicatedCkptError, body: Body | None) -> None:
+        code = status_of(exc)
+        what = f"refused {self._shown()}: {code} {one_line(exc, _LOGGED_ERROR_CHARS)}"
+        if code == HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("%s: %s", self.client_address[0], what)
+        else:
+            self.server.log_problem(self.client_address, what)
+        self.close_connection = True
+        document = {"error": exc.message, "kind": type(exc).__name__, "hint": exc.hint}
+        self._send_bytes(code, json.dumps(document).encode(), "application/json")
+        self._drain(body)
+
+    def _drain(self, body: Body | None) -> None:
+        """Reads what the peer still sends, so that it sees the answer and not a reset connection."""
+        socket.socket.shutdown(self.connection, socket.SHUT_WR)  # TLS's own would read on in the clear
+        piece = memoryview(bytearray(1 << 20))
+        drained = 0
+        try:
+            while body is not None and not body.done and drained < _DRAIN_BYTES_MAX:
+                drained += body.readinto(piece)
+        except (OSError, PeerProtocolError):
+            return  # the peer has closed: it has seen the answer
+
+    def _send(self, answer: Answer) -> None:
+        if isinstance(answer, FileAnswer):
+            self._send_file(answer)
+        else:
+            self._send_bytes(answer.status, answer.body, answer.content_type)
+            answer.after()
+
+    def _send_bytes(self, status: int, body: bytes, content_type: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _send_file(self, answer: FileAnswer) -> None:
+        with os.fdopen(answer.fd, "rb") as file:
+            self.send_response(HTTPStatus.PARTIAL_CONTENT if answer.is_partial else HTTPStatus.OK)
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Length", str(answer.length))
+            self.send_header("Accept-Ranges", "bytes")
+            if answer.is_partial:
+                last = answer.offset + answer.length - 1
+                self.send_header("Content-Range", f"bytes {answer.offset}-{last}/{answer.size_bytes}")
+            self.end_headers()
+            if self.command != "HEAD" and answer.length:
+                self.wfile.flush()
+                sent = self._send_range(file, answer.offset, answer.length)
+                self.close_connection = self.close_connection or sent != answer.length
+
+    def _send_range(self, file: BufferedReader, offset: int, length: int) -> int:
+        """Sends a file's bytes and returns how many; over TLS in large pieces, as Python's own are of 8 KiB."""
+        connection: socket.socket = self.connection
+        if not isinstance(connection, ssl.SSLSocket):
+            return connection.sendfile(file, offset, length)
+        piece, sent = memoryview(bytearray(min(length, _PIECE_BYTES))), 0
+        while sent < length:
+            count = read_exactly(file.fileno(), piece[: length - sent], offset + sent)
+            if count == 0:
+                break
+            connection.sendall(piece[:count])
+            sent += count
+        return sent
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name in http.server
+        log.debug("%s %s", self.client_address[0], format % args)

@@ -1,0 +1,74 @@
+"""The agent's verbs for checkpoints without a manifest, as stock torch leaves them: list, read, check."""
+
+import json
+from collections.abc import Mapping
+
+from replicated_ckpt.agent.requests.checks import Checks
+from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
+from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id
+from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
+from replicated_ckpt.stores.unmanaged.directory import StockShelf
+from replicated_ckpt.stores.unmanaged.inspection import StockInspector
+
+METADATA_BYTES_MAX = 1 << 30
+
+
+class StockRoutes:
+    """Maps requests to what lies there. Nothing is written. Safe for concurrent use."""
+
+    def __init__(self, service: NodeService, checks: Checks) -> None:
+        self._service = service
+        self._checks = checks
+        self._shelf = StockShelf(service.store.root)
+
+    def answer(self, request: Request, rest: list[str], query: Mapping[str, str]) -> Answer:
+        """Answer to a request below `/v1/stock`.
+
+        Raises:
+            ReplicatedCkptError: it is refused.
+        """
+        match (request.method, *rest):
+            case ("GET",):
+                return self._listing(query.get("checkpoint_id"))
+            case ("GET" | "HEAD", name):
+                return self._file(request, name, query)
+            case ("POST", "verify"):
+                return self._verify(request, _checkpoint_id(query))
+        raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
+
+    def has(self, checkpoint_id: object) -> bool:
+        """Whether files without a manifest lie here under this id."""
+        if not isinstance(checkpoint_id, str) or not is_checkpoint_id(checkpoint_id):
+            return False
+        return any(self._shelf.holdings(self._service.node_id, checkpoint_id))
+
+    def _listing(self, checkpoint_id: str | None) -> Answer:
+        if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
+            raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+        found = self._shelf.holdings(self._service.node_id, checkpoint_id)
+        return json_answer(node_id=self._service.node_id, stock=[holding.to_json() for holding in found])
+
+    def _file(self, request: Request, name: str, query: Mapping[str, str]) -> FileAnswer:
+        size = query.get("size_bytes", "")
+        if not is_checkpoint_file(name) or not (size.isascii() and size.isdigit() and len(size) <= 18):
+            raise ObjectMissing("this agent", request.method, request.target[:200], "no such file")
+        return file_answer(request, self._shelf.open(_checkpoint_id(query), name, int(size)))
+
+    def _verify(self, request: Request, checkpoint_id: str) -> Answer:
+        """Reads what lies here of one checkpoint; the body is its `.metadata`, which may lie on another node only."""
+        inspector = StockInspector(self._service.store, self._service.node_id)
+        with self._checks.in_turn(request, METADATA_BYTES_MAX) as raw:
+            ranges = item_ranges(raw)
+            findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id, ranges)]
+        document = {"findings": findings, "bytes_read": inspector.bytes_read, "unchecked": inspector.unchecked}
+        return Answer((json.dumps(document) + "\n").encode())
+
+
+def _checkpoint_id(query: Mapping[str, str]) -> str:
+    checkpoint_id = query.get("checkpoint_id", "")
+    if not is_checkpoint_id(checkpoint_id):
+        raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+    return checkpoint_id

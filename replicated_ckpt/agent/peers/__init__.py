@@ -1,0 +1,1 @@
+"""The other nodes: their addresses, who answers, what they hold."""

@@ -1,0 +1,103 @@
+"""The peers that this node has met, kept across restarts so that a node alone still finds the others."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from replicated_ckpt.errors import ObjectMissing, StoreDenied
+from replicated_ckpt.stores.files.durable import fsync_directory, translated, write_file
+from replicated_ckpt.stores.files.ownership import read_private
+from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_network_trusted, is_plain_allowed
+
+_PEERS_NAME = "peers.json"
+_PEERS_MAX = 8192
+_HINT = "A job that has ranks on both nodes introduces them, with its next save or load."
+
+
+def _is_downgrade(peer: AgentAddress, known: Mapping[str, AgentAddress]) -> bool:
+    """Whether an address asks for plain HTTP with a node that is to be talked to by TLS."""
+    if peer.tls_sha256 or is_network_trusted():
+        return False
+    return not is_plain_allowed(peer.host) or (peer.node_id in known and bool(known[peer.node_id].tls_sha256))
+
+
+class PeerBook:
+    """Addresses by node, the latest one known, and who said goodbye.
+
+    The file is readable by this user only, as it holds tokens. Safe to use concurrently.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / _PEERS_NAME
+        self._lock = threading.Lock()
+
+    def learn(self, peers: Sequence[AgentAddress]) -> None:
+        """Keeps addresses that ranks give, or the nodes themselves, now: they win over what was known, and none is away.
+
+        Raises:
+            StoreDenied: one has no fingerprint, and its node is known by one, or may be talked to only by TLS.
+        """
+        known = {peer.node_id: peer for peer in self.known()}
+        for peer in peers:
+            if _is_downgrade(peer, known):
+                detail = "this address has no fingerprint of a certificate, and is not believed"
+                raise StoreDenied(peer.label, "learn", "TLS", detail, PLAIN_HINT)
+        self._merge({peer.node_id: peer for peer in peers}, returned={peer.node_id for peer in peers})
+
+    def leave(self, node_id: str) -> None:
+        """Notes that a node's agent left in good order: its disk is as it was."""
+        self._merge({}, returned=(), left={node_id})
+
+    def is_away(self, node_id: str) -> bool:
+        return node_id in self._read()[1]
+
+    def address_of(self, node_id: str) -> AgentAddress:
+        """Where a node's agent is.
+
+        Raises:
+            ObjectMissing: nobody has introduced it here.
+        """
+        found = self._read()[0].get(node_id)
+        if found is None:
+            raise ObjectMissing("this agent's address book", "find", node_id[:80], "it was not introduced", _HINT)
+        return found
+
+    def known(self) -> tuple[AgentAddress, ...]:
+        """The peers met so far. An unreadable file counts as none: it only saves looking for them.
+
+        Raises:
+            StoreDenied: another user of the host can have written it.
+        """
+        return tuple(self._read()[0].values())
+
+    def _merge(self, news: Mapping[str, AgentAddress], returned: Collection[str], left: Collection[str] = ()) -> None:
+        with self._lock:
+            known, away = self._read()
+            merged = {**known, **news}
+            still_away = (away | set(left)) - set(returned)
+            if merged == known and still_away == away:
+                return
+            latest = list(merged.values())[-_PEERS_MAX:]
+            entries = [{**peer.to_json(), "away": peer.node_id in still_away} for peer in latest]
+            with translated(str(self._path.parent), "write", _PEERS_NAME):
+                write_file(self._path, json.dumps(entries).encode(), mode=0o600)
+                fsync_directory(self._path.parent.parent)  # the directory may be as new as the file
+
+    def _read(self) -> tuple[dict[str, AgentAddress], set[str]]:
+        try:
+            entries: list[Mapping[str, Any]] = json.loads(read_private(self._path))
+        except (OSError, ValueError, RecursionError):
+            return {}, set()
+        peers: dict[str, AgentAddress] = {}
+        away = set()
+        for entry in entries if isinstance(entries, list) else []:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # one that is none hides no other
+                peer = AgentAddress.from_json(entry)
+                peers[peer.node_id] = peer
+                if entry.get("away"):
+                    away.add(peer.node_id)
+        return peers, away

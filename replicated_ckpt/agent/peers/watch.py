@@ -1,0 +1,101 @@
+"""The watch: what this node knows of the others, from asking them again and again."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
+from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+ASK_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a node that does not answer is taken to hold what it held.
+
+    `lost_after_s`: one that fell silent. `away_after_s`: one whose agent said that it leaves, with its disk intact.
+    """
+
+    lost_after_s: float = 30.0
+    away_after_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a node says that it holds, what it has without a manifest that it believes, and its standing."""
+
+    holdings: tuple[Holding, ...]
+    remains: tuple[Remains, ...] = ()
+    standing: Standing = NOTHING_SAID
+
+
+class PeerWatch:
+    """Asks every known peer what it holds, and keeps since when those that are silent are. One thread."""
+
+    def __init__(self, peers: PeerBook, patience: Patience, clock: Callable[[], float] = time.monotonic) -> None:
+        self._peers = peers
+        self._patience = patience
+        self._clock = clock
+        self._silent_since: dict[str, float] = {}
+        self._held: dict[str, Held] = {}
+
+    def looked(self) -> tuple[NodeView, ...]:
+        """The other nodes, as of now."""
+        addresses = {peer.node_id: peer for peer in self._peers.known()}
+        outcome = FanOut[str, Held]().run(addresses, lambda node: asked(addresses[node]))
+        return tuple(self._view(addresses[node], outcome.results) for node in sorted(addresses))
+
+    def _view(self, address: AgentAddress, answers: Mapping[str, Held]) -> NodeView:
+        node = address.node_id
+        if node in answers:
+            self._silent_since.pop(node, None)
+            held = self._held[node] = answers[node]
+            return NodeView(node, Presence.UP, held.holdings, address.domain, held.remains, held.standing)
+        silent_s = self._clock() - self._silent_since.setdefault(node, self._clock())
+        patience = self._patience.away_after_s if self._peers.is_away(node) else self._patience.lost_after_s
+        presence = Presence.ASSUMED if silent_s < patience else Presence.GONE
+        last = self._held.get(node)
+        return NodeView(node, presence, None if last is None else last.holdings, address.domain)
+
+    def silent_holdings(self) -> tuple[Holding, ...]:
+        """What the nodes held that did not answer when they were asked last."""
+        silent = [self._held[node] for node in sorted(self._silent_since) if node in self._held]
+        return tuple(holding for held in silent for holding in held.holdings)
+
+    def has_doubt(self, views: Sequence[NodeView]) -> bool:
+        """Whether a node fell silent that is not given up yet: soon there may be work."""
+        return any(view.presence is Presence.ASSUMED and not self._peers.is_away(view.node_id) for view in views)
+
+
+def asked(address: AgentAddress) -> Held:
+    """What a node says it holds.
+
+    Raises:
+        StoreUnavailable: no answer. PeerProtocolError: no sensible one.
+    """
+    with AgentClient(address, ASK_TIMEOUT_S) as client:
+        return held_in(client.call("GET", "/v1/holdings?upkeep=1"), address)
+
+
+def held_in(answer: Mapping[str, Any], address: AgentAddress) -> Held:
+    """What a node has answered to the question what it holds; what it says of other nodes is left out.
+
+    Raises:
+        PeerProtocolError: it makes no sense.
+    """
+    try:
+        found = tuple(Holding.from_json(fields) for fields in answer["holdings"])
+        remains = tuple(Remains.from_json(fields) for fields in answer.get("remains", ()))
+        standing = Standing.from_json(answer.get("standing", {}))
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigInvalid) as exc:
+        raise PeerProtocolError(f"{address.label} listed its holdings wrongly: {exc}.") from exc
+    holdings = tuple(holding for holding in found if holding.node_id == address.node_id)
+    return Held(holdings, tuple(one for one in remains if one.node_id == address.node_id), standing)

@@ -1,0 +1,261 @@
+"""The life of an agent: one per root, from the lock to the last client."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from replicated_ckpt.agent.certificate import certificate_of
+from replicated_ckpt.agent.http.object_routes import ObjectRoutes
+from replicated_ckpt.agent.http.routes import Routes, is_upkeep
+from replicated_ckpt.agent.http.server import AgentServer
+from replicated_ckpt.agent.peers.greeting import Greeter
+from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.repair.reprotect import Reprotector
+from replicated_ckpt.agent.repair.scrub import Scrubber
+from replicated_ckpt.agent.requests.request import Answer, Request
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.endpoint import (
+    Endpoint,
+    FileLock,
+    Identity,
+    has_clients,
+    keep_identity,
+    next_identity,
+    remove_endpoint,
+    shut_out_clients,
+    single_agent_lock,
+    write_endpoint,
+)
+from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.uploads.uploader import Uploader
+from replicated_ckpt.config import AgentConfig, checked_direct_io
+from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.errors import AgentUnavailable
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.tls import fingerprint, server_context
+from replicated_ckpt.stores.throttle import Pace
+from replicated_ckpt.version import __version__
+
+log = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 0.5
+_LEAVE_GRACE_S = 3.0
+_LEAVE_POLL_S = 0.02
+
+
+class _Activity:
+    """When the agent last had work. Requests under way count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._last = time.monotonic()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._under_way += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._under_way -= 1
+            self._last = time.monotonic()
+
+    def touch(self) -> None:
+        with self._lock:
+            self._last = time.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        with self._lock:
+            return self._under_way == 0
+
+    def idle_s(self) -> float:
+        with self._lock:
+            return 0.0 if self._under_way else time.monotonic() - self._last
+
+
+class _WatchedRoutes(Routes):
+    """Routes that count as work while they answer, but for upkeep: else the agents of idle nodes keep each other up."""
+
+    def __init__(self, activity: _Activity, *args: Any) -> None:
+        super().__init__(*args)
+        self._activity = activity
+
+    def answer(self, request: Request) -> Answer:
+        if is_upkeep(request.target):
+            return super().answer(request)
+        with self._activity:
+            return super().answer(request)
+
+
+class Agent:
+    """One node's agent in this process."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self._stopping = threading.Event()
+        self._activity = _Activity()
+        self._started_at = time.monotonic()
+        self._hello: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Serves until it is told to stop or is idle for too long. Called once, from the main thread.
+
+        Raises:
+            AgentUnavailable: another agent serves this root, or the port is taken.
+        """
+        store = LocalStore(self.config.root)
+        directory = store.agent_directory()
+        lock = single_agent_lock(directory)
+        if lock is None:
+            raise AgentUnavailable(f"Another agent serves {self.config.root} already.", "Use that one, or stop it.")
+        self._service = NodeService(store, checked_direct_io(self.config.direct_io))
+        completed = self._service.recover()
+        self._start_background_work()
+        identity = next_identity(directory)
+        self._certificate = certificate_of(self.config, directory)
+        server = self._listening(identity)
+        self._endpoint = self._reached_at(server, identity)  # before anybody is answered
+        self._greeter = Greeter(self._service.peers, self._endpoint)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="rckpt-accept", daemon=True)
+        thread.start()
+        try:
+            keep_identity(directory, replace(identity, port=self._endpoint.port))
+            self._hello = self._greeter.start()
+            write_endpoint(directory, self._endpoint)
+            log.info("serving %s as %r, completed %d saves", self.config.root, self._endpoint, len(completed))
+            self._reprotector.start()
+            self._scrubber.start()
+            self._uploader.start()
+            self._wait(directory, lock)
+            self._leave(server)
+        finally:
+            self._stopping.set()
+            if lock.is_in_place():
+                remove_endpoint(directory)
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            lock.release()
+            log.info("stopped serving %s", self.config.root)
+
+    def _start_background_work(self) -> None:
+        """Makes the threads of re-protection and scrub; they start once the agent can be reached."""
+        config = self.config
+        copying, scrubbing = (
+            Pace(mib_per_s * (1 << 20), self._stopping) for mib_per_s in (config.copy_mib_per_s, config.scrub_mib_per_s)
+        )
+        patience = Patience(config.lost_after_s, config.away_after_s)
+        self._reprotector = Reprotector(
+            self._service, patience, copying, self._stopping, standing=self._standing, on_seen=self._on_seen
+        )
+        self._targets = TargetBook(self._service.store.agent_directory())
+        uploading = Pace(config.upload_mib_per_s * (1 << 20), self._stopping)
+        self._uploader = Uploader(
+            self._service, self._targets, uploading, patience, self._stopping, self._reprotector.suspect
+        )
+        self._scrubber = Scrubber(
+            self._service.store,
+            self._service.node_id,
+            scrubbing,
+            self._stopping,
+            config.scrub_every_s,
+            self._reprotector.suspect_finding,
+            self._service.damage.note,
+        )
+
+    def _leave(self, server: AgentServer) -> None:
+        """Ends in good order: new connections are refused, what is under way gets a moment, the peers hear goodbye."""
+        self._stopping.set()
+        server.shutdown()
+        server.server_close()  # else whoever connects now, a peer that leaves too, waits for an answer in vain
+        deadline = time.monotonic() + _LEAVE_GRACE_S
+        while not self._activity.is_idle and time.monotonic() < deadline:
+            time.sleep(_LEAVE_POLL_S)
+        self._greeter.say_goodbye()
+        self._reprotector.join()
+        self._scrubber.join()
+        self._uploader.join()
+
+    def _listening(self, identity: Identity) -> AgentServer:
+        objects = ObjectRoutes(self._service, self._targets, self._uploader)
+        routes = _WatchedRoutes(
+            self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set
+        )
+        tls = server_context(*self._certificate) if self._certificate else None
+        ports = [self.config.port] if self.config.port or not identity.port else [identity.port, 0]
+        for port in ports:
+            try:
+                return AgentServer((self.config.host, port), identity.tokens, routes, tls)
+            except OSError as exc:
+                problem = exc
+        raise AgentUnavailable(f"Cannot listen on {self.config.host}:{self.config.port}: {problem}.")
+
+    def _reached_at(self, server: AgentServer, identity: Identity) -> Endpoint:
+        return Endpoint(
+            self._service.node_id,
+            str(server.server_address[0]),
+            int(server.server_address[1]),
+            identity.token,
+            os.getpid(),
+            __version__,
+            identity.incarnation,
+            fingerprint(self._certificate[0]) if self._certificate else "",
+            identity.owner_token,
+        )
+
+    def _wait(self, directory: Path, lock: FileLock) -> None:
+        while not self._stopping.wait(_LOOK_INTERVAL_S):
+            if not lock.is_in_place():
+                log.warning("the root %s was removed", self.config.root)
+                return
+            if self.config.idle_exit_s is None:
+                continue
+            if self._reprotector.is_busy or self._uploader.is_busy or has_clients(directory):
+                self._activity.touch()
+            elif self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory):
+                log.info("no client and no work for %.0f s", self.config.idle_exit_s)
+                return
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        log.info("stopping on %s", signal.Signals(number).name)
+        self._stopping.set()
+
+    def _on_seen(self, nodes: Collection[str]) -> None:
+        self._greeter.greet(nodes)
+
+    def _standing(self) -> Standing:
+        return self._uploader.standing()
+
+    def status(self, *, is_brief: bool) -> Mapping[str, Any]:
+        """What `GET /v1/status` answers. Brief: who it is and no more, which every rank asks at each save and load."""
+        brief = {
+            "node_id": self._endpoint.node_id,
+            "version": __version__,
+            "pid": os.getpid(),
+            "root": self.config.root,
+            "uptime_s": round(time.monotonic() - self._started_at, 3),
+        }
+        if is_brief:
+            return brief
+        return {
+            **brief,
+            "staged": [intent.save_id for intent in self._service.store.staged()],
+            "checkpoints": [holding.checkpoint_id for holding in self._service.holdings()],
+            "in_doubt": [doubt.to_json() for doubt in self._service.doubts.known()],
+            "greeted": self._hello is not None and not self._hello.is_alive(),
+            "restoring": self._reprotector.is_busy,
+            "protection": self._reprotector.status(),
+            "scrub": self._scrubber.status(),
+            "object_store": self._uploader.status(),
+            "threads": threading.active_count(),
+        }

@@ -1,0 +1,1 @@
+"""Upkeep on this node: re-protection, scrub, retention."""

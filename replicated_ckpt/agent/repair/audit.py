@@ -1,0 +1,167 @@
+"""The audit: every node reads everything that it holds; what is wrong, and the plan that would mend it. Changes nothing."""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.manifests import ManifestBook
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.agent.state.policies import PolicyBook
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.core.upkeep.finding import Finding, Problem
+from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing, agree
+from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, planned
+from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
+from replicated_ckpt.core.upkeep.retention import planned_retention, without_retired
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, ReplicatedCkptError
+from replicated_ckpt.stores.local.inspection import Inspector
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeReading:
+    """What one node found when it read its store in full, what lies there without a manifest, and its standing.
+
+    `silent` is what it knows to have lain on nodes that do not answer it.
+    """
+
+    node_id: str
+    findings: tuple[Finding, ...]
+    holdings: tuple[Holding, ...]
+    bytes_read: int
+    remains: tuple[Remains, ...] = ()
+    standing: Standing = NOTHING_SAID
+    silent: tuple[Holding, ...] = ()
+
+    @property
+    def silent_nodes(self) -> frozenset[str]:
+        return frozenset(holding.node_id for holding in self.silent)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any], label: str) -> "NodeReading":
+        """What an agent answered.
+
+        Raises:
+            PeerProtocolError: it is no such answer.
+        """
+        try:
+            findings = tuple(Finding.from_json(finding) for finding in fields["findings"])
+            holdings = tuple(Holding.from_json(holding) for holding in fields["holdings"])
+            remains = tuple(Remains.from_json(one) for one in fields["remains"])
+            standing = Standing.from_json(fields["standing"])
+            silent = tuple(Holding.from_json(holding) for holding in fields["silent"])
+            size = index(fields["bytes_read"])
+            return cls(str(fields["node_id"]), findings, holdings, size, remains, standing, silent)
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigInvalid) as exc:
+            raise PeerProtocolError(f"{label} answered verify wrongly: {type(exc).__name__}: {exc}.") from exc
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What all nodes found. `unreachable` says in words who was not reached: their copies are neither counted nor lost."""
+
+    readings: tuple[NodeReading, ...]
+    unreachable: tuple[str, ...]
+    plan: RepairPlan
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong. A copy that a node was meant to hold is not missing where there are enough others."""
+        return tuple(
+            finding
+            for reading in self.readings
+            for finding in reading.findings
+            if finding.problem is not Problem.MISSING
+            or ShardName.parse(finding.name) is None
+            or self.plan.concerns(finding.checkpoint_id, finding.name)
+        )
+
+    @property
+    def checkpoint_ids(self) -> tuple[str, ...]:
+        held = {holding.checkpoint_id for reading in self.readings for holding in reading.holdings}
+        return tuple(sorted(held | {finding.checkpoint_id for finding in self.findings}))
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether every file is as it was saved and every shard has its number of copies."""
+        return self.plan.is_complete
+
+
+class Auditor:
+    """Has the agents of all nodes read their stores, all at once; this process reads its own node's if no agent runs.
+
+    The agents know afterwards what is bad, and mend it as they mend what a reader reports.
+    """
+
+    def __init__(self, store: LocalStore, lost: Collection[str] = ()) -> None:
+        self._store = store
+        self._node_id = store.known_node_id()
+        self._lost = frozenset(lost)
+        self._peers = PeerBook(store.root_agent_directory())
+
+    def audited(self, checkpoint_id: str | None = None) -> Audit:
+        """Audit of one checkpoint, or of all. `lost` nodes count for nothing, other silent ones hold what they should.
+
+        Raises:
+            StoreError: the own store cannot be read.
+        """
+        addresses = {peer.node_id: peer for peer in self._peers.known() if peer.node_id not in self._lost}
+
+        def read(node: str) -> NodeReading:
+            if node == self._node_id:
+                return self._own_reading(checkpoint_id)
+            return _ask_agent(addresses[node], checkpoint_id)
+
+        outcome = FanOut[str, NodeReading]().run([self._node_id, *addresses], read)
+        if self._node_id in outcome.errors:
+            raise outcome.errors[self._node_id]
+        readings = tuple(outcome.results[node] for node in sorted(outcome.results))
+        silent = tuple(f"{addresses[node].label}: {error.message}" for node, error in sorted(outcome.errors.items()))
+        return Audit(readings, silent, self._plan(readings, [addresses[node] for node in sorted(outcome.errors)]))
+
+    def _own_reading(self, checkpoint_id: str | None) -> NodeReading:
+        endpoint = read_endpoint(self._store.root_agent_directory())
+        if endpoint is not None and endpoint.node_id == self._node_id:
+            try:
+                return _ask_agent(endpoint.local_address(), checkpoint_id)
+            except ReplicatedCkptError as exc:
+                log.info("this process reads the store itself: %s", exc)
+        inspector = Inspector(self._store, self._node_id)
+        findings = tuple(inspector.inspected(checkpoint_id))
+        standing = Standing(PolicyBook(self._store.root_agent_directory()).known())
+        holdings, remains = tuple(inspector.holdings), tuple(inspector.remains)
+        return NodeReading(self._node_id, findings, holdings, inspector.bytes_read, remains, standing)
+
+    def _plan(self, readings: Sequence[NodeReading], silent: Sequence[AgentAddress]) -> RepairPlan:
+        domains = {peer.node_id: peer.domain for peer in self._peers.known()}
+        views = [
+            NodeView(
+                found.node_id, Presence.UP, found.holdings, domains.get(found.node_id), found.remains, found.standing
+            )
+            for found in readings
+        ]
+        held: dict[str, list[Holding]] = {}
+        for found in reversed(readings):
+            held |= {node: [one for one in found.silent if one.node_id == node] for node in found.silent_nodes}
+        for peer in silent:
+            last = tuple(held[peer.node_id]) if peer.node_id in held else None
+            views.append(NodeView(peer.node_id, Presence.ASSUMED, last, peer.domain))
+        manifests = ManifestBook(self._store, self._node_id, self._peers).of(views)
+        policies = agree(policy for view in views for policy in view.standing.policies)
+        retired = planned_retention(manifests, views, policies).retired
+        return planned(without_retired(manifests, retired), views)
+
+
+def _ask_agent(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:
+    document = {} if checkpoint_id is None else {"checkpoint_id": checkpoint_id}
+    with AgentClient(address) as client:
+        return NodeReading.from_json(client.call("POST", "/v1/verify", document), address.label)

@@ -1,0 +1,273 @@
+"""Mending: carries out this node's part of a repair plan. Nothing is overwritten, nothing unverified put in place."""
+
+import contextlib
+import logging
+from functools import partial
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.integrity.checksum import BlockTable
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest, ShardEntry
+from replicated_ckpt.core.protocol.settlement import may_publish
+from replicated_ckpt.core.upkeep.finding import Finding
+from replicated_ckpt.core.upkeep.repair_plan import Action, Adopt, CopyShard, SetAside
+from replicated_ckpt.errors import (
+    ManifestInvalid,
+    ManifestVersionUnknown,
+    ObjectCorrupt,
+    ObjectMissing,
+    ReplicatedCkptError,
+    StoreUnavailable,
+)
+from replicated_ckpt.stores.any_source import AnySource, Source
+from replicated_ckpt.stores.files.descriptors import fetch_manifest, fetch_metadata
+from replicated_ckpt.stores.local.committed import Committed, committed_directory, committed_save, incoming_path
+from replicated_ckpt.stores.local.inspection import Inspector, Paced
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.copy import PeerShard
+from replicated_ckpt.stores.throttle import Pace
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 4 << 20
+_SESSION = "repair"
+
+
+class Mender:
+    """Examines, takes over and copies, on this node. One action at a time, from one thread.
+
+    Each action looks at the disk again before it changes it, so a plan that is out of date does no harm.
+    """
+
+    def __init__(self, service: NodeService, pace: Pace) -> None:
+        self._service = service
+        self._store = service.store
+        self._pace = pace
+        self.bytes_copied = 0
+
+    def carry_out(self, action: Action) -> None:
+        """Does one action of a plan.
+
+        Raises:
+            ReplicatedCkptError: it could not be done; what was there is as it was. Stopped: the agent is leaving.
+        """
+        match action:
+            case Adopt():
+                self._adopt(action)
+            case CopyShard():
+                self._copy(action)
+            case SetAside():
+                self._set_aside(action)
+
+    def examine(self, checkpoint_id: str, save_id: str, name: str) -> Finding | None:
+        """Reads a file that is said to be bad, notes what it is, and returns what is wrong. Nothing is changed.
+
+        Raises:
+            ObjectMissing: the checkpoint is not here any more, or is of another save. StoreError. Stopped
+        """
+        with committed_save(self._store.root, checkpoint_id, save_id) as (directory, manifest):
+            return self._examined(directory, manifest, name)
+
+    def of_wrong_size(self) -> list[tuple[str, str, str]]:
+        """The shards here whose size alone says that they are bad, and which were not read yet: checkpoint, save, name."""
+        catalog = self._store.catalog
+        found: list[tuple[str, str, str]] = []
+        for holding in catalog.holdings(self._service.node_id):
+            place = holding.checkpoint_id, holding.save_id
+            with contextlib.suppress(ObjectMissing, ManifestInvalid):  # it may have gone meanwhile
+                shards = catalog.manifest(catalog.directory_of(*place) or "").shards
+                sizes = {name: size for name, size in holding.sizes.items() if name in shards}
+                found += [(*place, name) for name, size in sizes.items() if size != shards[name].size_bytes]
+        return [key for key in found if not self._service.damage.is_known(*key)]
+
+    def _examined(self, directory: Committed, manifest: Manifest, name: str) -> Finding | None:
+        inspector = Inspector(self._store, self._service.node_id, self._pace.take)
+        is_footless = False
+        if name == METADATA_NAME:
+            finding = inspector.metadata_problem(directory, manifest)
+        elif name in manifest.shards:
+            finding = inspector.shard_problem(directory, manifest, name)
+            is_footless = finding is not None and inspector.is_footless(directory, manifest, name)
+        else:
+            return None
+        place = directory.checkpoint_id, manifest.save_id, name
+        if finding is None:
+            self._service.damage.clear(*place)
+        else:
+            log.warning("%s", finding)
+            self._service.damage.mark(*place, is_footless=is_footless)
+        return finding
+
+    def _adopt(self, action: Adopt) -> None:
+        if not self._restored_in_place(action):
+            self._take_over(action)
+
+    def _restored_in_place(self, action: Adopt) -> bool:
+        """Gives a directory of this save what it has lost; False if there is none, or one of another save.
+
+        A directory whose manifest is damaged or gone is of this save, as the plan has found by the checksums of its files.
+        None of them is moved: what does not match is damaged, and its blocks may be the last ones. The manifest comes
+        last, so a crash leaves what was there before.
+
+        Raises:
+            ManifestVersionUnknown: it is a newer version's, and stays as it is.
+        """
+        if self._store.catalog.is_replaced(action.save_id):
+            with committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
+                if (problem := self._restore_metadata(directory, action, manifest)) is not None:
+                    raise problem
+            return True
+        if not self._store.final(action.checkpoint_id).is_dir():
+            return False
+        with committed_directory(self._store.root, action.checkpoint_id) as directory:
+            own, why = _manifest_in(directory)
+            if not directory.names() or (own is not None and own.save_id != action.save_id):
+                return False
+            manifest, raw_manifest = (
+                fetch_manifest(action, self._addresses(action.sources)) if own is None else (own, b"")
+            )
+            problem = self._restore_metadata(directory, action, manifest)
+            if own is None:
+                directory.put_small(MANIFEST_NAME, raw_manifest)
+                log.warning("%s: manifest restored: %s", directory.checkpoint_id, why)
+                for shard in directory.shards():
+                    self._examined(directory, manifest, shard)
+        if problem is not None:
+            raise problem
+        return True
+
+    def _restore_metadata(self, directory: Committed, action: Adopt, manifest: Manifest) -> ReplicatedCkptError | None:
+        """Puts intact metadata in place, if it is not there; why that could not be done."""
+        if self._examined(directory, manifest, METADATA_NAME) is None:
+            return None
+        try:
+            metadata = fetch_metadata(action, manifest, self._addresses(action.sources))
+        except ReplicatedCkptError as exc:
+            return exc
+        directory.put_small(METADATA_NAME, metadata)
+        log.info("restored %s/%s", directory.checkpoint_id, METADATA_NAME)
+        return None
+
+    def _take_over(self, action: Adopt) -> None:
+        """Puts the save here as one that was published; one that is here and newer stays."""
+        manifest, raw_manifest = fetch_manifest(action, self._addresses(action.sources))
+        metadata = fetch_metadata(action, manifest, self._addresses(action.sources))
+        own = self._store.published(action.checkpoint_id)
+        if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
+            return
+        with self._service.completing:
+            self._store.begin(Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True))
+            self._store.put_small(action.save_id, METADATA_NAME, metadata)
+            self._store.put_small(action.save_id, MANIFEST_NAME, raw_manifest)
+            self._service.complete(action.save_id)
+        log.info("took over %s (save %s)", action.checkpoint_id, action.save_id)
+
+    def _set_aside(self, action: SetAside) -> None:
+        with committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
+            if action.shard not in manifest.shards:
+                directory.set_aside(action.shard, f"the manifest of save {action.save_id} names no such shard")
+                log.warning("set aside %s/%s: its manifest does not name it", action.checkpoint_id, action.shard)
+
+    def _copy(self, action: CopyShard) -> None:
+        path = incoming_path(self._store.root)
+        with committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
+            entry = manifest.shards.get(action.shard)
+            if entry is None:
+                raise ObjectMissing(str(self._store.root), "copy", action.shard, "the manifest does not name it")
+            if action.shard in directory.shards() and self._examined(directory, manifest, action.shard) is None:
+                return
+            sources = AnySource(self._sources(action, entry), partial(self._tell, action))
+            try:
+                pulled(sources, action.shard, FileSink(path), self._pace.take)
+            finally:
+                sources.close()
+            directory.place(path, action.shard)
+        failpoints.reach("restore.copied")
+        self.bytes_copied += action.size_bytes
+        log.info("restored %s/%s from node %s", action.checkpoint_id, action.shard, sources.last_node)
+
+    def _sources(self, action: CopyShard, entry: ShardEntry) -> list[Source]:
+        """The peers, and last the damaged file of this node itself: some of its blocks may be nowhere else."""
+        expected = Expected(entry.size_bytes, entry.crc32c)
+        sources = [
+            Source(address.node_id, expected, partial(self._at_peer, action, address))
+            for address in self._addresses(action.sources)
+        ]
+        if self._service.node_id in action.sources:
+            sources.append(Source(self._service.node_id, expected, partial(self._at_home, action)))
+        return sources
+
+    def _at_peer(self, action: CopyShard, address: AgentAddress, expected: Expected) -> VerifiedShard:
+        return PeerShard(AgentClient(address), action.checkpoint_id, action.save_id, action.shard, expected)
+
+    def _at_home(self, action: CopyShard, expected: Expected) -> VerifiedShard:
+        fd = self._store.open_file(action.checkpoint_id, action.save_id, action.shard)
+        return ShardFile(fd, f"node {self._service.node_id}", f"{action.checkpoint_id}/{action.shard}", expected)
+
+    def _tell(self, action: CopyShard, node_id: str, error: ReplicatedCkptError) -> None:
+        """Tells a source that its copy seems to be bad."""
+        log.warning("copy of %s/%s on node %s: %s", action.checkpoint_id, action.shard, node_id, error)
+        if isinstance(error, ObjectCorrupt):
+            for address in self._addresses((node_id,)):
+                tell_suspect(address, action.checkpoint_id, action.save_id, action.shard, error.message)
+
+    def _addresses(self, nodes: tuple[str, ...]) -> list[AgentAddress]:
+        known = {peer.node_id: peer for peer in self._service.peers.known()}
+        return [known[node] for node in nodes if node in known]
+
+
+def _manifest_in(directory: Committed) -> tuple[Manifest | None, str]:
+    """The manifest in a directory; None, and why, if it is damaged or gone."""
+    try:
+        return directory.manifest(), ""
+    except ManifestVersionUnknown:
+        raise
+    except (ManifestInvalid, ObjectMissing) as exc:
+        return None, exc.message
+
+
+def pulled(sources: AnySource, shard: str, sink: FileSink, paced: Paced) -> None:
+    """Copies a shard into a file, every block verified. The file is whole and durable afterwards, or not there.
+
+    Raises:
+        StoreUnavailable: no source could be opened. ObjectCorrupt: some bytes are intact nowhere. StoreFull, StoreError
+    """
+    try:
+        table = _table(sources, shard)
+        for offset in range(0, table.data_bytes, PIECE_BYTES):
+            length = min(PIECE_BYTES, table.data_bytes - offset)
+            paced(length)
+            sink.write(_intact(sources, shard, offset, length))
+        sink.write(memoryview(table.encoded()))
+        sink.finish(table)
+    except BaseException:
+        sink.discard()
+        raise
+
+
+def _table(sources: AnySource, shard: str) -> BlockTable:
+    opened = sources.any_opened()
+    if opened is None:
+        raise StoreUnavailable("the peers", "copy", shard, "none of them could give its checksums")
+    return opened.table
+
+
+def _intact(sources: AnySource, shard: str, offset: int, length: int) -> memoryview:
+    piece = sources.read(offset, length)
+    if piece is None:
+        raise ObjectCorrupt("the peers", "copy", shard, f"no intact bytes {offset} to {offset + length}")
+    return piece
+
+
+def tell_suspect(address: AgentAddress, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
+    """Tells a node that one of its files was found bad; its agent reads it again and mends it. Failing to is logged."""
+    document = {"checkpoint_id": checkpoint_id, "save_id": save_id, "name": name, "why": why[:500]}
+    try:
+        with AgentClient(address) as client:
+            client.call("POST", "/v1/suspects", document)
+    except ReplicatedCkptError as exc:
+        log.warning("could not tell %s that its %s/%s seems bad: %s", address.label, checkpoint_id, name, exc)

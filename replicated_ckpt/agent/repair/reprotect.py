@@ -1,0 +1,297 @@
+"""Re-protection: in the background, every committed checkpoint gets its number of copies again."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import TypeAlias
+
+from replicated_ckpt.agent.peers.manifests import ManifestBook
+from replicated_ckpt.agent.peers.watch import Patience, PeerWatch
+from replicated_ckpt.agent.repair.mender import Mender
+from replicated_ckpt.agent.repair.retire import Retirer
+from replicated_ckpt.agent.saves.outlived import drop_outlived
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.core.lineage import histories_of
+from replicated_ckpt.core.upkeep.asked_repair import is_of_held_save, refuse_unplanned
+from replicated_ckpt.core.upkeep.finding import Finding
+from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, planned
+from replicated_ckpt.core.upkeep.repair_plan import Action, Adopt, RepairPlan
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.throttle import Pace, Stopped
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 2.0
+IDLE_PAUSE_S = 15.0
+STALE_ROUNDS_MAX = 6
+LEFTOVER_GRACE_S = 60.0
+SUSPECTS_MAX = 4096
+
+
+_NOT_PLANNED = "this node would not do it by its own look at the nodes; ask on its own host"
+
+Outcome: TypeAlias = tuple[Action, str]
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What one round found. `is_complete`: every checkpoint has its number of copies, and no silent node is waited for.
+
+    `planned`: what all nodes together have to do. `failed`: what this node could not do, in words. `short` and `lost`:
+    shards that nothing can be done for now, for want of nodes or of any copy. `in_doubt`: a node fell silent and is not
+    given up yet.
+    """
+
+    is_complete: bool
+    planned: int = 0
+    done: int = 0
+    failed: tuple[str, ...] = ()
+    short: int = 0
+    lost: int = 0
+    in_doubt: bool = False
+
+
+class Reprotector:
+    """One thread that looks, plans and does this node's part, whenever it is woken and every IDLE_PAUSE_S.
+
+    All nodes plan alike from what all nodes hold, so nobody has to be in charge. Nothing is deleted but what the
+    policy of a run retires: a node that comes back after it was given up brings one copy more. `standing` says what the
+    other nodes are told besides. `round` may also be called directly, while the thread is off.
+    """
+
+    def __init__(
+        self,
+        service: NodeService,
+        patience: Patience,
+        pace: Pace,
+        stopping: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+        standing: Callable[[], Standing] = lambda: NOTHING_SAID,
+        on_seen: Callable[[Collection[str]], None] = lambda _: None,
+    ) -> None:
+        self._service = service
+        self.standing = standing
+        self._on_seen = on_seen
+        self._retirer = Retirer(service, stopping)
+        self._patience = patience
+        self._clock = clock
+        self.watch = PeerWatch(service.peers, patience, clock)
+        self._mender = Mender(service, pace)
+        self._stopping = stopping
+        self._woken = threading.Event()
+        self._busy = threading.Event()
+        self._suspects = deque(service.damage.known(), maxlen=SUSPECTS_MAX)
+        self._orders: deque[tuple[RepairPlan, bool, Future[list[Outcome]]]] = deque()
+        self._manifests = ManifestBook(service.store, service.node_id, service.peers)
+        self._held_before: set[str] = set()
+        self._gone_since: dict[str, float] = {}
+        self._stale: tuple[RepairPlan, int] = (RepairPlan(), 0)
+        self._began_at: float | None = None
+        self._rounds = 0
+        self.last = Protection(is_complete=False)
+        self._thread = threading.Thread(target=self._run, name="rckpt-reprotect", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Has the next round begin now."""
+        self._busy.set()
+        self._woken.set()
+
+    def join(self) -> None:
+        """Waits for the thread, after `stopping` was set."""
+        self._woken.set()
+        self._thread.join()
+
+    def suspect(self, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
+        """Has a file read again soon, and mended if it is bad. Cheap; from any thread."""
+        log.info("to be read again: %s/%s of save %s: %s", checkpoint_id, name, save_id, why)
+        self._suspects.append((checkpoint_id, save_id, name))
+        self.wake()
+
+    def suspect_finding(self, finding: Finding) -> None:
+        """As `suspect`, for something that an inspection of this node found."""
+        self.suspect(finding.checkpoint_id, finding.save_id, finding.name, str(finding))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is work, or will be soon: an agent does not leave meanwhile."""
+        return self._busy.is_set()
+
+    def status(self) -> Mapping[str, object]:
+        return {
+            **asdict(self.last),
+            "bytes_copied": self._mender.bytes_copied,
+            "rounds": self._rounds,
+            "retention": self._retirer.status(),
+        }
+
+    def carried_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
+        """Has this node's part of a plan done by the thread of re-protection, and waits for it; each action's error or "".
+
+        `may_replace`: that a save gives way to another one is for the plan to say. Else it does only if this node, by
+        its own look at all nodes, plans the same.
+
+        Raises:
+            StoreUnavailable: the agent is leaving; some of it may have been done.
+        """
+        order: Future[list[Outcome]] = Future()
+        self._orders.append((part, may_replace, order))
+        self.wake()
+        while True:
+            try:
+                return order.result(PAUSE_S)
+            except TimeoutError:
+                if self._stopping.is_set():
+                    raise StoreUnavailable("this agent", "repair", "plan", "it is leaving") from None
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._woken.clear()
+            try:
+                self._do_orders()
+                self.last = self.round()
+                self._rounds += 1
+            except Stopped:
+                return
+            except (ReplicatedCkptError, OSError) as exc:
+                log.error("re-protection goes on in %.0f s: %s", IDLE_PAUSE_S, exc)  # noqa: TRY400 - it explains itself
+                self.last = Protection(is_complete=False, failed=(str(exc),))
+            is_active = self._is_active(self.last)
+            if not is_active and not self._woken.is_set():
+                self._busy.clear()
+            self._woken.wait(PAUSE_S if is_active else self._idle_pause_s())
+
+    def _idle_pause_s(self) -> float:
+        """Many nodes ask each other less often, so that an agent answers about as many questions a second."""
+        return max(IDLE_PAUSE_S, 0.05 * len(self._service.peers.known()))
+
+    def _is_active(self, found: Protection) -> bool:
+        return found.in_doubt or (found.planned > 0 and self._stale[1] < STALE_ROUNDS_MAX)
+
+    def round(self) -> Protection:
+        """Looks at all nodes, plans, and does this node's part.
+
+        Raises:
+            StoreError: the own store cannot be read. Stopped: the agent is leaving.
+        """
+        self._read_suspects()
+        self._settle_old_leftovers()
+        policies = self._service.policies.known()
+        others = self.watch.looked()
+        self._on_seen([view.node_id for view in others if view.presence is Presence.UP])
+        views = (self._own_view(), *others)
+        told = histories_of(holding.version for view in others for holding in view.holdings or ())
+        self._service.heard.hear({lineage: history.sequence for lineage, history in told.items()})
+        in_doubt = self.watch.has_doubt(others)
+        kept = self._retirer.keep(self._manifests.of(views), views, policies, in_doubt=in_doubt)
+        drop_outlived(self._service, kept, views)
+        plan = planned(kept, views, self._service.node_id)
+        self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
+        done, failed = self._carried_out(plan.of_node(self._service.node_id))
+        found = Protection(
+            is_complete=plan.is_complete and not in_doubt,
+            planned=len(plan.actions),
+            done=done,
+            failed=tuple(failed),
+            short=len(plan.short),
+            lost=len(plan.lost),
+            in_doubt=in_doubt,
+        )
+        self._say(found, plan)
+        return found
+
+    def _read_suspects(self) -> None:
+        """Reads the files that were said to be bad, or have a wrong size; those that are bad count no more as copies."""
+        self._suspects.extend(self._mender.of_wrong_size())
+        while self._suspects:
+            checkpoint_id, save_id, name = self._suspects.popleft()
+            try:
+                self._mender.examine(checkpoint_id, save_id, name)
+            except ReplicatedCkptError as exc:
+                log.info("%s/%s of save %s was not read: %s", checkpoint_id, name, save_id, exc)
+
+    def _settle_old_leftovers(self) -> None:
+        leftovers = self._service.abandoned(LEFTOVER_GRACE_S)
+        if leftovers:
+            settle(self._service, leftovers, self._service.peers.known())
+
+    def _own_view(self) -> NodeView:
+        service = self._service
+        return NodeView(
+            service.node_id, Presence.UP, service.holdings(), None, service.remains.found(), self.standing()
+        )
+
+    def _do_orders(self) -> None:
+        while self._orders:
+            part, may_replace, order = self._orders.popleft()
+            refused = frozenset() if may_replace else self._not_planned_here(part.adopt)
+            order.set_result(
+                [(action, _NOT_PLANNED if action in refused else self._tried(action)) for action in part.actions]
+            )
+
+    def _not_planned_here(self, adoptions: Sequence[Adopt]) -> frozenset[Adopt]:
+        held = self._service.holdings()
+        others = [action for action in adoptions if not is_of_held_save(action, held)]
+        if not others:
+            return frozenset()
+        views = (self._own_view(), *self.watch.looked())
+        return refuse_unplanned(others, planned(self._manifests.of(views), views, self._service.node_id).adopt)
+
+    def _tried(self, action: Action) -> str:
+        """Does one action; why it could not be done, or "".
+
+        Raises:
+            Stopped: the agent is leaving.
+        """
+        if self._stopping.is_set():
+            raise Stopped
+        try:
+            self._mender.carry_out(action)
+        except ReplicatedCkptError as exc:
+            log.warning("not done: %s: %s", action, exc)
+            return exc.message
+        return ""
+
+    def _carried_out(self, part: RepairPlan) -> tuple[int, list[str]]:
+        withheld = self._just_removed(part)
+        outcomes = [(action, self._tried(action)) for action in part.actions if action.save_id not in withheld]
+        failed = [f"{action}: {error}" for action, error in outcomes if error]
+        return len(outcomes) - len(failed), failed
+
+    def _just_removed(self, part: RepairPlan) -> set[str]:
+        """Saves that this node held a moment ago and holds no more: somebody may be removing them on every node.
+
+        They are put back only if others still have them after the time after which a silent node counts as lost.
+        """
+        now, held = self._clock(), {holding.save_id for holding in self._service.holdings()}
+        for save_id in self._held_before - held:
+            self._gone_since.setdefault(save_id, now)
+        for save_id in held:
+            self._gone_since.pop(save_id, None)
+        self._held_before = held
+        wanted = {action.save_id for action in part.adopt}
+        return {
+            save_id
+            for save_id, since in self._gone_since.items()
+            if save_id in wanted and now - since < self._patience.lost_after_s
+        }
+
+    def _say(self, found: Protection, plan: RepairPlan) -> None:
+        if found.planned and self._began_at is None:
+            self._began_at = self._clock()
+            log.info("re-protection: %d copies or checkpoints to make up for, on all nodes together", found.planned)
+        if self._stale[1] == 1:
+            for short in plan.short:
+                log.warning("re-protection: nothing can be done now for %s", short)
+        if found.is_complete and self._began_at is not None:
+            seconds = self._clock() - self._began_at
+            log.info("re-protection is done: every checkpoint has its copies again, after %.1f s", seconds)
+            self._began_at = None

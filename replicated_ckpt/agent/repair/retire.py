@@ -1,0 +1,77 @@
+"""Retiring on this node: carries out its part of a retention plan, and says which rule each checkpoint went by."""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.policy import Policy, agree, confirm
+from replicated_ckpt.core.upkeep.repair import NodeView
+from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan, planned_retention, without_retired
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.local.retire import retire
+
+log = logging.getLogger(__name__)
+
+
+class Retirer:
+    """Each removal looks at the disk again before it changes it, so a plan that is out of date does no harm. One thread."""
+
+    def __init__(self, service: NodeService, stopping: threading.Event) -> None:
+        self._service = service
+        self._stopping = stopping
+        self._held_back: frozenset[str] = frozenset()
+        self._removed = 0
+
+    def status(self) -> Mapping[str, int]:
+        return {"removed": self._removed, "held_back": len(self._held_back)}
+
+    def keep(
+        self, manifests: Mapping[str, Manifest], views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool
+    ) -> Mapping[str, Manifest]:
+        """Removes what the policies of this node's ranks keep no longer; returns the manifests that are looked after.
+
+        What the other nodes say of their policies can keep this one from removing, and from bringing back what they gave
+        up. It has nothing removed here but what re-protection brought, of saves in which this node had no rank. While a
+        node is silent nothing is removed. A policy that was not among those `told` before the look waits for the next one:
+        nodes that answered this one may be silent by now.
+        """
+        own = self._service.policies.known()
+        agreed = agree([*own, *(policy for view in views for policy in view.standing.policies)])
+        plan = planned_retention(manifests, views, agreed)
+        if set(own) == set(told) and not in_doubt:
+            by_own_word = planned_retention(manifests, views, confirm(agreed, own)).retired
+            self.carry_out(plan.only(by_own_word | self._brought(manifests)))
+        return without_retired(manifests, plan.retired)
+
+    def _brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
+        """The saves in which this node had no rank: what lies here of them, other nodes' word has brought."""
+        own = self._service.node_id
+        return frozenset(
+            save_id for save_id, manifest in manifests.items() if own not in {node.node_id for node in manifest.nodes}
+        )
+
+    def carry_out(self, plan: RetentionPlan) -> None:
+        """Does this node's part of a plan; what cannot be removed is logged, and is in the next plan again."""
+        self._say_held_back(plan)
+        for removal in plan.of_node(self._service.node_id):
+            if self._stopping.is_set():
+                return
+            try:
+                self._remove(removal)
+            except ReplicatedCkptError as exc:
+                log.warning("not removed: %s: %s", removal, exc)
+
+    def _remove(self, removal: Removal) -> None:
+        if self._service.pins.is_pinned(removal.save_id):
+            log.info("kept while it is loaded: %s", removal)
+        elif retire(self._service.store.root, removal.checkpoint_id, removal.save_id):
+            self._removed += 1
+            log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)
+
+    def _say_held_back(self, plan: RetentionPlan) -> None:
+        for verdict in plan.held_back:
+            if verdict.save_id not in self._held_back:
+                log.info("kept beyond the policy: %s", verdict)
+        self._held_back = frozenset(verdict.save_id for verdict in plan.held_back)

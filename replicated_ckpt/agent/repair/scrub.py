@@ -1,0 +1,127 @@
+"""The scrub: re-reads what lies on this node's disk, at a set pace, and has what is bad mended before it is needed."""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.upkeep.finding import Finding, Problem
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.local.inspection import Inspector
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.throttle import Pace, Stopped
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 300.0
+_POSITION_NAME = "scrub.json"
+_BUSY_PAUSE_S = 0.5
+OnBad = Callable[[Finding], None]
+
+
+@dataclass(frozen=True)
+class Scrubbed:
+    """What the scrub has done since this agent started."""
+
+    passes: int = 0
+    bytes_read: int = 0
+    findings: int = 0
+    is_running: bool = False
+
+
+class Scrubber:
+    """One thread. It rests while a save is staged here, and goes on after a restart where it was.
+
+    A file whose checksum fails is given to `on_bad`; missing ones are re-protection's. `on_read` gets what was found of
+    each checkpoint.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        node_id: str,
+        pace: Pace,
+        stopping: threading.Event,
+        every_s: float,
+        on_bad: OnBad,
+        on_read: Callable[[Holding], None] = lambda _: None,
+    ) -> None:
+        self._store = store
+        self._node_id = node_id
+        self._pace = pace
+        self._stopping = stopping
+        self._every_s = every_s
+        self._on_bad = on_bad
+        self._on_read = on_read
+        self.done = Scrubbed()
+        self._thread = threading.Thread(target=self._run, name="rckpt-scrub", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def status(self) -> Mapping[str, object]:
+        return asdict(self.done)
+
+    def _run(self) -> None:
+        pause_s = min(self._every_s, FIRST_PAUSE_S)
+        while not self._stopping.wait(pause_s):
+            pause_s = self._every_s
+            try:
+                self.scrub()
+            except Stopped:
+                return
+            except (ReplicatedCkptError, OSError) as exc:
+                log.error("the scrub broke off: %s", exc)  # noqa: TRY400 - it explains itself
+
+    def scrub(self) -> Scrubbed:
+        """One pass over all checkpoints, from where the last one broke off; returns what was done so far.
+
+        Raises:
+            StoreError, Stopped
+        """
+        self.done = Scrubbed(self.done.passes, self.done.bytes_read, self.done.findings, is_running=True)
+        after = self._position()
+        ids = sorted(self._store.catalog.directories())
+        for checkpoint_id in [*(found for found in ids if found > after), *(found for found in ids if found <= after)]:
+            inspector = Inspector(self._store, self._node_id, self._paced)
+            findings = [found for found in inspector.inspected(checkpoint_id) if found.problem is Problem.CORRUPT]
+            for holding in inspector.holdings:
+                self._on_read(holding)
+            for finding in findings:
+                log.warning("scrub: %s", finding)
+                self._on_bad(finding)
+            total, bad = self.done.bytes_read + inspector.bytes_read, self.done.findings + len(findings)
+            self.done = Scrubbed(self.done.passes, total, bad, is_running=True)
+            self._keep_position(checkpoint_id)
+        self.done = Scrubbed(self.done.passes + 1, self.done.bytes_read, self.done.findings)
+        self._keep_position("")
+        log.info("scrub: pass %d done, %d bytes read, %d bad files so far", *list(asdict(self.done).values())[:3])
+        return self.done
+
+    def _paced(self, size_bytes: int) -> None:
+        while self._store.staged():
+            if self._stopping.wait(_BUSY_PAUSE_S):
+                raise Stopped
+        self._pace.take(size_bytes)
+
+    @property
+    def _path(self) -> Path:
+        return self._store.agent_directory() / _POSITION_NAME
+
+    def _position(self) -> str:
+        try:
+            return str(json.loads(self._path.read_bytes())["after"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
+    def _keep_position(self, checkpoint_id: str) -> None:
+        with translated(str(self._store.root), "write", _POSITION_NAME):
+            write_file(self._path, json.dumps({"after": checkpoint_id, "unix_s": time.time()}).encode())

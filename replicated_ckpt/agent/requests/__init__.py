@@ -1,0 +1,1 @@
+"""One HTTP request: its body, its answer, its heartbeat."""

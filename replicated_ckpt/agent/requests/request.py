@@ -1,0 +1,84 @@
+"""One request to the agent and its answer, as values between the HTTP front door and the routes."""
+
+import json
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from email.message import Message
+from http import HTTPStatus
+from typing import Any
+
+from replicated_ckpt.agent.requests.body import Body
+from replicated_ckpt.agent.requests.heartbeat import Heartbeat
+from replicated_ckpt.agent.state.rights import Right
+from replicated_ckpt.errors import PeerProtocolError, StoreDenied
+
+DOCUMENT_BYTES_MAX = 4 << 20
+"""JSON takes many times its size once it is parsed; the addresses of 10,000 nodes fit."""
+
+_HINT_BY_RIGHT = {
+    Right.JOB: "Nodes are introduced, and saves opened, by a job that has a rank on each of them.",
+    Right.OWNER: "Ask on the agent's own host, as its own user: ranks and `replicated-ckpt` read ROOT/.agent there.",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One authenticated request. `right`: what its token shows; `peer_host`: the address that it came from."""
+
+    method: str
+    target: str
+    body: Body
+    headers: Message
+    heartbeat: Heartbeat
+    right: Right
+    peer_host: str = ""
+
+    def require(self, right: Right) -> None:
+        """Goes on only for those who may ask for this.
+
+        Raises:
+            StoreDenied: the request's token does not show the right.
+        """
+        if self.right < right:
+            asked = urllib.parse.urlsplit(self.target[:200]).path
+            detail = f"it needs the right of {right.name}, and the token shows {self.right.name}"
+            raise StoreDenied("this agent", self.method, asked, detail, _HINT_BY_RIGHT[right])
+
+    def document(self) -> Mapping[str, Any]:
+        """The JSON object in the body.
+
+        Raises:
+            PeerProtocolError: there is none, or it is too large.
+        """
+        raw = self.body.read_all(DOCUMENT_BYTES_MAX)
+        try:
+            fields = json.loads(raw or b"{}")
+        except (ValueError, RecursionError) as exc:
+            raise PeerProtocolError(f"The request's body is no JSON: {raw[:80]!r}.") from exc
+        if not isinstance(fields, dict):
+            raise PeerProtocolError("The request's body is no JSON object.")
+        return fields
+
+
+def one_line(text: object, chars_max: int = 500) -> str:
+    """A peer's words as they may stand in a log or an error: bounded, and no line of their own making."""
+    return "".join(char if char.isprintable() else "?" for char in str(text)[:chars_max])
+
+
+def _nothing() -> None:
+    """What follows most answers."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A small answer. `after` runs once it was sent."""
+
+    body: bytes
+    status: int = HTTPStatus.OK
+    content_type: str = "application/json"
+    after: Callable[[], None] = field(default=_nothing)
+
+
+def json_answer(**fields: Any) -> Answer:
+    return Answer((json.dumps(fields) + "\n").encode())

@@ -1,0 +1,1 @@
+"""Saves on this node: opened, received, committed, settled."""

@@ -1,0 +1,52 @@
+"""Doubts: staged saves of which this node cannot know yet whether another node has committed them."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replicated_ckpt.stores.local.intent import Intent
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A staged save that is neither completed nor removed before one of the nodes that it waits for answers."""
+
+    intent: Intent
+    waits_for: tuple[str, ...]
+    since: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "save_id": self.intent.save_id,
+            "checkpoint_id": self.intent.checkpoint_id,
+            "waits_for": list(self.waits_for),
+            "since_unix_s": self.since,
+        }
+
+
+class Doubts:
+    """The saves in doubt as the last try to settle each of them found it. Safe for concurrent use."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._by_save: dict[str, Doubt] = {}
+
+    def note(self, intent: Intent, waits_for: Sequence[str]) -> bool:
+        """Keeps that a save is in doubt; whether that, or the nodes waited for, is news."""
+        with self._lock:
+            known = self._by_save.get(intent.save_id)
+            since = self._clock() if known is None else known.since
+            self._by_save[intent.save_id] = Doubt(intent, tuple(waits_for), since)
+            return known is None or known.waits_for != tuple(waits_for)
+
+    def settle(self, save_id: str) -> None:
+        """The save is not in doubt, or not any more."""
+        with self._lock:
+            self._by_save.pop(save_id, None)
+
+    def known(self) -> tuple[Doubt, ...]:
+        with self._lock:
+            return tuple(sorted(self._by_save.values(), key=lambda doubt: doubt.since))

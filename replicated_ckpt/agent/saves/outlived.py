@@ -1,0 +1,56 @@
+"""Versions of a checkpoint that have outlived their use: what a newer save has replaced or overtaken, once that is whole.
+
+It goes by what was seen of nodes that answer, never by what a node is assumed to hold.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.protocol.settlement import may_be_dropped
+from replicated_ckpt.core.upkeep.repair import NodeView
+from replicated_ckpt.core.upkeep.retention import whole_versions
+
+log = logging.getLogger(__name__)
+
+_WholeById = Mapping[str, Sequence[Version]]
+
+
+def drop_outlived(service: NodeService, manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> None:
+    """Removes from this node the versions that it kept until the newer ones were seen whole.
+
+    Raises:
+        StoreError: one cannot be removed.
+    """
+    names = service.store.catalog.replaced_names()
+    doubts = {doubt.intent.save_id: doubt.intent.checkpoint_id for doubt in service.doubts.known()}
+    if not names and not doubts:
+        return
+    whole = whole_versions(manifests, views)
+    _drop_replaced(service, names, whole)
+    for save_id, place in service.store.places.known().items():
+        if save_id in doubts and _is_outlived(service, doubts[save_id], place, whole):
+            service.abort(save_id, "a newer save of the same checkpoint is whole")
+            log.info("removed save %s of %s, which was in doubt: a newer one is whole", save_id, doubts[save_id])
+
+
+def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById) -> None:
+    replaced = {manifest.save_id: manifest for manifest in service.store.catalog.replaced()}
+    whole_saves = {version.save_id for versions in whole.values() for version in versions}
+    for name in names:
+        manifest = replaced.get(name)
+        if manifest is None:  # its manifest is not believed: it goes by the save that replaced it
+            is_over = name in whole_saves
+        else:
+            is_over = _is_outlived(service, manifest.checkpoint_id, manifest.version, whole)
+        if is_over:
+            service.store.drop_replaced(name)
+            log.info("removed what a newer save has replaced: save %s", name)
+
+
+def _is_outlived(service: NodeService, checkpoint_id: str, old: Version, whole: _WholeById) -> bool:
+    published = service.store.published(checkpoint_id)
+    version = None if published is None else published.version
+    return may_be_dropped(old, whole=whole.get(checkpoint_id, ()), published=version)

@@ -1,0 +1,310 @@
+"""What an agent does for its node, without HTTP: opens saves, receives copies, commits, says what it holds."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.requests.body import Body
+from replicated_ckpt.agent.saves.adoption_locks import Holds
+from replicated_ckpt.agent.saves.doubts import Doubts
+from replicated_ckpt.agent.saves.fence import Fence
+from replicated_ckpt.agent.saves.intake import Intake, taking_metadata
+from replicated_ckpt.agent.saves.leftover import Leftover
+from replicated_ckpt.agent.saves.pins import Pins
+from replicated_ckpt.agent.saves.receive import Received, received, received_plain
+from replicated_ckpt.agent.state.damage import DamageBook
+from replicated_ckpt.agent.state.policies import PolicyBook
+from replicated_ckpt.agent.state.sequence_floor import HeardSequences
+from replicated_ckpt.core.integrity.checksum import BlockTable
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
+from replicated_ckpt.core.lineage import History, merge_histories
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
+from replicated_ckpt.core.protocol.settlement import Answer
+from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ReplicatedCkptError, SaveAborted, SaveSuperseded
+from replicated_ckpt.stores.files.durable import exclusive
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.unmanaged.adoption import check_adopted, stage_shards
+
+log = logging.getLogger(__name__)
+
+OPEN_GRACE_S = 5.0
+
+
+class NodeService:
+    """One node's saves and checkpoints. Every method may be called from several threads at once."""
+
+    def __init__(self, store: LocalStore, direct_io: str = "off") -> None:
+        self.store = store
+        self._direct_io = direct_io
+        self.node_id = store.node_id()
+        self.peers = PeerBook(store.agent_directory())
+        self.damage = DamageBook(store)
+        self.remains = RemainsShelf(store, self.node_id)
+        self.heard = HeardSequences(store.agent_directory())
+        self.policies = PolicyBook(store.agent_directory())
+        self.doubts = Doubts()
+        self.pins = Pins()
+        self.own_address: AgentAddress | None = None
+        self.completing = threading.Lock()
+        """Held by the thread that completes a save by what others know of it: one at a time, else they undo each other."""
+        self._lock = threading.Lock()
+        self._intake = Intake(store)
+        self._opened_at: dict[str, float] = {}
+        self._started_at = time.monotonic()
+        self._fence = Fence()
+        self.holds = Holds()
+
+    def recover(self) -> tuple[str, ...]:
+        """Completes the saves whose decision was made durable here before a crash; returns their ids.
+
+        One that cannot be completed stays staged and is logged; it keeps nobody from using the others.
+        """
+        completed = self._complete_decided([Leftover(intent, "") for intent in self.store.staged()])
+        self.store.empty_trash()
+        return completed
+
+    def _complete_decided(self, leftovers: Sequence[Leftover]) -> tuple[str, ...]:
+        """Commits those whose decision lies here: it is never taken back, and nobody may take them for given up."""
+        completed = []
+        for save_id in (leftover.intent.save_id for leftover in leftovers):
+            try:
+                if self.store.is_decided(save_id):
+                    self.store.commit(save_id)
+                    completed.append(save_id)
+            except SaveSuperseded as exc:
+                log.info("save %s stays staged until the newer one is seen whole: %s", save_id, exc.message)
+            except ReplicatedCkptError as exc:
+                log.error("save %s cannot be completed: %s", save_id, exc)  # noqa: TRY400 - it explains itself
+        return tuple(completed)
+
+    def begin(self, intent: Intent) -> tuple[dict[str, History], tuple[Leftover, ...]]:
+        """Opens a save and fences: bytes of any other attempt at this checkpoint are refused from now on.
+
+        Returns the lineages that this node holds or has heard of, and the saves left behind that this one shows to be over.
+
+        Raises:
+            CheckpointExists, StoreError
+        """
+        self._complete_decided(self.leftovers(intent.session, intent))
+        leftovers = self.leftovers(intent.session, intent)
+        with self._lock:  # first: whoever looks at the disk meanwhile must not take it for one that nobody works on
+            self._opened_at[intent.save_id] = time.monotonic()
+        try:
+            self.open_in_store(intent)
+        except BaseException:
+            with self._lock:
+                self._opened_at.pop(intent.save_id, None)
+            raise
+        for leftover in leftovers:
+            if not leftover.may_live:
+                self._fence.give_up(leftover.intent.save_id, leftover.why)
+        return self.histories(scope_of(intent.checkpoint_id)), leftovers
+
+    def histories(self, scope: str) -> dict[str, History]:
+        """What this node knows of the lineages in a directory of checkpoints: committed here, staged here, or heard of."""
+        heard = {lineage: History(sequence) for lineage, sequence in self.heard.known().items()}
+        staged = [{note.lineage: History(note.sequence)} for note in self.store.places.known().values()]
+        return merge_histories([self.store.catalog.histories(scope), heard, *staged])
+
+    def open_in_store(self, intent: Intent) -> None:
+        """The step of `begin` after which the save is seen on disk."""
+        self.store.begin(intent)
+
+    def leftovers(self, session: str, by: Intent | None = None) -> tuple[Leftover, ...]:
+        """Staged saves that are over, and those of which only a decision can tell that they are.
+
+        They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same
+        checkpoint, or the processes that made them are gone. One that is still worked on, or was opened just now, may
+        live: a trainer may load while it saves in the background. But where it is decided, all have written.
+        """
+        with self.looking():
+            return tuple(self._leftovers(session, by))
+
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody opens a save in a process of its own meanwhile: it would be seen before its process holds it."""
+        return exclusive(self.store.agent_directory())
+
+    def _leftovers(self, session: str, by: Intent | None) -> Iterator[Leftover]:
+        for intent in self.store.staged():
+            if by is not None and intent.save_id == by.save_id:
+                continue
+            if by is not None and intent.checkpoint_id == by.checkpoint_id:
+                yield Leftover(
+                    intent,
+                    f"save {by.save_id} of {by.checkpoint_id!r} overtook it",
+                    is_over=True,
+                    is_left=intent.session == session,
+                )
+            elif by is not None and intent.session == session:
+                yield Leftover(intent, "its process group has gone on without it", is_over=True, is_left=True)
+            else:
+                may_live = self._is_held(intent) or self.was_opened_within(OPEN_GRACE_S, intent)
+                yield Leftover(intent, "the processes that made it are gone", may_live)
+
+    def abandoned(self, grace_s: float) -> tuple[Leftover, ...]:
+        """Staged saves whose processes are gone, none of them opened, or found by this agent, less than `grace_s` ago."""
+        with self.looking():
+            return tuple(
+                Leftover(intent, "the processes that made it are gone")
+                for intent in self.store.staged()
+                if not self.was_opened_within(grace_s, intent) and not self._is_held(intent)
+            )
+
+    def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
+        """Whether the save is so young that its ranks may not have come to hold it."""
+        with self._lock:
+            opened_at = self._opened_at.get(intent.save_id)
+        if opened_at is None and grace_s > OPEN_GRACE_S:
+            opened_at = self._started_at
+        return opened_at is not None and time.monotonic() - opened_at < grace_s
+
+    def _is_held(self, intent: Intent) -> bool:
+        """Whether a rank of this node still works on the save, or an adoption. Each takes a lock before it writes."""
+        self.holds.release_old()
+        return self.store.is_held(intent.save_id)
+
+    def check_open(self, save_id: str) -> None:
+        """Raises SaveAborted: the save is not open here, or was given up."""
+        self._fence.check(save_id, self.node_id)
+        if not self.store.staging(save_id).is_dir():
+            raise SaveAborted(f"Save {save_id} is not open on node {self.node_id}.")
+
+    def receive(self, save_id: str, name: str, body: Body, *, durable: bool) -> Received:
+        """Takes one file of an open save from a peer; it counts only once it arrived whole and intact.
+
+        Raises:
+            SaveAborted, StoreFull, ObjectCorrupt, ConnectionResetError, PeerProtocolError
+        """
+        self.check_open(save_id)
+        path = self.store.staged_file(save_id, name)
+        intent = Intent.read(save_id, self.store.intent_path(save_id))
+        if name == MANIFEST_NAME:
+            raw = body.read_all(MANIFEST_BYTES_MAX)
+            check_adopted(self.store.root, intent, raw)
+            self.store.put_small(save_id, name, raw)
+            failpoints.reach("agent.decision-staged")
+            return Received.of(raw)
+        if name == METADATA_NAME:
+            with taking_metadata(intent, body.size_bytes) as take:
+                return received_plain(path, body, take)
+        if ShardName.parse(name) is None or intent.adopts:
+            raise ConfigInvalid(f"{name!r} is no file of a checkpoint that could be brought here.")
+        with self._intake.taking(intent, name, body.size_bytes) as take:
+            return received(path, body, take, durable=durable, direct_io=self._direct_io)
+
+    def commit(self, save_id: str) -> tuple[str, ...]:
+        """Publishes a save; returns the shards held here. Idempotent.
+
+        Raises:
+            SaveAborted, ManifestInvalid, ObjectCorrupt, StoreError: nothing changed.
+        """
+        self._fence.check(save_id, self.node_id)
+        held = self.store.commit(save_id)
+        self.holds.release(save_id)
+        self.doubts.settle(save_id)
+        with self._lock:
+            self._opened_at.pop(save_id, None)
+        return held
+
+    def adopt(self, save_id: str, names: Sequence[str]) -> Mapping[str, BlockTable]:
+        """Stages shards of the checkpoint without a manifest that an open save is to adopt; then it is held for an hour.
+
+        Raises:
+            SaveAborted: it is not open. ObjectMissing, ObjectCorrupt, StoreFull, StoreError: what was there is as it was.
+        """
+        self.check_open(save_id)
+        intent = Intent.read(save_id, self.store.intent_path(save_id))
+        if not intent.adopts:
+            raise ConfigInvalid(f"Save {save_id} is no adoption.")
+        self.holds.hold(save_id, self.store.held(save_id))
+        tables = stage_shards(self.store.root, intent.checkpoint_id, save_id, names)
+        failpoints.reach("adopt.staged")
+        return tables
+
+    def abort(self, save_id: str, why: str) -> None:
+        """Gives a save up: what is staged is removed, and later bytes of it are refused. A committed one stays."""
+        self._fence.give_up(save_id, why)
+        with self._lock:
+            self._opened_at.pop(save_id, None)
+        self.holds.release(save_id)
+        self.store.abort(save_id)
+        self.doubts.settle(save_id)
+
+    def complete(self, save_id: str) -> None:
+        """Commits a save that was fenced here, because a peer was found to have committed it."""
+        self._fence.lift(save_id)
+        self.commit(save_id)
+
+    def state_of(self, save_id: str) -> dict[str, Any]:
+        """What `GET /v1/saves/{save_id}` says of a save, and where it is committed.
+
+        Raises:
+            ManifestInvalid: nothing of it is found, and a checkpoint here may be it.
+        """
+        answer = self.answer_of(save_id)
+        if answer is Answer.ABSENT and (unknown := next(self.store.catalog.unbelieved(), None)) is not None:
+            raise ManifestInvalid(
+                f"Node {self.node_id} cannot tell what became of save {save_id}: its manifest of {unknown!r} is damaged."
+            )
+        if answer is Answer.PUBLISHED:
+            return {"state": answer.value, "checkpoint_id": self.store.catalog.checkpoint_of(save_id)}
+        return {"state": answer.value}
+
+    def answer_of(self, save_id: str) -> Answer:
+        """Whether a save is committed, decided, staged, or absent here.
+
+        One whose decision lies here is committed before the answer, unless a newer save has its name.
+        """
+        if self.store.is_decided(save_id):
+            try:
+                self.store.commit(save_id)
+            except SaveSuperseded:
+                return Answer.DECIDED
+        if self.store.catalog.checkpoint_of(save_id) is not None:
+            return Answer.PUBLISHED
+        return Answer.STAGED if self.store.staging(save_id).is_dir() else Answer.ABSENT
+
+    def answer_to_settle(self, save_id: str, *, is_over: bool, is_left: bool) -> dict[str, Any]:
+        """As `state_of`, for a node that settles the save: what this node says is what it keeps to.
+
+        `is_over`: another save has overtaken it there, or its own process group has gone on without it; then only a rank
+        that holds it works on it. `is_left`: its coordinator itself has gone on, so that not even such a rank does.
+
+        A save without a decision that this node coordinated, and that no rank works on, is removed before the answer: from
+        then on it cannot be decided any more.
+        """
+        found = self.state_of(save_id)
+        if found["state"] != Answer.STAGED.value:
+            return found
+        with self.looking():
+            intent = self.store.intent_of(save_id)
+            if is_over:
+                self.holds.release(save_id)
+            is_young = not is_over and self.was_opened_within(OPEN_GRACE_S, intent)
+            if not is_left and (is_young or self._is_held(intent)):
+                return {"state": Answer.WORKING.value}
+        if intent.coordinator == self.node_id:
+            self.abort(save_id, "its coordinator is gone, and another node asks what became of it")
+        return self.state_of(save_id)
+
+    def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
+        """What lies here, files that are known to be bad marked as such."""
+        return self.damage.seen(self.store.catalog.holdings(self.node_id, checkpoint_id))
+
+    def learn_peers(self, peers: Sequence[Mapping[str, Any]]) -> tuple[AgentAddress, ...]:
+        """Keeps the addresses of the nodes of a save or load, for as long as this root lives; returns the other nodes'."""
+        addresses = tuple(map(AgentAddress.from_json, peers))
+        others = tuple(peer for peer in addresses if peer.node_id != self.node_id)
+        self.own_address = next((peer for peer in addresses if peer.node_id == self.node_id), self.own_address)
+        self.peers.learn(others)
+        return others

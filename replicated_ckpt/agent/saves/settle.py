@@ -1,0 +1,159 @@
+"""Settling what a crash left behind: a staged save is completed, removed, or in doubt until the nodes that know answer.
+
+What becomes of it is decided by `core.settlement`; here the nodes are asked and the decision is carried out.
+"""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from replicated_ckpt.agent.saves.leftover import Leftover
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.core.protocol.settlement import Answer, Fate, Settlement, settle_staged
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError, ReplicatedCkptError
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 3.0
+
+
+def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[AgentAddress]) -> None:
+    """Settles each save that is over. `peers` are the nodes that can be asked now, other than this one.
+
+    Holds afterwards: it is committed here if it is on any node that answered, or if its decision lies here. It is
+    removed here only if it can never have been committed anywhere. Otherwise it is in doubt, stays staged, and is settled
+    again with the next save or load and by re-protection.
+    """
+    for leftover in leftovers:
+        try:
+            with service.completing:
+                _settle_one(service, leftover, peers)
+        except ReplicatedCkptError as exc:
+            log.error("could not settle save %s: %s", leftover.intent.save_id, exc)  # noqa: TRY400 - it explains itself
+
+
+def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Sequence[str]:
+    """Settles a save in doubt as if the nodes `lost`, which never come back, had said that they did not publish it.
+
+    Returns the nodes that it waits for all the same; empty: it is completed or removed. A node that answers is never
+    taken for lost.
+
+    Raises:
+        ObjectMissing: no such save is staged here. ConfigInvalid: ranks still work on it.
+    """
+    intent = next((staged for staged in service.store.staged() if staged.save_id == save_id), None)
+    if intent is None:
+        raise ObjectMissing(f"node {service.node_id}", "give up", save_id, "it is not staged here")
+    if service.store.is_held(save_id):
+        raise ConfigInvalid(f"Save {save_id} is not given up: ranks of this node still work on it.")
+    leftover = Leftover(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")
+    with service.completing:
+        _settle_one(service, leftover, service.peers.known(), frozenset(lost))
+    waits_for = next((doubt.waits_for for doubt in service.doubts.known() if doubt.intent.save_id == save_id), ())
+    if not waits_for and service.store.staging(save_id).is_dir():
+        raise ConfigInvalid(
+            f"Save {save_id} is not given up: another node of it says that ranks work on it there, or did a moment ago.",
+            "End the job that saves, then repair again.",
+        )
+    return waits_for
+
+
+def _settle_one(
+    service: NodeService,
+    leftover: Leftover,
+    peers: Sequence[AgentAddress],
+    lost: frozenset[str] = frozenset(),
+) -> None:
+    intent = leftover.intent
+    answer = service.answer_of(intent.save_id)
+    if answer is Answer.PUBLISHED:
+        service.store.abort(intent.save_id)  # it is in place, and stays: only what surrounded it is left
+    if answer in (Answer.PUBLISHED, Answer.DECIDED):
+        service.doubts.settle(intent.save_id)
+        return
+    addresses = {peer.node_id: peer for peer in peers}
+    how = "left" if leftover.is_left else "over" if leftover.is_over else "working"
+    answers = _answers(f"{intent.save_id}?settle={how}", list(addresses.values()))
+    settlement = settle_staged(
+        own=service.node_id,
+        nodes=tuple(node for node in _nodes_of(intent, addresses) if node not in lost or node in answers),
+        coordinator=intent.coordinator,
+        is_worked_on=leftover.may_live,
+        answers=answers,
+    )
+    _carry_out(service, leftover, settlement, addresses)
+
+
+def _nodes_of(intent: Intent, addresses: Mapping[str, AgentAddress]) -> Sequence[str]:
+    """The nodes of a save; all that are known where its intent is of no save, or cannot be believed."""
+    return intent.nodes or tuple(addresses)
+
+
+def _answers(query: str, addresses: Sequence[AgentAddress]) -> Mapping[str, Answer]:
+    """What each node says of the save; one that does not answer, or not sensibly, is left out."""
+    by_node = {address.node_id: address for address in addresses}
+    outcome = FanOut[str, Answer]().run(by_node, lambda node: _ask(by_node[node], query))
+    for node, error in outcome.errors.items():
+        log.info("asked %s about save %s: %s", by_node[node].label, query, error)
+    return outcome.results
+
+
+def _ask(address: AgentAddress, query: str) -> Answer:
+    with AgentClient(address, ASK_TIMEOUT_S) as client:
+        state = client.call("GET", f"/v1/saves/{query}").get("state")
+    try:
+        return Answer(state)
+    except ValueError as exc:
+        raise PeerProtocolError(f"{address.label} says that save {query} is {str(state)[:80]!r}.") from exc
+
+
+def _carry_out(
+    service: NodeService, leftover: Leftover, settlement: Settlement, addresses: Mapping[str, AgentAddress]
+) -> None:
+    save_id, checkpoint_id = leftover.intent.save_id, leftover.intent.checkpoint_id
+    if settlement.fate is Fate.COMPLETE:
+        _stage_decision(service, save_id, [addresses[node] for node in settlement.sources])
+        service.complete(save_id)
+        log.warning("completed save %s of %r, which a peer had committed", save_id, checkpoint_id)
+    elif settlement.fate is Fate.DROP:
+        service.abort(save_id, leftover.why)
+        log.warning("removed unfinished save %s of %r: %s", save_id, checkpoint_id, leftover.why)
+    if settlement.fate is Fate.IN_DOUBT:
+        if service.doubts.note(leftover.intent, settlement.waits_for):
+            waits = ", ".join(settlement.waits_for)
+            log.warning("save %s of %r is in doubt: node %s did not answer", save_id, checkpoint_id, waits)
+    else:
+        service.doubts.settle(save_id)
+
+
+def _stage_decision(service: NodeService, save_id: str, sources: Sequence[AgentAddress]) -> None:
+    """Stages manifest and metadata of a save from the first of the nodes that have published it and give both.
+
+    Raises:
+        ReplicatedCkptError: none of them does; what is staged stays as it was.
+    """
+    last: ReplicatedCkptError | None = None
+    for source in sources:
+        try:
+            decision = _fetch_decision(source, save_id)
+        except ReplicatedCkptError as exc:
+            log.warning("asked %s for the decision of save %s: %s", source.label, save_id, exc)
+            last = exc
+            continue
+        for name, raw in decision.items():
+            service.store.put_small(save_id, name, raw)
+        return
+    raise last or PeerProtocolError(f"No node that has published save {save_id} is known.")
+
+
+def _fetch_decision(source: AgentAddress, save_id: str) -> dict[str, bytes]:
+    with AgentClient(source) as client:
+        checkpoint_id = str(client.call("GET", f"/v1/saves/{save_id}").get("checkpoint_id"))
+        raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
+        size = decoded_manifest(raw, source.label).metadata_bytes
+        metadata = client.fetch_file(file_path(checkpoint_id, save_id, METADATA_NAME), size)
+        return {METADATA_NAME: metadata, MANIFEST_NAME: raw}

@@ -1,0 +1,1 @@
+"""Finding this node's agent, or starting it."""

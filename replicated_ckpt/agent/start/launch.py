@@ -1,0 +1,240 @@
+"""Finding this node's agent, or starting it: the first process that needs one does, all others use it."""
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from replicated_ckpt.agent.start.environment import agent_environment, isolated_python
+from replicated_ckpt.agent.state.endpoint import (
+    LOCK_NAME,
+    Endpoint,
+    FileLock,
+    client_lock,
+    is_free,
+    read_endpoint,
+    single_agent_lock,
+)
+from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
+from replicated_ckpt.config import TLS_CERT_ENV
+from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
+from replicated_ckpt.stores.peer.tls import is_loopback, is_plain_allowed
+from replicated_ckpt.version import __version__
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 20.0
+OTHERS_START_S = 5.0
+STOP_TIMEOUT_S = 10.0
+SILENT_TIMEOUT_S = 1.0
+"""An agent that has not answered this process before is asked for this long, whether it does again."""
+IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
+IDLE_EXIT_S = 60.0
+_POLL_S = 0.005
+_client_lock_by_root: dict[Path, FileLock] = {}
+_silent_by_directory: dict[Path, int] = {}
+
+
+def ensured_agent(store: LocalStore, bind_host: str) -> Endpoint:
+    """This node's running agent, started if there was none; it stays at least as long as this process.
+
+    `bind_host` is where an agent that is started listens. One that listens on loopback only is replaced if other hosts
+    must reach it, one that speaks plain HTTP if a certificate is set or other hosts must not be talked to so, and one of
+    an older version by this one; each first finishes what it is asked at that moment, and the new one has its address.
+    Safe to call from several processes and threads: all of them ask at once, and one starts it.
+
+    Raises:
+        AgentUnavailable: it could not be started, or it runs and does not answer.
+    """
+    directory = store.agent_directory()
+    _stay_client(store.root, directory)
+    endpoint = _answering(directory, bind_host)
+    if endpoint is not None:
+        return endpoint
+    began = time.time()
+    with _starting(directory) as lock:
+        endpoint = _answering(directory, bind_host)
+        if endpoint is not None:
+            return endpoint
+        _raise_failure_since(began, lock.path)
+        try:
+            with translated(str(store.root), "start", "agent"):
+                return _started(store, directory, bind_host)
+        except AgentUnavailable as exc:
+            lock.path.write_text(json.dumps({"unix_s": time.time(), "why": exc.message}))
+            raise
+
+
+def running_agent(store: LocalStore) -> Endpoint | None:
+    """This node's agent, if one runs; nothing is started nor written.
+
+    Raises:
+        AgentUnavailable: it runs and does not answer.
+    """
+    return _asked(store.root_agent_directory())
+
+
+def can_hold_agent(store: LocalStore) -> bool:
+    """Whether an agent can be started for this store: its root is no read-only file system, and this user may write it."""
+    place = store.root_agent_directory()
+    while not place.exists():
+        place = place.parent
+    return os.access(place, os.W_OK | os.X_OK)
+
+
+def _stay_client(root: Path, directory: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while root not in _client_lock_by_root:
+        lock = client_lock(directory)
+        if lock is not None:
+            _client_lock_by_root[root] = lock
+        elif time.monotonic() > deadline:
+            raise AgentUnavailable(f"The client lock in {directory} is held by a process that does not let go.")
+        else:
+            time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _starting(directory: Path) -> Iterator[FileLock]:
+    """Held by the one process that starts the agent; the others wait until it has."""
+    deadline = time.monotonic() + 2 * START_TIMEOUT_S
+    while (lock := FileLock.taken(directory / "start")) is None:
+        if time.monotonic() > deadline:
+            raise AgentUnavailable(f"Another process has been starting the agent of {directory.parent} for too long.")
+        time.sleep(_POLL_S)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def _raise_failure_since(began: float, path: Path) -> None:
+    """Raises what another process met that tried to start the agent while this one waited: it costs a node one time-out."""
+    try:
+        found = json.loads(path.read_bytes() or b"{}")
+    except ValueError:  # its process was killed while it wrote
+        return
+    if began <= found.get("unix_s", 0) <= time.time():
+        raise AgentUnavailable(found["why"])
+
+
+def _asked(directory: Path) -> Endpoint | None:
+    """The agent if it runs and answers.
+
+    Raises:
+        AgentUnavailable: it runs and does not answer. The next question of this process to it waits less.
+    """
+    endpoint = read_endpoint(directory)
+    if endpoint is None:
+        return None
+    timeout_s = PROGRESS_TIMEOUT_S if _silent_by_directory.get(directory) != endpoint.pid else SILENT_TIMEOUT_S
+    try:
+        with AgentClient(endpoint.local_address(), timeout_s) as client:
+            pid = client.call("GET", "/v1/status?brief=1").get("pid")
+    except StoreUnavailable as exc:
+        if not isinstance(exc.__cause__, TimeoutError) or is_free(directory):
+            return None
+        _silent_by_directory[directory] = endpoint.pid
+        raise _silence(directory, endpoint) from exc
+    except ReplicatedCkptError:
+        return None
+    _silent_by_directory.pop(directory, None)
+    return endpoint if pid == endpoint.pid else None  # the next one, with the same token, has not written its own yet
+
+
+def _silence(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
+    return AgentUnavailable(
+        f"The agent of node {endpoint.node_id} (pid {endpoint.pid}) does not answer; it may be stopped.",
+        f"`kill -CONT {endpoint.pid}` if it is stopped; if it hangs, `kill -9 {endpoint.pid}`, and the next save or load "
+        f"starts another. Its log is {directory / LOG_NAME}.",
+    )
+
+
+def _answering(directory: Path, bind_host: str) -> Endpoint | None:
+    """The agent if it runs, answers, and listens where it must. Raises AgentUnavailable: it runs and does not answer."""
+    endpoint = _asked(directory)
+    if endpoint is None:
+        return None
+    is_deaf = is_loopback(endpoint.host) and bind_host not in (endpoint.host, "localhost")
+    is_plain = not endpoint.tls_sha256 and (bool(os.environ.get(TLS_CERT_ENV)) or not is_plain_allowed(bind_host))
+    if not (is_deaf or is_plain or _is_older(endpoint.version, __version__)):
+        return endpoint
+    try:
+        with AgentClient(endpoint.local_address()) as client:
+            client.call("POST", "/v1/shutdown")
+        _wait_until_gone(directory)
+    except ReplicatedCkptError as exc:
+        log.warning("the agent of %s is replaced: %s", directory.parent, exc)
+    return None
+
+
+def _is_older(version: str, than: str) -> bool:
+    """Whether a released version comes before another; anything else is let be."""
+    try:
+        return [int(part) for part in version.split(".")] < [int(part) for part in than.split(".")]
+    except ValueError:
+        return False
+
+
+def _wait_until_gone(directory: Path) -> None:
+    """Waits for an agent that was told to stop to give its lock back."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while (lock := single_agent_lock(directory)) is None:
+        if time.monotonic() > deadline:
+            raise AgentUnavailable(f"The agent of {directory.parent} was told to stop and has not.")
+        time.sleep(_POLL_S)
+    lock.release()
+
+
+def _started(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
+    idle_exit_s = os.environ.get(IDLE_EXIT_ENV, str(IDLE_EXIT_S))
+    arguments = ["--root", str(store.root), "--host", bind_host, "--idle-exit-s", idle_exit_s]
+    log = open_log(directory)
+    try:
+        process = subprocess.Popen(
+            [*isolated_python(), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=agent_environment(),
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            endpoint = _answering(directory, bind_host)
+        except AgentUnavailable:
+            if process.poll() is not None:  # another one
+                raise
+            continue
+        if endpoint is not None:
+            return endpoint
+        if process.poll() is not None and process.returncode != 0:
+            if not is_free(directory):
+                if time.monotonic() > deadline - START_TIMEOUT_S + OTHERS_START_S:
+                    raise AgentUnavailable(
+                        f"An agent of {store.root} has been starting for too long; it may be stopped.",
+                        f"`fuser -v {directory / LOCK_NAME}` names its process: continue it, or kill it.",
+                    )
+                time.sleep(_POLL_S)
+                continue
+            raise _unavailable(directory, f"it ended with exit code {process.returncode}")
+        time.sleep(_POLL_S)
+    process.kill()
+    process.wait()
+    raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s")
+
+
+def _unavailable(directory: Path, why: str) -> AgentUnavailable:
+    tail = (directory / LOG_NAME).read_bytes()[-800:].decode(errors="replace")
+    return AgentUnavailable(f"The agent of {directory.parent} could not be started: {why}. End of its log: {tail!r}.")

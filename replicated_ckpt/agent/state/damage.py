@@ -1,0 +1,140 @@
+"""Damage: which files of this node are known to be bad. They stay until a good copy is there to replace them."""
+
+import json
+import logging
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import METADATA_NAME, is_checkpoint_file, is_checkpoint_id, is_save_id
+from replicated_ckpt.errors import ManifestVersionUnknown, StoreError
+from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.local.store import LocalStore
+
+log = logging.getLogger(__name__)
+
+NAME = "damage.json"
+_KNOWN_MAX = 4096
+_Key = tuple[str, str, str]
+_Signature = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Bad:
+    """A file as it lay there when it was found bad. `signature` None: it was missing."""
+
+    signature: _Signature | None
+    is_footless: bool = False
+
+
+class DamageBook:
+    """Files that failed their checksum when this node's processes read them; forgotten when they change.
+
+    Kept across restarts: a loss that is known stays known. Safe for concurrent use.
+    """
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._bad: dict[_Key, _Bad] = self._read()
+
+    def mark(self, checkpoint_id: str, save_id: str, name: str, *, is_footless: bool = False) -> None:
+        """Notes that the file, as it lies there now, is bad. `is_footless`: its footer alone, the data is intact."""
+        key = checkpoint_id, save_id, name
+        self._note({key: _Bad(self._signature(key), is_footless)}, ())
+
+    def clear(self, checkpoint_id: str, save_id: str, name: str) -> None:
+        """Notes that the file was read and is intact."""
+        self._note({}, [(checkpoint_id, save_id, name)])
+
+    def note(self, holding: Holding) -> None:
+        """Notes what a full read of a checkpoint has shown, of each of its files."""
+        names = {METADATA_NAME, *holding.sizes}
+        bad = {*holding.damaged, *(() if holding.has_metadata else (METADATA_NAME,))}
+        key = holding.checkpoint_id, holding.save_id
+        marks = {(*key, name): _Bad(self._signature((*key, name)), name in holding.footless) for name in bad}
+        self._note(marks, [(*key, name) for name in names - bad])
+
+    def known(self) -> list[tuple[str, str, str]]:
+        """The files that were found bad: checkpoint, save, name. They may be intact by now."""
+        with self._lock:
+            return list(self._bad)
+
+    def is_known(self, checkpoint_id: str, save_id: str, name: str) -> bool:
+        """Whether the file, as it lies there now, was found bad."""
+        self._forget_changed()
+        with self._lock:
+            return (checkpoint_id, save_id, name) in self._bad
+
+    def seen(self, holdings: Iterable[Holding]) -> tuple[Holding, ...]:
+        """The holdings, with what is known to be bad marked as such."""
+        self._forget_changed()
+        return tuple(self._seen(holding) for holding in holdings)
+
+    def _seen(self, holding: Holding) -> Holding:
+        with self._lock:
+            bad = {
+                name: found.is_footless
+                for (checkpoint_id, save_id, name), found in self._bad.items()
+                if (checkpoint_id, save_id) == (holding.checkpoint_id, holding.save_id)
+            }
+        if not bad:
+            return holding
+        damaged = tuple(name for name in sorted(bad) if name in holding.sizes)
+        return replace(
+            holding,
+            has_metadata=holding.has_metadata and METADATA_NAME not in bad,
+            damaged=damaged,
+            footless=tuple(name for name in damaged if bad[name]),
+        )
+
+    def _forget_changed(self) -> None:
+        with self._lock:
+            known = dict(self._bad)
+        self._note({}, [key for key, then in known.items() if self._signature(key) != then.signature])
+
+    def _note(self, marks: Mapping[_Key, _Bad], intact: Collection[_Key]) -> None:
+        with self._lock:
+            before = dict(self._bad)
+            for key in intact:
+                self._bad.pop(key, None)
+            self._bad.update(marks)
+            while len(self._bad) > _KNOWN_MAX:
+                del self._bad[next(iter(self._bad))]
+            if self._bad == before:
+                return
+            try:
+                self._write()
+            except StoreError as exc:
+                log.warning("what is damaged is known until this agent ends: %s", exc)
+
+    def _signature(self, key: _Key) -> _Signature | None:
+        try:
+            status = self._store.path_of(*key).lstat()
+        except (OSError, StoreError, ManifestVersionUnknown):
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+    def _write(self) -> None:
+        entries = [[*key, found.signature, found.is_footless] for key, found in self._bad.items()]
+        path = self._store.agent_directory() / NAME
+        with translated(str(self._store.root), "write", NAME):
+            write_file(path, json.dumps(entries).encode())
+
+    def _read(self) -> dict[_Key, _Bad]:
+        """What was known when the last agent ended; a file that cannot be read counts as none: the scrub finds it again."""
+        try:
+            entries = json.loads((self._store.root_agent_directory() / NAME).read_bytes())
+            return dict(_parsed(entry) for entry in entries)
+        except (OSError, ValueError, TypeError, RecursionError):
+            return {}
+
+
+def _parsed(entry: Any) -> tuple[_Key, _Bad]:
+    checkpoint_id, save_id, name, signature, is_footless = entry
+    if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
+        raise ValueError(f"no file of a checkpoint: {entry!r}"[:300])
+    at = None if signature is None else (int(signature[0]), int(signature[1]), int(signature[2]))
+    return (checkpoint_id, save_id, name), _Bad(at, bool(is_footless))

@@ -1,0 +1,198 @@
+"""The endpoint: where this node's agent listens, and its tokens, in a file that only this user may read."""
+
+import errno
+import fcntl
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from replicated_ckpt.agent.state.rights import Tokens, invite
+from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.ownership import read_private
+from replicated_ckpt.stores.peer.client import AgentAddress
+
+_ENDPOINT_NAME = "endpoint.json"
+_IDENTITY_NAME = "identity.json"
+_CLIENTS_NAME = "clients"
+LOCK_NAME = "lock"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One running agent. `token` goes to its peers with its address, `owner_token` to nobody: see `Tokens`."""
+
+    node_id: str
+    host: str
+    port: int
+    token: str
+    pid: int
+    version: str
+    incarnation: int = 0
+    tls_sha256: str = ""
+    owner_token: str = ""
+
+    def __repr__(self) -> str:
+        return f"Endpoint(node {self.node_id} at {self.host}:{self.port}, pid {self.pid})"
+
+    def address(self, host: str | None = None, domain: str | None = None) -> AgentAddress:
+        """The agent's address, as seen from other nodes under the name `host`."""
+        return AgentAddress(
+            self.node_id, host or self.host, self.port, self.token, self.incarnation, domain, self.tls_sha256
+        )
+
+    def local_address(self) -> AgentAddress:
+        """The agent's address for its own user on this host, who may ask for everything: not to be given to others."""
+        address = self.address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host))  # noqa: S104 - nothing is bound
+        return replace(address, token=self.owner_token)
+
+    def invitation(self) -> str:
+        """What a rank of this node posts for the coordinator of its job."""
+        return invite(self.owner_token, time.time())
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What stays when an agent is started again: its tokens and, if it is free, its port. So its peers still find it."""
+
+    token: str
+    port: int
+    incarnation: int
+    owner_token: str
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens(self.token, self.owner_token)
+
+    @classmethod
+    def draw(cls, incarnation: int) -> "Identity":
+        tokens = Tokens.draw()
+        return cls(tokens.peer, 0, incarnation, tokens.owner)
+
+
+def write_endpoint(directory: Path, endpoint: Endpoint) -> None:
+    write_file(directory / _ENDPOINT_NAME, json.dumps(asdict(endpoint)).encode(), mode=0o600)
+
+
+def read_endpoint(directory: Path) -> Endpoint | None:
+    """The endpoint that the last agent wrote; None if there is none. That agent may be gone.
+
+    Raises:
+        StoreDenied: another user can have written it.
+    """
+    try:
+        fields = json.loads(read_private(directory / _ENDPOINT_NAME))
+        return Endpoint(
+            str(fields["node_id"]),
+            str(fields["host"]),
+            int(fields["port"]),
+            str(fields["token"]),
+            int(fields["pid"]),
+            str(fields["version"]),
+            int(fields.get("incarnation", 0)),
+            str(fields.get("tls_sha256", "")),
+            str(fields["owner_token"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def next_identity(directory: Path) -> Identity:
+    """The identity of the agent that starts now; `keep_identity` makes it the last one."""
+    try:
+        fields = json.loads(read_private(directory / _IDENTITY_NAME))
+        tokens = str(fields["token"]), str(fields["owner_token"])
+        return Identity(tokens[0], int(fields["port"]), int(fields["incarnation"]) + 1, tokens[1])
+    except FileNotFoundError:
+        return Identity.draw(1)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # damaged: only a number that is larger than the last one is needed
+        return Identity.draw(int(time.time()))
+
+
+def keep_identity(directory: Path, identity: Identity) -> None:
+    write_file(directory / _IDENTITY_NAME, json.dumps(asdict(identity)).encode(), mode=0o600)
+
+
+def remove_endpoint(directory: Path) -> None:
+    (directory / _ENDPOINT_NAME).unlink(missing_ok=True)
+
+
+class FileLock:
+    """A flock on a file of the agent's directory, held until `release` or the end of the process."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    @classmethod
+    def taken(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
+        """The lock, or None if somebody else holds it now. A disk that has become read-only can still be locked.
+
+        Raises:
+            StoreError: the file cannot be opened or made.
+        """
+        with translated(str(path.parent), "lock", path.name):
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as exc:
+                if exc.errno != errno.EROFS:
+                    raise
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return cls(path, fd)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+    def is_in_place(self) -> bool:
+        """Whether the locked file still has its name: False once its directory was removed, or removed and made again."""
+        try:
+            return self.path.stat().st_ino == os.fstat(self._fd).st_ino
+        except FileNotFoundError:
+            return False
+
+
+def single_agent_lock(directory: Path) -> FileLock | None:
+    """Held by the one agent of a root for as long as it lives."""
+    return FileLock.taken(directory / LOCK_NAME)
+
+
+def is_free(directory: Path) -> bool:
+    """Whether no agent holds the root now, neither one that serves nor one that has just been started."""
+    lock = single_agent_lock(directory)
+    if lock is None:
+        return False
+    lock.release()
+    return True
+
+
+def client_lock(directory: Path) -> FileLock | None:
+    """Held by each process that uses the agent. None only while an agent is looking for clients."""
+    return FileLock.taken(directory / _CLIENTS_NAME, shared=True)
+
+
+def shut_out_clients(directory: Path) -> bool:
+    """Keeps new clients waiting until this process has ended; False if one was faster.
+
+    So a rank never takes an agent for its own that has just decided to leave.
+    """
+    return FileLock.taken(directory / _CLIENTS_NAME) is not None
+
+
+def has_clients(directory: Path) -> bool:
+    """Whether any process still uses this root's agent; a process that died holds no lock."""
+    lock = FileLock.taken(directory / _CLIENTS_NAME)
+    if lock is None:
+        return True
+    lock.release()
+    return False

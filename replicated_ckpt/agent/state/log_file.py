@@ -1,0 +1,59 @@
+"""The log of an agent that ranks started: one file of bounded size, and the one before it."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.stores.files.durable import translated
+
+LOG_NAME = "log"
+LOG_BYTES_MAX = 8 << 20
+"""Of each of the two files; the one that is written may be longer by one record."""
+_OLDER_SUFFIX = ".1"
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def open_log(directory: Path) -> int:
+    """A file descriptor that appends to the log, which is new if the last one is full.
+
+    Raises:
+        StoreDenied: there is something else in its place. StoreError
+    """
+    path = directory / LOG_NAME
+    with translated(str(directory), "open", LOG_NAME):
+        if path.exists() and path.lstat().st_size >= LOG_BYTES_MAX:
+            path.replace(path.with_name(LOG_NAME + _OLDER_SUFFIX))
+        if path.is_symlink():
+            raise StoreDenied(str(directory), "open", LOG_NAME, "it is a symbolic link", f"Remove {path}.")
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+class BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # generic in its stub alone
+    """Logs to standard error; where that is the log of `directory`, goes on in a new file when it is full."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter(_FORMAT))
+        self._directory = directory
+        self._is_own = _is_log(directory)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._is_own and os.fstat(sys.stderr.fileno()).st_size >= LOG_BYTES_MAX:
+            self._go_on()
+        super().emit(record)
+
+    def _go_on(self) -> None:
+        """Standard output and error, tracebacks included, go to the new file."""
+        fd = open_log(self._directory)
+        for number in (sys.stdout.fileno(), sys.stderr.fileno()):
+            os.dup2(fd, number)
+        os.close(fd)
+
+
+def _is_log(directory: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(sys.stderr.fileno()), (directory / LOG_NAME).stat())
+    except OSError:
+        return False

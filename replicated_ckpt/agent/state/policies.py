@@ -1,0 +1,67 @@
+"""The policies of retention that this node's own ranks have named, kept across restarts."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from replicated_ckpt.core.upkeep.policy import Policy, merged
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.files.durable import translated, write_file
+
+log = logging.getLogger(__name__)
+
+NAME = "retention.json"
+_POLICIES_MAX = 256
+
+
+class PolicyBook:
+    """The latest policy of each scope and tier. Safe for concurrent use.
+
+    A file that cannot be read counts as none, and nothing is removed until a save tells a policy again.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / NAME
+        self._lock = threading.Lock()
+        self._by_key = {policy.key: policy for policy in self._read()}
+
+    def known(self) -> tuple[Policy, ...]:
+        with self._lock:
+            return tuple(self._by_key.values())
+
+    def of(self, scope: str, tier: str, lineage: str) -> Policy | None:
+        with self._lock:
+            return self._by_key.get((scope, tier, lineage))
+
+    def learn(self, policies: Iterable[Policy]) -> bool:
+        """Takes over what is later than what is known; whether anything else is kept now than before.
+
+        Raises:
+            StoreError: it cannot be written; it holds until this agent ends.
+        """
+        changed, is_moved = [], False
+        with self._lock:
+            for policy in policies:
+                before = self._by_key.pop(policy.key, replace(policy, revision=-1, retention=None))
+                after = self._by_key[policy.key] = merged(before, policy)
+                is_moved = is_moved or before != after
+                if before.retention != after.retention:
+                    changed.append(after)
+            while len(self._by_key) > _POLICIES_MAX:
+                del self._by_key[next(iter(self._by_key))]
+            raw = json.dumps([policy.to_json() for policy in self._by_key.values()]).encode()
+            if is_moved:
+                with translated(str(self._path.parent), "write", NAME):
+                    write_file(self._path, raw)
+        for policy in changed:
+            log.info("retention of %r in %s: %s", policy.scope or "*", policy.tier or "the nodes", policy.retention)
+        return bool(changed)
+
+    def _read(self) -> list[Policy]:
+        try:
+            return [Policy.from_json(fields) for fields in json.loads(self._path.read_bytes())]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigInvalid):
+            return []

@@ -1,0 +1,82 @@
+"""The buckets that this node's ranks have named, kept across restarts, so that an agent alone can finish an upload."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.files.durable import translated, write_file
+
+log = logging.getLogger(__name__)
+
+_NAME = "targets.json"
+_TARGETS_MAX = 64
+
+
+class TargetBook:
+    """Targets by URL; the file is readable by this user alone, as it holds what the ranks hold in their memory.
+
+    Safe for concurrent use. `bucket` keeps what it has opened until the credentials change.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / _NAME
+        self._lock = threading.Lock()
+        self._target_by_url = self._read()
+        self._bucket_by_url: dict[str, Bucket] = {}
+
+    def learn(self, target: ObjectTarget) -> bool:
+        """Keeps a target, in place of an older one of the same URL; whether it is a new one.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        with self._lock:
+            if self._target_by_url.get(target.url) == target:
+                return False
+            self._target_by_url.pop(target.url, None)
+            self._target_by_url[target.url] = target
+            while len(self._target_by_url) > _TARGETS_MAX:
+                del self._target_by_url[next(iter(self._target_by_url))]
+            self._bucket_by_url.pop(target.url, None)
+            raw = json.dumps([entry.to_json() for entry in self._target_by_url.values()]).encode()
+        with translated(str(self._path.parent), "write", _NAME):
+            write_file(self._path, raw, 0o600)
+        log.info("object store %s is known", target.url)
+        return True
+
+    def known(self) -> tuple[str, ...]:
+        """URLs, in the order in which they were learnt."""
+        with self._lock:
+            return tuple(self._target_by_url)
+
+    def bucket(self, url: str) -> Bucket:
+        """The bucket of a URL.
+
+        Raises:
+            ConfigInvalid: no rank of this node has named it, or its options do not fit.
+        """
+        with self._lock:
+            known, target = self._bucket_by_url.get(url), self._target_by_url.get(url)
+        if known is not None:
+            return known
+        if target is None:
+            raise ConfigInvalid(f"No rank of this node has named the object store {url}.", _UNKNOWN_HINT)
+        opened = Bucket(opened_client(target))  # it may look for credentials for seconds
+        with self._lock:
+            is_current = self._target_by_url.get(url) == target
+            return self._bucket_by_url.setdefault(url, opened) if is_current else opened
+
+    def _read(self) -> dict[str, ObjectTarget]:
+        try:
+            targets = [ObjectTarget.from_json(fields) for fields in json.loads(self._path.read_bytes())]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigInvalid):
+            return {}
+        return {target.url: target for target in targets}
+
+
+_UNKNOWN_HINT = "It is named again when a rank here saves, or with `replicated-ckpt upload --to URL`."

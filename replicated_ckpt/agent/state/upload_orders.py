@@ -1,0 +1,60 @@
+"""Uploads ordered by hand, for checkpoints whose manifest asks for none; kept until they are done."""
+
+import json
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from replicated_ckpt.core.manifest import Manifest, UploadEntry
+from replicated_ckpt.stores.files.durable import translated, write_file
+
+log = logging.getLogger(__name__)
+
+_NAME = "orders.json"
+
+
+class OrderBook:
+    """URLs by save id. Safe for concurrent use."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / _NAME
+        self._lock = threading.Lock()
+        self._url_by_save: dict[str, str] = self._read()
+
+    def applied(self, manifest: Manifest) -> Manifest:
+        """The manifest as if the order were written in it: an order goes before what was decided at the save."""
+        with self._lock:
+            url = self._url_by_save.get(manifest.save_id)
+        if url is None:
+            return manifest
+        if manifest.upload is not None:
+            return replace(manifest, upload=replace(manifest.upload, url=url))
+        entry = UploadEntry(url, False, manifest.metadata_bytes, manifest.metadata_crc32c)
+        return replace(manifest, upload=entry)
+
+    def is_ordered(self, save_id: str) -> bool:
+        with self._lock:
+            return save_id in self._url_by_save
+
+    def take(self, save_id: str, url: str) -> None:
+        """Keeps an order. Raises StoreError."""
+        with self._lock:
+            self._url_by_save[save_id] = url
+            self._write()
+
+    def done(self, save_id: str) -> None:
+        """Forgets an order, if there is one."""
+        with self._lock:
+            if self._url_by_save.pop(save_id, None) is not None:
+                self._write()
+
+    def _write(self) -> None:
+        with translated(str(self._path.parent), "write", _NAME):
+            write_file(self._path, json.dumps(self._url_by_save).encode(), 0o600)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            return {str(save_id): str(url) for save_id, url in dict(json.loads(self._path.read_bytes())).items()}
+        except (OSError, ValueError, TypeError, RecursionError):
+            return {}

@@ -1,0 +1,128 @@
+"""Carrying out an adoption on all nodes: stage everywhere, account for every shard, then decide and publish."""
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from operator import index
+from typing import Any, TypeVar
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.agent.unmanaged.look import StockFound
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_histories, newest_lineage
+from replicated_ckpt.core.manifest import Manifest, ShardEntry
+from replicated_ckpt.core.unmanaged.adopting import AdoptStock
+from replicated_ckpt.core.unmanaged.survey import manifest_of, rank_of
+from replicated_ckpt.errors import CheckpointAmbiguous, PeerProtocolError, ReplicatedCkptError, SaveAborted
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+log = logging.getLogger(__name__)
+
+_SESSION = "adoption"
+_Staged = Mapping[str, tuple[int, int]]
+_Result = TypeVar("_Result")
+
+
+class Adopter:
+    """Has the agents of all nodes do one adoption after the other. `addresses` are where they are reached from here."""
+
+    def __init__(self, addresses: Mapping[str, AgentAddress], peers: Iterable[AgentAddress]) -> None:
+        self._addresses = addresses
+        self._peers = [peer.to_json() for peer in peers]
+
+    def adopt(self, plan: AdoptStock, found: StockFound) -> Mapping[str, ReplicatedCkptError]:
+        """Makes the checkpoint one of ours on the nodes that give shards; returns which have not published it yet, and why.
+
+        Those complete it when they are asked the next time, as after a save. A failure before anybody has the decision
+        leaves every node with what stock torch wrote.
+
+        Raises:
+            ReplicatedCkptError: it was not adopted, nothing has changed anywhere.
+        """
+        save_id = uuid.uuid4().hex
+        try:
+            opened = self._each(plan.shards_by_node, lambda client, _: self._open(client, plan, found, save_id))
+            staged = self._each(plan.shards_by_node, lambda client, node: self._stage(client, plan, node, save_id))
+            lineage = newest_lineage(merge_histories(opened.values())) or uuid.uuid4().hex[:16]
+            manifest = replace(self._manifest(plan, found, save_id, staged), lineage=lineage)
+            self._each(plan.shards_by_node, lambda client, node: _check_staged(client, node, save_id))
+        except ReplicatedCkptError as exc:
+            self._abort(plan, save_id, exc.message)
+            raise
+        failpoints.reach("adopt.accounted")
+        return self._published(plan, save_id, manifest.encoded())
+
+    def _each(
+        self, nodes: Iterable[str], call: Callable[[AgentClient, str], _Result], timeout_s: float = 10.0
+    ) -> Mapping[str, _Result]:
+        def called(node: str) -> _Result:
+            with AgentClient(self._addresses[node], timeout_s) as client:
+                return call(client, node)
+
+        return FanOut[str, _Result]().run(nodes, called).raise_first()
+
+    def _open(self, client: AgentClient, plan: AdoptStock, found: StockFound, save_id: str) -> Histories:
+        document = {
+            "checkpoint_id": plan.checkpoint_id,
+            "session": f"{_SESSION}/{save_id}",
+            "overwrite": True,
+            "adopts": True,
+            "peers": [peer for peer in self._peers if peer["node_id"] != client.address.node_id],
+        }
+        answer = client.call("POST", f"/v1/saves/{save_id}", document)
+        client.put("PUT", f"/v1/saves/{save_id}/{METADATA_NAME}", found.metadata)
+        try:
+            return histories_from_json(answer["histories"])
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise PeerProtocolError(f"{client.address.label} opened an adoption wrongly: {exc!r}.") from exc
+
+    def _stage(self, client: AgentClient, plan: AdoptStock, node: str, save_id: str) -> _Staged:
+        names = plan.shards_by_node[node]
+        answer = client.call("POST", f"/v1/saves/{save_id}/adopt", {"shards": list(names)})
+        try:
+            shards: Mapping[str, Any] = answer["shards"]
+            return {name: (index(shards[name]["size_bytes"]), index(shards[name]["crc32c"])) for name in names}
+        except (KeyError, TypeError) as exc:
+            raise PeerProtocolError(f"{client.address.label} answered adopt wrongly: {exc!r}.") from exc
+
+    def _manifest(self, plan: AdoptStock, found: StockFound, save_id: str, staged: Mapping[str, _Staged]) -> Manifest:
+        shards = {}
+        for shard in found.save.holders:
+            by_node = {node: files[shard] for node, files in sorted(staged.items()) if shard in files}
+            if len(set(by_node.values())) > 1:
+                listed = {node: f"{size} bytes of CRC32C {crc:08x}" for node, (size, crc) in by_node.items()}
+                raise CheckpointAmbiguous(plan.checkpoint_id, shard, listed)
+            owner = min(by_node)
+            shards[shard] = ShardEntry(*by_node[owner], rank_of(shard), owner, tuple(by_node))
+        hosts = {node: self._addresses[node].host for node in plan.node_ids}
+        return manifest_of(found.save, save_id, shards, plan.copies, hosts)
+
+    def _published(self, plan: AdoptStock, save_id: str, raw: bytes) -> Mapping[str, ReplicatedCkptError]:
+        """From the first manifest that was sent on nothing is taken back: some node may have published already."""
+
+        def published(node: str) -> None:
+            with AgentClient(self._addresses[node], 10.0) as client:
+                client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", raw)
+                client.call("POST", f"/v1/saves/{save_id}/commit")
+
+        outcome = FanOut[str, None]().run(plan.shards_by_node, published)
+        if not outcome.results:
+            raise next(iter(outcome.errors.values()))
+        return outcome.errors
+
+    def _abort(self, plan: AdoptStock, save_id: str, why: str) -> None:
+        def aborted(node: str) -> None:
+            with AgentClient(self._addresses[node]) as client:
+                client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why[:500]})
+
+        outcome = FanOut[str, None]().run(plan.shards_by_node, aborted)
+        for node, error in outcome.errors.items():
+            log.info("node %s gives the adoption up by itself: %s", node, error.message)
+
+
+def _check_staged(client: AgentClient, node: str, save_id: str) -> None:
+    state = client.call("GET", f"/v1/saves/{save_id}").get("state")
+    if state != "staged":
+        raise SaveAborted(f"Node {node} has given the adoption up while others were staging: it is {state!r} there.")

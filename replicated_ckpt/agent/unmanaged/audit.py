@@ -1,0 +1,130 @@
+"""The audit of what stock torch has scattered: every node reads its shards and holds them against what is in them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.unmanaged.look import StockFound, StockLook, stock_verify_path
+from replicated_ckpt.core.unmanaged.adopting import AdoptStock, planned_adoption
+from replicated_ckpt.core.unmanaged.survey import StockCheckpoint
+from replicated_ckpt.core.upkeep.finding import Finding, Problem
+from replicated_ckpt.errors import CheckpointAmbiguous, MetadataUnsafe, PeerProtocolError, StoreError
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.unmanaged.inspection import StockInspector
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What one node found in the shards of one checkpoint."""
+
+    findings: tuple[Finding, ...]
+    bytes_read: int
+    unchecked: int
+
+
+@dataclass(frozen=True)
+class StockAudit:
+    """One checkpoint of stock torch. `problem` says in words why nothing can be made of it; empty: something can.
+
+    `unchecked` counts items without a CRC32 of their own.
+    """
+
+    checkpoint_id: str
+    node_ids: tuple[str, ...]
+    problem: str = ""
+    found: StockFound | None = field(default=None, repr=False)
+    findings: tuple[Finding, ...] = ()
+    bytes_read: int = 0
+    unchecked: int = 0
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return () if self.found is None else self.found.save.missing
+
+    @property
+    def is_sound(self) -> bool:
+        return not (self.problem or self.missing or self.findings)
+
+    def adoption(self, node_ids: Collection[str], copies: int) -> AdoptStock | str:
+        """How it is adopted, or in words why it cannot be."""
+        if self.found is None:
+            return f"{self.checkpoint_id} is not adopted: {self.problem}"
+        bad = {(finding.node_id, finding.name) for finding in self.findings if finding.problem is Problem.CORRUPT}
+        return planned_adoption(self.found.save, bad, node_ids, copies)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "checkpoint_id": self.checkpoint_id,
+            "nodes": list(self.node_ids),
+            "is_sound": self.is_sound,
+            "problem": self.problem,
+            "missing": list(self.missing),
+            "findings": [finding.to_json() for finding in self.findings],
+            "bytes_read": self.bytes_read,
+            "items_without_crc32": self.unchecked,
+        }
+
+
+class StockAuditor:
+    """Reads this node's store in this process and has the agents of the others read theirs. Changes nothing.
+
+    `node_ids` are afterwards the nodes that answered.
+    """
+
+    def __init__(self, store: LocalStore, lost: Collection[str] = ()) -> None:
+        self._store = store
+        self._node_id = store.known_node_id()
+        known = PeerBook(store.root_agent_directory()).known()
+        self._addresses = {peer.node_id: peer for peer in known if peer.node_id not in lost}
+        self.node_ids: tuple[str, ...] = ()
+
+    def audited(self, checkpoint_id: str | None = None, without: Iterable[str] = ()) -> tuple[StockAudit, ...]:
+        """Audit of one checkpoint, or of all, newest first; ids `without` have a manifest somewhere."""
+        look = StockLook(self._store, self._node_id, self._addresses.values())
+        checkpoints = look.checkpoints(checkpoint_id, without)
+        reached = {self._node_id, *self._addresses} - set(look.unreached)
+        self.node_ids = tuple(sorted(reached))
+        return tuple(self._of(look, checkpoint) for checkpoint in checkpoints)
+
+    def _of(self, look: StockLook, checkpoint: StockCheckpoint) -> StockAudit:
+        nodes = tuple(holding.node_id for holding in checkpoint.holdings)
+        if not checkpoint.nodes_with_metadata:
+            problem = "no node that was reached has its .metadata: stock torch writes it on rank 0's node, at the end"
+            return StockAudit(checkpoint.checkpoint_id, nodes, problem)
+        try:
+            found = look.found(checkpoint)
+        except (CheckpointAmbiguous, MetadataUnsafe, StoreError, PeerProtocolError) as exc:
+            return StockAudit(checkpoint.checkpoint_id, nodes, exc.message)
+        outcome = FanOut[str, _Reading]().run(nodes, lambda node: self._read(node, found))
+        failed = "; ".join(f"node {node}: {error.message}" for node, error in sorted(outcome.errors.items()))
+        readings = [outcome.results[node] for node in sorted(outcome.results)]
+        return StockAudit(
+            checkpoint.checkpoint_id,
+            nodes,
+            failed,
+            None if failed else found,
+            tuple(finding for reading in readings for finding in reading.findings),
+            sum(reading.bytes_read for reading in readings),
+            sum(reading.unchecked for reading in readings),
+        )
+
+    def _read(self, node: str, found: StockFound) -> _Reading:
+        if node == self._node_id:
+            inspector = StockInspector(self._store, node)
+            findings = tuple(inspector.inspected(found.save.checkpoint_id, found.ranges))
+            return _Reading(findings, inspector.bytes_read, inspector.unchecked)
+        with AgentClient(self._addresses[node]) as client:
+            answer = client.put("POST", stock_verify_path(found.save.checkpoint_id), found.metadata)
+        return _reading(answer, self._addresses[node].label)
+
+
+def _reading(answer: Mapping[str, Any], label: str) -> _Reading:
+    try:
+        findings = tuple(Finding.from_json(finding) for finding in answer["findings"])
+        return _Reading(findings, index(answer["bytes_read"]), index(answer["unchecked"]))
+    except (KeyError, TypeError, ValueError) as exc:
+        raise PeerProtocolError(f"{label} answered verify wrongly: {type(exc).__name__}: {exc}.") from exc

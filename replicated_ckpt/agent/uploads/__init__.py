@@ -1,0 +1,1 @@
+"""Uploads to the bucket, and retention there."""

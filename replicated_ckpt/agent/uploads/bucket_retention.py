@@ -1,0 +1,83 @@
+"""Retention in the bucket: what goes when a newer save has come, and what is not brought any more."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.policies import PolicyBook
+from replicated_ckpt.agent.state.upload_orders import OrderBook
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.bucket.upload_plan import UploadState
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.policy import Standing, scope_of
+from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judged
+from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
+from replicated_ckpt.stores.bucket.bucket import Bucket
+
+log = logging.getLogger(__name__)
+
+
+def standing_of(service: NodeService, orders: OrderBook, states: Mapping[str, UploadState]) -> Standing:
+    """What this node says of its policies and uploads. One of which it does not know that it is over is not."""
+    over = {save_id for save_id, state in list(states.items()) if state.state != "pending"}
+    wanted = {
+        manifest.save_id
+        for _, manifest in service.store.catalog.committed()
+        if orders.applied(manifest).upload is not None
+    }
+    uploading = frozenset(wanted - over)
+    ordered = frozenset(filter(orders.is_ordered, uploading))
+    return Standing(service.policies.known(), uploading, frozenset(wanted & over), ordered)
+
+
+def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
+    """Looks whether the bucket would keep a save that is not there: one that it gave up is not brought again.
+
+    Raises:
+        SaveAborted: it would not. StoreError
+    """
+    retention = _retention(service.policies, bucket, manifest)
+    histories = service.store.catalog.histories(scope_of(manifest.checkpoint_id))
+    newest = histories.get(manifest.lineage)
+    if retention is None or newest is None or manifest.sequence >= newest.sequence:
+        return
+    own = Candidate(manifest.checkpoint_id, manifest.save_id, manifest.sequence)
+    for verdict in judged([own, *_there(bucket, manifest)], retention):
+        if verdict.save_id == manifest.save_id and not verdict.is_kept:
+            raise SaveAborted(f"{bucket.client.target.url} would not keep {manifest.checkpoint_id!r}: {verdict.rule}.")
+
+
+def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
+    """Removes what the bucket keeps no longer, now that this save is there. What cannot be removed is logged and stays."""
+    retention = _retention(service.policies, bucket, manifest)
+    if retention is None:
+        return
+    try:
+        for verdict in reversed(judged(_there(bucket, manifest), retention)):
+            if not verdict.is_kept:
+                _remove(bucket, verdict)
+    except ReplicatedCkptError as exc:
+        log.warning("%s keeps more than it should until the next save: %s", bucket.client.target.url, exc)
+
+
+def _retention(policies: PolicyBook, bucket: Bucket, manifest: Manifest) -> Retention | None:
+    policy = policies.of(scope_of(manifest.checkpoint_id), bucket.client.target.url, manifest.lineage)
+    return None if policy is None else policy.retention
+
+
+def _there(bucket: Bucket, manifest: Manifest) -> Sequence[Candidate]:
+    """The committed saves of the same run. Those without a mark are not ours: they neither count nor go."""
+    scope = scope_of(manifest.checkpoint_id)
+    return [
+        Candidate(save.checkpoint_id, save.save_id, save.mark.sequence)
+        for save in bucket.saves()
+        if save.mark is not None and scope_of(save.checkpoint_id) == scope and save.mark.lineage == manifest.lineage
+    ]
+
+
+def _remove(bucket: Bucket, verdict: Verdict) -> None:
+    there = bucket.save_of(verdict.checkpoint_id)
+    if there is not None and there.save_id == verdict.save_id:  # it may have been replaced since it was listed
+        bucket.remove(there)
+        url = bucket.client.target.url
+        log.info("removed %s (save %s) from %s: %s", verdict.checkpoint_id, verdict.save_id, url, verdict.rule)

@@ -1,0 +1,73 @@
+"""Probes: what a bucket says before a save. A save waits a bounded time for that, however long the bucket takes."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX
+from replicated_ckpt.core.lineage import histories_of
+from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.bucket.bucket import Bucket
+
+FIRST_WAIT_S, WAIT_S = 10.0, 2.0
+"""How long a save waits for the first answer of a bucket, of which all checkpoints are listed then, and for later ones."""
+_NOTHING = {"is_empty": False, "save_id": "", "histories": {}, "error": "", "kind": ""}
+
+
+class Prober:
+    """At most one probe of a bucket is under way, on a thread of its own. Safe for concurrent use."""
+
+    def __init__(self, targets: TargetBook) -> None:
+        self._targets = targets
+        self._lock = threading.Lock()
+        self._under_way: set[str] = set()
+        self._begun: set[str] = set()
+        self._holdings_by_url: dict[str, tuple[Holding, ...]] = {}
+
+    def probed(self, url: str, checkpoint_id: str) -> Mapping[str, Any]:
+        """Whether a bucket can be reached, what lies under a checkpoint's name, and the lineages in its directory of ids.
+
+        One that has not answered in time is said to be unavailable, at once while its last probe is still under way.
+        """
+        with self._lock:
+            is_late = url in self._under_way
+            wait_s = WAIT_S if url in self._begun else FIRST_WAIT_S
+            self._under_way.add(url)
+            self._begun.add(url)
+        found: list[Mapping[str, Any]] = []
+        if not is_late:
+            thread = threading.Thread(
+                target=self._probe, args=(url, checkpoint_id, found), name="rckpt-probe", daemon=True
+            )
+            thread.start()
+            thread.join(wait_s)
+        return found[0] if found else _failed(StoreUnavailable(url, "probe", checkpoint_id, "it has not answered yet"))
+
+    def _probe(self, url: str, checkpoint_id: str, found: list[Mapping[str, Any]]) -> None:
+        try:
+            bucket = self._targets.bucket(url)
+            is_empty = bucket.is_empty(checkpoint_id)
+            there = None if is_empty else bucket.save_of(checkpoint_id)
+            histories = self._histories(url, bucket, scope_of(checkpoint_id))
+            save_id = there.save_id if there else ""
+            found.append({**_NOTHING, "is_empty": is_empty, "save_id": save_id, "histories": histories})
+        except ReplicatedCkptError as exc:
+            found.append(_failed(exc))
+        finally:
+            with self._lock:
+                self._under_way.discard(url)
+
+    def _histories(self, url: str, bucket: Bucket, scope: str) -> Mapping[str, Any]:
+        """What the bucket tells of lineages, looked for once: from then on the saves of this run are the newest."""
+        if url not in self._holdings_by_url:
+            self._holdings_by_url[url] = tuple(save.holding for save in bucket.saves() if save.mark is not None)
+        held = (holding for holding in self._holdings_by_url[url] if scope_of(holding.checkpoint_id) == scope)
+        versions = (holding.version for holding in held if holding.sequence <= HEARD_SEQUENCE_MAX)
+        return {lineage: history.to_json() for lineage, history in histories_of(versions).items()}
+
+
+def _failed(error: ReplicatedCkptError) -> Mapping[str, Any]:
+    return {**_NOTHING, "error": str(error), "kind": type(error).__name__}

@@ -1,0 +1,103 @@
+"""What `ls`, `verify` and `repair` say and do about checkpoints that stock torch has scattered over the nodes."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.unmanaged.adopter import Adopter
+from replicated_ckpt.agent.unmanaged.audit import StockAudit
+from replicated_ckpt.agent.unmanaged.look import StockLook
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.core.unmanaged.adopting import AdoptStock
+from replicated_ckpt.core.unmanaged.survey import StockCheckpoint
+from replicated_ckpt.errors import (
+    CheckpointAmbiguous,
+    MetadataUnsafe,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    StoreError,
+)
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
+
+
+def listed(store: LocalStore, without: Iterable[str]) -> list[dict[str, Any]]:
+    """A row of `ls` for each of them."""
+    look = StockLook(store, store.known_node_id(), PeerBook(store.root_agent_directory()).known())
+    return [_row(look, checkpoint) for checkpoint in look.checkpoints(None, without)]
+
+
+def _row(look: StockLook, checkpoint: StockCheckpoint) -> dict[str, Any]:
+    return {
+        "checkpoint_id": checkpoint.checkpoint_id,
+        "save_id": "",
+        "sequence": 0,
+        "nodes": [holding.node_id for holding in checkpoint.holdings],
+        "copies": _state(look, checkpoint),
+    }
+
+
+def _state(look: StockLook, checkpoint: StockCheckpoint) -> str:
+    if not checkpoint.nodes_with_metadata:
+        return "stock, no .metadata"
+    try:
+        save = look.found(checkpoint).save
+    except CheckpointAmbiguous:
+        return "stock, contradictory"
+    except (MetadataUnsafe, StoreError, PeerProtocolError):
+        return "stock, unreadable"
+    return f"stock, {len(save.missing)} shards missing" if save.missing else "stock, unprotected"
+
+
+def print_audits(audits: Sequence[StockAudit]) -> None:
+    for audit in audits:
+        for finding in audit.findings:
+            print(finding)
+        if audit.problem:
+            print(f"stock: {audit.checkpoint_id}: {audit.problem}")
+        elif audit.missing:
+            print(f"stock: {audit.checkpoint_id}: no node that was reached has {', '.join(audit.missing)}")
+        else:
+            print(
+                f"stock: {audit.checkpoint_id} of stock torch, unprotected: {audit.bytes_read} bytes read, "
+                f"{audit.unchecked} items without a CRC32: {'sound' if audit.is_sound else 'NOT sound'}"
+            )
+
+
+def worst_code(audits: Sequence[StockAudit]) -> ExitCode:
+    if any(audit.missing for audit in audits):
+        return ExitCode.SHARD_LOST
+    return ExitCode.OK if all(audit.is_sound for audit in audits) else ExitCode.FAILED
+
+
+class Adoptions:
+    """What is to be adopted, and in words what cannot be, from the same look."""
+
+    def __init__(self, audits: Sequence[StockAudit], node_ids: Collection[str], copies: int) -> None:
+        planned = {audit.checkpoint_id: audit.adoption(node_ids, copies) for audit in audits}
+        self.plans = tuple(plan for plan in planned.values() if isinstance(plan, AdoptStock))
+        self.refused = tuple(plan for plan in planned.values() if isinstance(plan, str))
+        self._found = {audit.checkpoint_id: audit.found for audit in audits}
+
+    def carry_out(self, addresses: Mapping[str, AgentAddress], peers: Iterable[AgentAddress]) -> dict[str, str]:
+        """Adopts each; returns what failed and why."""
+        adopter, errors = Adopter(addresses, peers), dict[str, str]()
+        for plan in self.plans:
+            found = self._found[plan.checkpoint_id]
+            assert found is not None
+            try:
+                late = adopter.adopt(plan, found)
+            except ReplicatedCkptError as exc:
+                errors[str(plan)] = exc.message
+            else:
+                errors |= {f"{plan.checkpoint_id} on node {node}": error.message for node, error in late.items()}
+        return errors
+
+    def print_plan(self) -> None:
+        for plan in self.plans:
+            print(f"to do: {plan}")
+        for refused in self.refused:
+            print(f"cannot be done: {refused}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"adopt_stock": [plan.to_json() for plan in self.plans], "not_adopted": list(self.refused)}

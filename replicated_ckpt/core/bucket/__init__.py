@@ -1,0 +1,1 @@
+"""What lies in a bucket: keys, commit marks, plans of uploads."""

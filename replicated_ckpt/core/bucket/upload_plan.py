@@ -1,0 +1,68 @@
+"""Uploads as values: that a save is to be uploaded, how far it has come, and who brings which shard."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+
+
+@dataclass(frozen=True)
+class UploadPlan:
+    """That a save goes to the bucket, as the coordinator decides it for all ranks."""
+
+    url: str
+    has_own_prefix: bool
+
+
+@dataclass
+class UploadState:
+    """How far one save has come, as this node knows. `state`: "pending", "committed" or "superseded".
+
+    `kind` is the class of the last error, `is_denied` one that trying again does not help, `failing_s` since when every
+    try has failed.
+    """
+
+    checkpoint_id: str
+    url: str
+    state: str = "pending"
+    attempts: int = 0
+    error: str = ""
+    kind: str = ""
+    is_denied: bool = False
+    failing_s: float = 0.0
+    bytes_sent: int = 0
+
+
+def chosen_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], own_node: str) -> str | None:
+    """The node that is to bring `shard` to the bucket, as `own_node`, which holds it, sees the others.
+
+    In order: the owner, the other intended holders, then any holder by name. None: one that comes first is silent and not
+    given up yet, or nobody holds it. One that was never heard is taken to hold what it was meant to.
+    """
+    entry = manifest.shards[shard]
+    view_by_node = {view.node_id: view for view in views}
+    holders = {own_node} | {view.node_id for view in views if _holds(view, manifest, shard)}
+    for node in (
+        *dict.fromkeys((entry.owner_node, *entry.holders)),
+        *sorted(holders - {entry.owner_node, *entry.holders}),
+    ):
+        if node == own_node:
+            return node
+        view = view_by_node.get(node)
+        if view is None or view.presence is Presence.GONE or node not in holders:
+            continue
+        return node if view.presence is Presence.UP else None
+    return None
+
+
+def _holds(view: NodeView, manifest: Manifest, shard: str) -> bool:
+    if view.holdings is None:
+        entry = manifest.shards[shard]
+        return view.node_id in (entry.owner_node, *entry.holders)
+    return any(
+        holding.save_id == manifest.save_id
+        and holding.sizes.get(shard) == manifest.shards[shard].size_bytes
+        and shard not in holding.damaged
+        for holding in view.holdings
+    )

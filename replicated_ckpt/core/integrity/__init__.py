@@ -1,0 +1,1 @@
+"""Checksums, and what is read without them: containers and archives."""

@@ -1,0 +1,179 @@
+"""CRC32C of blocks and files, and the footer that carries the block checksums at the end of a shard.
+
+A shard is `data | footer`. Stock DCP readers ignore bytes outside the ranges that `.metadata` names, so the footer lies
+within the same file and travels with it. Layout, little endian:
+
+    u32 crc[n]      CRC32C of each `block_bytes` piece of data (the last may be short), n = ceil(data_bytes / block_bytes)
+    8s  magic       b"RCKBLK1\\n"
+    u32 block_bytes
+    u64 data_bytes
+    u32 footer_crc  CRC32C of all footer bytes before it
+
+Source: CRC32C (Castagnoli), RFC 3720 section 12.1, which fastcrc calls by the RFC's protocol, iSCSI.
+"""
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fastcrc.crc32 import iscsi
+
+from replicated_ckpt.core.integrity.crc_combination import combined
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+MAGIC = b"RCKBLK1\n"
+BLOCK_BYTES = 256 << 10
+BLOCK_BYTES_MAX = 64 << 20
+FOOTER_BYTES_MAX = 256 << 20
+"""Footers are read into memory before anything is known to be true; the shards of 16 TiB that it allows do not exist."""
+_TAIL = struct.Struct("<8sIQI")
+FOOTER_TAIL_BYTES = _TAIL.size
+_REMEMBERED_MAX = 1024
+_data_crc_by_blocks: dict[bytes, int] = {}
+"""By a digest of the blocks' checksums and sizes, which no two tables share."""
+
+
+def crc32c(data: Bytes, previous: int = 0) -> int:
+    """CRC32C of `data`, continuing from `previous`. Releases the GIL; safe to call concurrently."""
+    return int(iscsi(data, previous))
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Checksums of a shard's data, block by block."""
+
+    block_bytes: int
+    data_bytes: int
+    crcs: tuple[int, ...]
+
+    @property
+    def footer_bytes(self) -> int:
+        return 4 * len(self.crcs) + FOOTER_TAIL_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_bytes + self.footer_bytes
+
+    def encoded(self) -> bytes:
+        """The footer as it lies in the file."""
+        body = struct.pack(f"<{len(self.crcs)}I", *self.crcs)
+        body += struct.pack("<8sIQ", MAGIC, self.block_bytes, self.data_bytes)
+        return body + struct.pack("<I", crc32c(body))
+
+    def data_crc(self) -> int:
+        """CRC32C of all data, combined from the blocks'. Remembered: it takes long, and shards are opened often."""
+        blocks = struct.pack(f"<{len(self.crcs)}IQQ", *self.crcs, self.block_bytes, self.data_bytes)
+        key = hashlib.blake2b(blocks, digest_size=32).digest()
+        total = _data_crc_by_blocks.get(key)
+        if total is None:
+            total = 0
+            for index, crc in enumerate(self.crcs):
+                total = combined(total, crc, self.block_size(index))
+            if len(_data_crc_by_blocks) >= _REMEMBERED_MAX:
+                _data_crc_by_blocks.clear()
+            _data_crc_by_blocks[key] = total
+        return total
+
+    def file_crc(self) -> int:
+        """CRC32C of the whole file, footer included: what the manifest records."""
+        return crc32c(self.encoded(), self.data_crc())
+
+    def block_size(self, index: int) -> int:
+        return min(self.block_bytes, self.data_bytes - index * self.block_bytes)
+
+    def covering(self, offset: int, length: int) -> tuple[int, int]:
+        """First and one past the last block that hold the data range [offset, offset + length)."""
+        return offset // self.block_bytes, -(-(offset + length) // self.block_bytes)
+
+
+def footed_bytes(data_bytes: int) -> int:
+    """Size of a file of so much data once it has its footer."""
+    return data_bytes + 4 * -(-data_bytes // BLOCK_BYTES) + FOOTER_TAIL_BYTES
+
+
+def tables_of_size(file_tail: Bytes, file_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Block size and bytes of data that a file of `file_bytes`, whose footer is damaged, may have, likelier ones first.
+
+    `file_tail` are its last FOOTER_TAIL_BYTES, or fewer: where the damage lies elsewhere they still say it.
+    """
+    found = []
+    if footer_bytes_of(file_tail, file_bytes) is not None:
+        _, block_bytes, data_bytes, _ = _TAIL.unpack(file_tail)
+        found.append((block_bytes, data_bytes))
+    blocks = -(-(file_bytes - FOOTER_TAIL_BYTES) // (BLOCK_BYTES + 4))
+    data_bytes = file_bytes - FOOTER_TAIL_BYTES - 4 * blocks
+    if data_bytes >= 0 and footed_bytes(data_bytes) == file_bytes and (BLOCK_BYTES, data_bytes) not in found:
+        found.append((BLOCK_BYTES, data_bytes))
+    return tuple(found)
+
+
+def footer_bytes_of(file_tail: Bytes, file_bytes: int) -> int | None:
+    """Size of the footer of a file of `file_bytes` whose last FOOTER_TAIL_BYTES are `file_tail`; None if it has none."""
+    if len(file_tail) != FOOTER_TAIL_BYTES:
+        return None
+    magic, block_bytes, data_bytes, _ = _TAIL.unpack(file_tail)
+    if magic != MAGIC or not 0 < block_bytes <= BLOCK_BYTES_MAX:
+        return None
+    footer = 4 * -(-data_bytes // block_bytes) + FOOTER_TAIL_BYTES
+    return footer if data_bytes + footer == file_bytes and footer <= FOOTER_BYTES_MAX else None
+
+
+def decoded_footer(footer: Bytes, file_bytes: int) -> BlockTable | None:
+    """The block table in `footer`, or None if the bytes are no intact footer of a file of `file_bytes`."""
+    if len(footer) < FOOTER_TAIL_BYTES:
+        return None
+    tail = memoryview(footer)[-FOOTER_TAIL_BYTES:]
+    if footer_bytes_of(tail, file_bytes) != len(footer):
+        return None
+    _, block_bytes, data_bytes, footer_crc = _TAIL.unpack(tail)
+    body = memoryview(footer)[:-4]
+    if crc32c(body) != footer_crc:
+        return None
+    return BlockTable(
+        block_bytes, data_bytes, struct.unpack_from(f"<{len(footer) // 4 - FOOTER_TAIL_BYTES // 4}I", body)
+    )
+
+
+class BlockHasher:
+    """Takes a shard's data in pieces of any size and yields its block table. Not safe for concurrent use."""
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._crcs = array("I")
+        self._crc = 0
+        self._filled = 0
+        self._data_bytes = 0
+
+    def update(self, piece: Bytes) -> None:
+        view = memoryview(piece)
+        self._data_bytes += len(view)
+        while view:
+            part = view[: self._block_bytes - self._filled]
+            self._crc = crc32c(part, self._crc)
+            self._filled += len(part)
+            view = view[len(part) :]
+            if self._filled == self._block_bytes:
+                self._close_block()
+
+    def _close_block(self) -> None:
+        self._crcs.append(self._crc)
+        self._crc = 0
+        self._filled = 0
+
+    def table(self) -> BlockTable:
+        """The table of everything given so far; nothing may be added afterwards."""
+        if self._filled:
+            self._close_block()
+        return BlockTable(self._block_bytes, self._data_bytes, tuple(self._crcs))
+
+
+def table_of(pieces: Iterable[Bytes], block_bytes: int = BLOCK_BYTES) -> BlockTable:
+    """Block table of data given as pieces in order."""
+    hasher = BlockHasher(block_bytes)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.table()

@@ -1,0 +1,1 @@
+"""Which bytes a load reads, from where, in which order."""

@@ -1,0 +1,56 @@
+"""Sources: who serves which shard to one reader, as a printable order of preference."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import OBJECT_NODE
+
+
+@dataclass(frozen=True)
+class SourceOrder:
+    """Nodes to read one shard from, best first. Empty: the shard is lost."""
+
+    shard: str
+    nodes: tuple[str, ...]
+
+
+def source_orders(
+    size_by_shard: Mapping[str, int],
+    holders_by_shard: Mapping[str, Collection[str]],
+    own_node: str,
+    reader_key: str,
+) -> tuple[SourceOrder, ...]:
+    """Order of sources per shard: own store, then the peers, each with the least planned bytes first, then the bucket.
+
+    Ties between equally loaded peers are broken by a hash of `reader_key` (which differs between readers) and the
+    shard, so that many readers spread over the holders without talking to each other.
+    """
+    planned_bytes: dict[str, int] = {}
+    orders = []
+    for shard in sorted(size_by_shard, key=lambda name: (-size_by_shard[name], name)):
+        peers = sorted(
+            (node for node in holders_by_shard.get(shard, ()) if node != own_node),
+            key=lambda node: (
+                node == OBJECT_NODE,
+                planned_bytes.get(node, 0),
+                crc32c(f"{reader_key}/{shard}/{node}".encode()),
+            ),
+        )
+        own = [own_node] if own_node in holders_by_shard.get(shard, ()) else []
+        if peers and not own:
+            planned_bytes[peers[0]] = planned_bytes.get(peers[0], 0) + size_by_shard[shard]
+        orders.append(SourceOrder(shard, (*own, *peers)))
+    return tuple(orders)
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """A range of a shard's file, in bytes."""
+
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length

@@ -1,0 +1,1 @@
+"""Checkpoints without a manifest, as FileSystemWriter writes them."""

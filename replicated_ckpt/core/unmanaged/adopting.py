@@ -1,0 +1,49 @@
+"""Adoption as a plan: which nodes give which shards of a checkpoint of stock torch, that it becomes one of ours."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from replicated_ckpt.core.unmanaged.survey import StockSave
+
+
+@dataclass(frozen=True)
+class AdoptStock:
+    """A checkpoint gets a manifest, and each shard a footer of checksums on every node that holds it intact.
+
+    `node_ids` are all nodes that answer: each gets manifest and metadata. Afterwards it is short of copies like any
+    other, and repaired like any other.
+    """
+
+    checkpoint_id: str
+    shards_by_node: Mapping[str, tuple[str, ...]]
+    node_ids: tuple[str, ...]
+    size_bytes: int
+    copies: int
+
+    def __str__(self) -> str:
+        count = len({shard for shards in self.shards_by_node.values() for shard in shards})
+        nodes = ", ".join(sorted(self.shards_by_node))
+        return (
+            f"adopt {self.checkpoint_id} of stock torch: {count} shards ({self.size_bytes} bytes) on node(s) {nodes} get "
+            f"checksums, {len(self.node_ids)} node(s) manifest and metadata; then up to {self.copies} copies of each shard"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def planned_adoption(
+    save: StockSave, bad: Collection[tuple[str, str]], node_ids: Collection[str], copies: int
+) -> "AdoptStock | str":
+    """How a checkpoint is adopted, or in words why it cannot be. `bad` are the copies that fail their own checks."""
+    givers: dict[str, tuple[str, ...]] = {}
+    size_bytes = 0
+    for shard, nodes in save.holders.items():
+        intact = sorted(node for node in nodes if (node, shard) not in bad)
+        if not intact:
+            return f"{save.checkpoint_id} is not adopted: there is no intact {shard}"
+        size_bytes += save.size_of(shard)
+        for node in intact:
+            givers[node] = (*givers.get(node, ()), shard)
+    return AdoptStock(save.checkpoint_id, givers, tuple(sorted(node_ids)), size_bytes, copies)

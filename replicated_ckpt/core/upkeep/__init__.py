@@ -1,0 +1,1 @@
+"""What keeps checkpoints whole or retires them: plans of repair, policies of retention."""

@@ -1,0 +1,116 @@
+"""Remains: files of a checkpoint whose manifest is damaged or gone, and which save their own checksums say they are of."""
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import index
+from typing import Any
+
+from replicated_ckpt.core.integrity.checksum import footed_bytes
+from replicated_ckpt.core.inventory import Holding, SaveFound
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file, is_checkpoint_id
+from replicated_ckpt.core.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What one node has in a checkpoint's directory without a manifest that can be believed.
+
+    `sizes` maps each file but the manifest to its bytes. `crcs` has the CRC32C of those that tell it: a shard by its own
+    footer, `.metadata` by being read. A shard whose footer is damaged is in `sizes` alone. `is_ours`: the directory has a
+    manifest, if a damaged one, or a footer of ours; otherwise stock torch may have written it.
+    """
+
+    node_id: str
+    checkpoint_id: str
+    is_ours: bool
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    crcs: Mapping[str, int] = field(default_factory=dict)
+
+    def matching(self, manifest: Manifest) -> frozenset[str]:
+        """The files that are, by their own checksums, those of this save."""
+        wanted = {name: (entry.size_bytes, entry.crc32c) for name, entry in manifest.shards.items()}
+        wanted[METADATA_NAME] = (manifest.metadata_bytes, manifest.metadata_crc32c)
+        return frozenset(name for name, crc in self.crcs.items() if (self.sizes[name], crc) == wanted.get(name))
+
+    def may_be_of(self, manifest: Manifest) -> bool:
+        """Whether shards are as long as those of this save without footers: stock torch's, adopted elsewhere, or cut ones.
+
+        Which bytes they are, the checksums of the save tell.
+        """
+        return not self.is_ours and any(
+            footed_bytes(self.sizes[name]) == entry.size_bytes
+            for name, entry in manifest.shards.items()
+            if name in self.sizes
+        )
+
+    def foreign(self, manifest: Manifest) -> frozenset[str]:
+        """The shards that are, by their own checksums, of another save."""
+        return frozenset(self.crcs) - self.matching(manifest) - {METADATA_NAME}
+
+    def holding(self, manifest: Manifest) -> Holding:
+        """What they are as a holding of this save; a shard that may be a damaged one of it counts as one."""
+        matching, foreign = self.matching(manifest), self.foreign(manifest)
+        sizes = {name: size for name, size in self.sizes.items() if name in manifest.shards and name not in foreign}
+        return Holding(
+            self.node_id,
+            self.checkpoint_id,
+            manifest.save_id,
+            manifest.sequence,
+            METADATA_NAME in matching,
+            sizes,
+            tuple(sorted(set(sizes) - matching)),
+            manifest.created_unix_s,
+            manifest.lineage,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "node_id": self.node_id,
+            "checkpoint_id": self.checkpoint_id,
+            "is_ours": self.is_ours,
+            "sizes": dict(self.sizes),
+            "crcs": dict(self.crcs),
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Remains":
+        """The remains that `fields` describe, validated.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is no description of remains; the caller names the peer that sent it.
+        """
+        sizes = {str(name): index(size) for name, size in dict(fields["sizes"]).items()}
+        crcs = {str(name): index(crc) for name, crc in dict(fields["crcs"]).items() if name in sizes}
+        remains = cls(str(fields["node_id"]), str(fields["checkpoint_id"]), bool(fields["is_ours"]), sizes, crcs)
+        if not is_checkpoint_id(remains.checkpoint_id) or not all(map(is_checkpoint_file, sizes)):
+            raise ValueError(f"no valid remains: {remains!r}"[:500])
+        return remains
+
+
+def with_remains(save: SaveFound, manifest: Manifest, remains: Iterable[Remains]) -> SaveFound:
+    """The save with the files that are of it by their checksums, or may be: what is read of them is checked anyway."""
+    of_id = (one for one in remains if one.checkpoint_id == save.checkpoint_id)
+    more = [holding for one in of_id if (holding := one.holding(manifest)).sizes or holding.has_metadata]
+    return replace(save, holdings=(*save.holdings, *more)) if more else save
+
+
+def note_lost_manifests(remains: Iterable[Remains], damaged: MutableMapping[str, str]) -> list[str]:
+    """Notes in `damaged`, by checkpoint, that its manifest is; returns in words where that was seen."""
+    ours = [one for one in remains if one.is_ours]
+    for one in ours:
+        damaged.setdefault(one.checkpoint_id, MANIFEST_NAME)
+    return [f"node {one.node_id}: its manifest of {one.checkpoint_id!r} is damaged or gone" for one in ours]
+
+
+def recognize(remains: Remains, manifests: Sequence[Manifest]) -> Manifest | None:
+    """The save that the remains are of; of several that they could be, the first in `manifests`. None: no known one.
+
+    The shards decide, as different saves of one checkpoint often have the same metadata. Where no shard tells anything,
+    the metadata does, and where that does not either, they may be of any save.
+    """
+    by_shards = [(len(remains.matching(manifest) - {METADATA_NAME}), manifest) for manifest in manifests]
+    most = max((count for count, _ in by_shards), default=0)
+    if most:
+        return next(manifest for count, manifest in by_shards if count == most)
+    possible = [manifest for manifest in manifests if not remains.foreign(manifest)]
+    return next((manifest for manifest in possible if remains.matching(manifest)), next(iter(possible), None))

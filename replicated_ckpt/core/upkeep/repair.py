@@ -1,0 +1,268 @@
+"""Repair: from what the nodes hold, what must be copied where, so that every checkpoint has its number of copies again."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
+from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
+from replicated_ckpt.core.upkeep.remains import Remains, recognize
+from replicated_ckpt.core.upkeep.repair_plan import Adopt, CopyShard, RepairPlan, SetAside, ShortShard
+
+
+class Presence(Enum):
+    """What is known of a node. Unreachable is never taken for missing before somebody decides that it is gone."""
+
+    UP = "up"
+    """It answers: it can give and take copies."""
+    ASSUMED = "assumed"
+    """It does not answer now; what it held last keeps copies from being made, and makes nothing give way."""
+    GONE = "gone"
+    """It counts for nothing."""
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """One node as the planner sees it. `holdings` None: it is assumed to hold what it was meant to.
+
+    `remains` are its directories without a manifest that is believed.
+    """
+
+    node_id: str
+    presence: Presence
+    holdings: tuple[Holding, ...] | None
+    domain: str | None = None
+    remains: tuple[Remains, ...] = ()
+    standing: Standing = NOTHING_SAID
+
+    @property
+    def unbelieved(self) -> tuple[str, ...]:
+        """Checkpoints of which it has files of ours and no manifest that is believed."""
+        return tuple(found.checkpoint_id for found in self.remains if found.is_ours)
+
+
+def planned(
+    manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView], own_node: str | None = None
+) -> RepairPlan:
+    """What brings every checkpoint back to its number of intact copies on the nodes that are there.
+
+    Every node that is up gets manifest and metadata of every checkpoint. A missing copy goes to a node that was meant to
+    hold it, else to one in a domain without a copy, else to the one that gets least; a damaged one is replaced where it
+    is. Of several saves of a checkpoint and lineage the newest that was seen whole takes the place of older ones; while
+    none was, each is mended where it is. The same views give the same plan, so each node can plan for itself.
+
+    Files of a save that no node knows any more stay where they are; only `own_node`, which plans for itself, lets a save
+    that was seen whole take their place, and only if every node that it knows has answered.
+    """
+    plan = _Planning(nodes, own_node)
+    for checkpoint in _checkpoints(manifest_by_save, nodes):
+        plan.add(checkpoint)
+    return RepairPlan(tuple(plan.adopt), tuple(plan.copy), tuple(plan.set_aside), tuple(plan.short))
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """What the nodes have of one id: its saves, as `saves_found` orders them, and nodes whose files are of none of them.
+
+    `foreign` are files of this package, `unmanaged` those that stock torch may have written.
+    """
+
+    checkpoint_id: str
+    saves: tuple[SeenSave, ...]
+    foreign: frozenset[str] = frozenset()
+    unmanaged: frozenset[str] = frozenset()
+
+    @property
+    def lineages(self) -> Mapping[str, Sequence[SeenSave]]:
+        """The saves of each lineage, newest first; the lineage that was saved last comes first."""
+        by_lineage: dict[str, list[SeenSave]] = {}
+        for save in self.saves:
+            by_lineage.setdefault(save.version.lineage, []).append(save)
+        return by_lineage
+
+    @property
+    def newest_lineage(self) -> str | None:
+        """The one that nodes get that have nothing of the checkpoint."""
+        return next(iter(self.lineages), None)
+
+
+def _checkpoints(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]) -> Iterator[_Checkpoint]:
+    there = [node for node in nodes if node.presence is not Presence.GONE]
+    found: dict[str, list[SaveFound]] = {}
+    for save in saves_found(holding for node in there for holding in node.holdings or ()):
+        if save.save_id in manifest_by_save:
+            found.setdefault(save.checkpoint_id, []).append(save)
+    remains: dict[str, list[Remains]] = {}
+    for node in there:
+        for one in node.remains if node.presence is Presence.UP else ():
+            if one.is_ours or one.checkpoint_id in found:
+                remains.setdefault(one.checkpoint_id, []).append(one)
+    look = _Look(manifest_by_save, there)
+    for checkpoint_id in [*found, *(each for each in remains if each not in found)]:
+        yield look.at(checkpoint_id, found.get(checkpoint_id, []), remains.get(checkpoint_id, []))
+
+
+class _Look:
+    """Makes of holdings and remains what is known of each save."""
+
+    def __init__(self, manifest_by_save: Mapping[str, Manifest], there: Sequence[NodeView]) -> None:
+        self._manifests = manifest_by_save
+        self._up = {node.node_id for node in there if node.presence is Presence.UP}
+        self._unsure = {node.node_id for node in there if node.presence is Presence.ASSUMED and node.holdings is None}
+
+    def at(self, checkpoint_id: str, found: Sequence[SaveFound], remains: Sequence[Remains]) -> _Checkpoint:
+        saves = [self._see(save, ()) for save in found]
+        if not remains:
+            return _Checkpoint(checkpoint_id, tuple(saves))
+        likely = [save.manifest for save in sorted(saves, key=lambda save: not save.is_whole)]
+        foreign, unmanaged = set[str](), set[str]()
+        recognized: dict[str, list[Holding]] = {save.save_id: [] for save in found}
+        for one in remains:
+            manifest = recognize(one, likely)
+            if manifest is not None and (one.is_ours or one.matching(manifest) or one.may_be_of(manifest)):
+                recognized[manifest.save_id].append(one.holding(manifest))
+            else:
+                (foreign if one.is_ours else unmanaged).add(one.node_id)
+        seen = tuple(self._see(save, recognized[save.save_id]) for save in found)
+        return _Checkpoint(checkpoint_id, seen, frozenset(foreign), frozenset(unmanaged))
+
+    def _see(self, save: SaveFound, recognized: Sequence[Holding]) -> SeenSave:
+        """The save with the files that were recognized as its own on nodes without its manifest."""
+        with_remains = replace(save, holdings=(*save.holdings, *recognized))
+        nodes = frozenset(holding.node_id for holding in recognized)
+        return see_save(with_remains, self._manifests[save.save_id], self._up, self._unsure, nodes)
+
+
+class _Planning:
+    """Collects the actions; keeps how many bytes each node is to take."""
+
+    def __init__(self, nodes: Sequence[NodeView], own_node: str | None) -> None:
+        self._own_node = own_node
+        self._up = {node.node_id for node in nodes if node.presence is Presence.UP}
+        self._silent = {node.node_id for node in nodes} - self._up
+        there = {node.node_id for node in nodes if node.presence is not Presence.GONE}
+        self._unsure = {node.node_id for node in nodes if node.node_id in there and node.holdings is None}
+        self._there = there - self._unsure
+        self._domains = {node.node_id: node.domain for node in nodes if node.domain is not None}
+        self._bytes_by_node = dict.fromkeys(self._up, 0)
+        self._published = _published(nodes)
+        self.adopt: list[Adopt] = []
+        self.copy: list[CopyShard] = []
+        self.set_aside: list[SetAside] = []
+        self.short: list[ShortShard] = []
+
+    def add(self, checkpoint: _Checkpoint) -> None:
+        published = self._published_at(checkpoint)
+        blank = self._up - published.keys() - checkpoint.foreign
+        for lineage, saves in checkpoint.lineages.items():
+            whole = next((save for save in saves if save.is_whole), None)
+            loads = whole or next((save for save in saves if save.may_be_whole), None)
+            for save in saves:
+                takers = set(save.holders)
+                if lineage == checkpoint.newest_lineage and save is (loads or saves[0]) and save.with_metadata:
+                    takers |= blank if save is whole else blank - checkpoint.unmanaged
+                if save is whole:
+                    takers |= {node_id for node_id, other in published.items() if save.version.is_newer_than(other)}
+                    takers |= self._overruled(checkpoint) if lineage == checkpoint.newest_lineage else set()
+                self._add_save(save, takers, is_in_doubt=loads is not None and save is not loads)
+                if save is whole:
+                    break  # the older ones of the lineage give way to it
+        self._add_foreign(checkpoint)
+
+    def _published_at(self, checkpoint: _Checkpoint) -> dict[str, Version]:
+        """The save that has the checkpoint's name on each node that answers, as far as it is known."""
+        published = dict(self._published.get(checkpoint.checkpoint_id, {}))
+        for save in checkpoint.saves:
+            published |= dict.fromkeys(save.holders - save.with_manifest, save.version)
+        return published
+
+    def _overruled(self, checkpoint: _Checkpoint) -> set[str]:
+        """The nodes whose files of an unknown save give way to a whole one."""
+        return set() if self._silent else {self._own_node or ""} & checkpoint.foreign
+
+    def _add_foreign(self, checkpoint: _Checkpoint) -> None:
+        """Files of a save that no node knows: their manifest is lost, or on a node that does not answer."""
+        waits_for = tuple(sorted(self._silent))
+        for node_id in sorted(checkpoint.foreign):
+            place = checkpoint.checkpoint_id, "", MANIFEST_NAME, f"node {node_id}"
+            self.short.append(ShortShard(*place, wanted=1, have=int(bool(waits_for)), waits_for=waits_for))
+
+    def _add_save(self, save: SeenSave, takers: set[str], *, is_in_doubt: bool) -> None:
+        """`takers` are the nodes whose directory is of this save, or is to be."""
+        found = save.found
+        for node_id in sorted(takers):
+            lacks_metadata = node_id not in save.with_metadata and bool(save.with_metadata)
+            if node_id not in save.with_manifest or lacks_metadata:
+                sources = tuple(source for source in save.sources if source != node_id)
+                self.adopt.append(Adopt(node_id, found.checkpoint_id, found.save_id, sources))
+            for shard in save.strays(node_id):
+                self.set_aside.append(SetAside(node_id, found.checkpoint_id, found.save_id, shard))
+        if not save.with_metadata:
+            members = {node.node_id for node in save.manifest.nodes}
+            have = len(save.assumed_metadata)
+            self._add_short(save, METADATA_NAME, have, members | save.assumed_metadata, is_in_doubt=is_in_doubt)
+        for shard in sorted(save.manifest.shards):
+            self._add_copies(save, shard, takers, is_in_doubt=is_in_doubt)
+
+    def _add_copies(self, save: SeenSave, shard: str, takers: set[str], *, is_in_doubt: bool) -> None:
+        entry, intact, damaged = save.manifest.shards[shard], save.intact[shard], save.damaged[shard]
+        held = intact | save.assumed[shard]
+        wanted = min(save.manifest.copies, len(self._there | self._unsure.intersection(entry.holders)))
+        here = damaged & takers
+        chosen = sorted(here) if save.can_give(shard) else []
+        if save.can_give(shard):
+            chosen += self._destinations(save, shard, held | here, takers, wanted - len(held | here))
+        sources = self._sources(save, shard)
+        for node_id in chosen:
+            self._bytes_by_node[node_id] += entry.size_bytes
+            place = (node_id, save.found.checkpoint_id, save.found.save_id, shard)
+            self.copy.append(CopyShard(*place, entry.size_bytes, sources, node_id in damaged))
+        if len(held.union(chosen)) < wanted or not (held or chosen) or not here.issubset(chosen):
+            have = len(held) or int(save.can_give(shard))
+            self._add_short(save, shard, have, set(entry.holders) | held, is_in_doubt=is_in_doubt)
+
+    def _sources(self, save: SeenSave, shard: str) -> tuple[str, ...]:
+        """Nodes that give the shard: intact copies first, the owner's before others, then those without a footer."""
+        intact, footless, owner = save.intact[shard], save.footless[shard], save.manifest.shards[shard].owner_node
+        whole = sorted(intact, key=lambda node: (node != owner, node))
+        return (*whole, *sorted(save.damaged[shard], key=lambda node: (node not in footless, node)))
+
+    def _add_short(self, save: SeenSave, name: str, have: int, holders: set[str], *, is_in_doubt: bool) -> None:
+        hosts = {node.node_id: node.host for node in save.manifest.nodes}
+        silent = sorted(holders - self._up)
+        waits_for = tuple(f"{node_id} ({hosts[node_id]})" if node_id in hosts else node_id for node_id in silent)
+        owner = "every node of the save" if name == METADATA_NAME else save.manifest.owner_of(name)
+        place = (save.found.checkpoint_id, save.found.save_id, name)
+        self.short.append(ShortShard(*place, owner, save.manifest.copies, have, waits_for, is_in_doubt))
+
+    def _destinations(self, save: SeenSave, shard: str, taken: set[str], able: set[str], count: int) -> list[str]:
+        first = set(save.manifest.shards[shard].holders)
+        domains = {node.node_id: node.domain for node in save.manifest.nodes} | self._domains
+        taken, chosen = set(taken), list[str]()
+
+        def rank(node: str) -> tuple[bool, bool, int, str]:
+            shares_domain = domains.get(node) is not None and any(domains.get(n) == domains[node] for n in taken)
+            return (node not in first, shares_domain, self._bytes_by_node[node], node)
+
+        while len(chosen) < count:
+            candidates = sorted(able - taken)
+            if not candidates:
+                break
+            best = min(candidates, key=rank)
+            chosen.append(best)
+            taken.add(best)
+        return chosen
+
+
+def _published(nodes: Sequence[NodeView]) -> Mapping[str, Mapping[str, Version]]:
+    """By checkpoint, the save that has its name on each node that answers and has a manifest of it."""
+    published: dict[str, dict[str, Version]] = {}
+    for node in nodes:
+        for held in (node.holdings or ()) if node.presence is Presence.UP else ():
+            if not held.is_replaced:
+                published.setdefault(held.checkpoint_id, {})[node.node_id] = held.version
+    return published

@@ -1,0 +1,219 @@
+"""Retention: which checkpoints a tier still keeps under a run's policy, and which it gives up, with the reason."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.inventory import Holding, saves_found
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.protocol.seen_save import see_save
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, pending, scope_of
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One committed save of a tier as retention sees it.
+
+    `is_whole`: every shard has an intact copy there. `is_protected`: as many as are wanted. `held_back`: why it must not
+    go now, whatever the policy says; "" if it may.
+    """
+
+    checkpoint_id: str
+    save_id: str
+    sequence: int
+    is_whole: bool = True
+    is_protected: bool = True
+    held_back: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of one save, and the rule that says so."""
+
+    checkpoint_id: str
+    save_id: str
+    sequence: int
+    is_kept: bool
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint_id} (save {self.save_id}) {'stays' if self.is_kept else 'goes'}: {self.rule}"
+
+
+def judged(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdict, ...]:
+    """What becomes of each save of one run in one tier, newest first.
+
+    The newest `keep_last` whole checkpoints stay, and everything of a sequence that is not smaller than theirs; so do,
+    however old, multiples of `keep_every`, the newest with all its copies, and what is held back. While there are fewer
+    whole checkpoints than `keep_last`, everything stays.
+    """
+    newest_whole: dict[str, int] = {}
+    for candidate in candidates:
+        if candidate.is_whole:
+            known = newest_whole.get(candidate.checkpoint_id, -1)
+            newest_whole[candidate.checkpoint_id] = max(known, candidate.sequence)
+    last = sorted(newest_whole.values(), reverse=True)[: retention.keep_last]
+    oldest = last[-1] if len(last) == retention.keep_last else None
+    protected = max((candidate.sequence for candidate in candidates if candidate.is_protected), default=None)
+    ordered = sorted(candidates, key=lambda candidate: (-candidate.sequence, candidate.save_id))
+    return tuple(_judged(candidate, retention, oldest, protected) for candidate in ordered)
+
+
+def _judged(candidate: Candidate, retention: Retention, oldest: int | None, protected: int | None) -> Verdict:
+    sequence, every = candidate.sequence, retention.keep_every
+    is_kept = True
+    if oldest is None:
+        rule = f"there are fewer than {retention.keep_last} whole checkpoints"
+    elif sequence >= oldest:
+        rule = f"it is not older than the newest {retention.keep_last} whole checkpoints"
+    elif every is not None and sequence % every == 0:
+        rule = f"its sequence {sequence} is a multiple of {every}"
+    elif sequence == protected:
+        rule = "it is the newest with all its copies"
+    elif candidate.held_back:
+        rule = candidate.held_back
+    else:
+        is_kept = False
+        rule = f"its sequence {sequence} is older than {oldest}, of the newest {retention.keep_last} whole checkpoints"
+        rule += "" if every is None else f", and no multiple of {every}"
+    return Verdict(candidate.checkpoint_id, candidate.save_id, sequence, is_kept, rule)
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One node removes what it holds of a save."""
+
+    node_id: str
+    checkpoint_id: str
+    save_id: str
+    rule: str
+
+    def __str__(self) -> str:
+        return f"node {self.node_id}: remove {self.checkpoint_id} (save {self.save_id}): {self.rule}"
+
+
+@dataclass(frozen=True)
+class RetentionPlan:
+    """What the nodes keep no longer. `removals` are of nodes that answer; those that come back plan for themselves."""
+
+    verdicts: tuple[Verdict, ...] = ()
+    removals: tuple[Removal, ...] = ()
+
+    @property
+    def retired(self) -> frozenset[str]:
+        """The saves that nobody is to keep or to get back."""
+        return frozenset(verdict.save_id for verdict in self.verdicts if not verdict.is_kept)
+
+    @property
+    def held_back(self) -> tuple[Verdict, ...]:
+        """Those that stay only because something else has to happen first."""
+        return tuple(verdict for verdict in self.verdicts if verdict.is_kept and verdict.rule in _HOLDING_BACK)
+
+    def only(self, save_ids: Collection[str]) -> "RetentionPlan":
+        """The same with the removals of these saves alone."""
+        return replace(self, removals=tuple(removal for removal in self.removals if removal.save_id in save_ids))
+
+    def of_node(self, node_id: str) -> tuple[Removal, ...]:
+        """The part that one node has to do, oldest checkpoint first."""
+        return tuple(removal for removal in reversed(self.removals) if removal.node_id == node_id)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+NOT_UPLOADED = "it is not in the object store yet"
+NO_MANIFEST = "a node has to restore its manifest first"
+_HOLDING_BACK = (NOT_UPLOADED, NO_MANIFEST)
+
+
+def planned_retention(
+    manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView], policies: Iterable[Policy]
+) -> RetentionPlan:
+    """What the nodes remove under the policies of the runs; the same views and policies give the same plan.
+
+    Only nodes that answer count. A save whose manifest nobody believes is neither counted nor touched, nor is a
+    directory that goes by another name than its manifest: somebody has renamed it, and wants it.
+    """
+    up = [node for node in nodes if node.presence is Presence.UP]
+    holdings = _holdings_by_save(manifest_by_save, up)
+    verdicts: list[Verdict] = []
+    for policy in sorted(policies, key=lambda policy: policy.key):
+        if policy.tier == NODES and policy.retention is not None:
+            mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
+            verdicts += judged(list(_candidates(mine, up, holdings)), policy.retention)
+    removals = tuple(
+        Removal(node_id, verdict.checkpoint_id, verdict.save_id, verdict.rule)
+        for verdict in verdicts
+        if not verdict.is_kept
+        for node_id in sorted(holding.node_id for holding in holdings[verdict.save_id])
+    )
+    return RetentionPlan(tuple(verdicts), removals)
+
+
+def _is_under(manifest: Manifest, policy: Policy) -> bool:
+    return scope_of(manifest.checkpoint_id) == policy.scope and manifest.lineage == policy.lineage
+
+
+def _holdings_by_save(manifests: Mapping[str, Manifest], up: Sequence[NodeView]) -> Mapping[str, list[Holding]]:
+    found: dict[str, list[Holding]] = {save_id: [] for save_id in manifests}
+    for node in up:
+        for holding in node.holdings or ():
+            if holding.save_id in found and holding.checkpoint_id == manifests[holding.save_id].checkpoint_id:
+                found[holding.save_id].append(holding)
+    return found
+
+
+def _candidates(
+    manifests: Mapping[str, Manifest], up: Sequence[NodeView], holdings: Mapping[str, list[Holding]]
+) -> Iterator[Candidate]:
+    waiting = pending(node.standing for node in up)
+    unbelieved = {checkpoint_id for node in up for checkpoint_id in node.unbelieved}
+    for save_id, manifest in manifests.items():
+        held_back = NOT_UPLOADED if save_id in waiting else ""
+        if not held_back and manifest.checkpoint_id in unbelieved:
+            held_back = NO_MANIFEST
+        copies = _copies(manifest, holdings[save_id])
+        yield Candidate(
+            manifest.checkpoint_id,
+            save_id,
+            manifest.sequence,
+            is_whole=copies > 0,
+            is_protected=copies >= max(1, min(manifest.copies, len(up))),
+            held_back=held_back,
+        )
+
+
+def _copies(manifest: Manifest, holdings: Sequence[Holding]) -> int:
+    """How many intact copies each shard has at least; 0 too where nobody has intact metadata."""
+    if not any(holding.has_metadata for holding in holdings):
+        return 0
+    count_by_shard = dict.fromkeys(manifest.shards, 0)
+    for holding in holdings:
+        for name, size in holding.sizes.items():
+            entry = manifest.shards.get(name)
+            if entry is not None and size == entry.size_bytes and name not in holding.damaged:
+                count_by_shard[name] += 1
+    return min(count_by_shard.values(), default=len(holdings))
+
+
+def without_retired(manifest_by_save: Mapping[str, Manifest], retired: Collection[str]) -> dict[str, Manifest]:
+    """The manifests of the saves that re-protection looks after."""
+    return {save_id: manifest for save_id, manifest in manifest_by_save.items() if save_id not in retired}
+
+
+def whole_versions(
+    manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]
+) -> Mapping[str, tuple[Version, ...]]:
+    """Of each checkpoint the versions of which every shard was seen intact, and the metadata, at nodes that answer."""
+    up = {node.node_id: node for node in nodes if node.presence is Presence.UP}
+    whole: dict[str, list[Version]] = {}
+    for save in saves_found(holding for node in up.values() for holding in node.holdings or ()):
+        manifest = manifest_by_save.get(save.save_id)
+        if manifest is None or manifest.checkpoint_id != save.checkpoint_id:
+            continue
+        if see_save(save, manifest, up, unsure=(), remains=()).is_whole:
+            whole.setdefault(manifest.checkpoint_id, []).append(manifest.version)
+    return {checkpoint_id: tuple(versions) for checkpoint_id, versions in whole.items()}

@@ -1,0 +1,1 @@
+"""What ranks tell each other over the c10d store."""

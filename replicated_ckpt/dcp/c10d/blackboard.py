@@ -1,0 +1,260 @@
+"""The blackboard: what the ranks of a save or load post on the c10d store, and what their coordinator decides.
+
+No collective of ours is added: DCP's own order the messages. On a save every rank writes its post before it hands in its
+local plan, and the coordinator decides before it hands out the global one, so what is read is there. On a load the ranks
+meet with a deadline. A nonce in every post, repeated in the decision, makes sure that nobody acts on an earlier call's.
+With a job secret each post, and each note of a decision, carries a mark that only the job's processes can make.
+"""
+
+import hashlib
+import json
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from replicated_ckpt.dcp.c10d.job_secret import Seal, split
+from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
+from replicated_ckpt.dcp.c10d.waiting import ENDED_HINT, LINGER_S, POLL_S, Wait, reaching_store
+from replicated_ckpt.errors import MeetingFailed, PeerProtocolError, RankFailed, ReplicatedCkptError
+
+COORDINATOR = 0
+_POLL_MAX_S = 0.1
+_POLL_PER_RANK_S = 0.001
+"""All ranks together ask the store some thousand times in a second, however many they are."""
+_PACKED_FROM_BYTES = 4096
+
+
+class Blackboard:
+    """Posts of every rank and decisions of the coordinator, overwritten by each call, so it does not grow.
+
+    `topic` keeps saves and loads apart. One call at a time on one process group, as DCP itself demands.
+    """
+
+    def __init__(
+        self,
+        store: "dist.Store",
+        rank: int,
+        size: int,
+        find_lost: Callable[[], Sequence[int]] = tuple,
+        seal: Seal | None = None,
+    ) -> None:
+        """`find_lost`: the ranks whose processes are known to have ended. `seal`: the job secret's; None: there is none."""
+        self._find_lost = find_lost
+        self._seal = seal or Seal()
+        self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
+        self._rank = rank
+        self._size = size
+        self._pause_max_s = max(POLL_S, min(_POLL_PER_RANK_S * size, _POLL_MAX_S))
+
+    def post(self, topic: str, fields: Mapping[str, Any]) -> str:
+        """Writes this rank's post; it is visible to all when this returns. Returns its nonce.
+
+        A post with an "error" says why this rank does not go on.
+        """
+        nonce = uuid.uuid4().hex
+        self.repost(topic, fields, nonce)
+        return nonce
+
+    def repost(self, topic: str, fields: Mapping[str, Any], nonce: str) -> None:
+        """Replaces this rank's post, if it has not been answered."""
+        key, raw = f"{topic}/{self._rank}", _encoded({**fields, "nonce": nonce})
+        self._write(key, self._seal.mark(key, raw) + raw)
+
+    def withdraw(self, topic: str) -> None:
+        """Takes this rank's post back: it does not wait any more, and a later call is not to be answered with it."""
+        with reaching_store():
+            self._store.delete_key(f"{topic}/{self._rank}")
+
+    def posts(self, topic: str, deadline_s: float, stale: Sequence[str | None] = ()) -> list[dict[str, Any]]:
+        """Every rank's post, in rank order; `stale` as for `collect`.
+
+        Raises:
+            RankFailed: a rank that did not post has ended. MeetingFailed: naming the ranks that did not post within
+            `deadline_s`. JobSecretMismatch, ConfigInvalid, PeerProtocolError: a post is not believed. Others: a rank
+            posted that error.
+        """
+        return all_present(*self.collect(topic, deadline_s, stale))
+
+    def collect(
+        self, topic: str, deadline_s: float, stale: Sequence[str | None] = ()
+    ) -> tuple[list[dict[str, Any] | None], ReplicatedCkptError | None]:
+        """Every rank's post, in rank order, None for one without; and why the ranks without one are not waited for.
+
+        One with the rank's `stale` nonce is an earlier call's and waited out. One that is not believed has the error that
+        says why, and the nonce that it claims, which is only good for telling that rank. Once a rank is known to have
+        failed, by its post or because its process is gone, the others are waited for no longer than LINGER_S.
+        """
+        wait = Wait(deadline_s, self._pause_max_s)
+        found: dict[int, dict[str, Any]] = {}
+        problem: ReplicatedCkptError | None = None
+        while True:
+            missing = [rank for rank in range(self._size) if rank not in found]
+            is_look, is_over = wait.is_look_due(), wait.is_over
+            present = self._present(topic, missing, one_by_one=is_look or is_over)
+            found |= {rank: post for rank, post in present if not stale or post["nonce"] != stale[rank]}
+            absent = [rank for rank in missing if rank not in found]
+            if is_look:
+                lost = self._find_lost()
+                problem = _ended(lost) if lost else problem
+                absent = [rank for rank in absent if rank not in lost]
+                if problem is not None or any("error" in post for post in found.values()):
+                    wait.end_within(LINGER_S)
+            if not absent or is_over:
+                if absent and problem is None:
+                    problem = MeetingFailed(f"After {wait.waited_s:.0f} s ranks {absent} had not joined this {topic}.")
+                return [found.get(rank) for rank in range(self._size)], problem
+            wait.pause()
+
+    def _present(self, topic: str, ranks: Sequence[int], *, one_by_one: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The posts of these ranks if all are there, in two round trips; or `one_by_one` those that are."""
+        keys = [f"{topic}/{rank}" for rank in ranks]
+        with reaching_store():
+            if self._store.check(keys):
+                yield from zip(ranks, map(self._opened, keys, self._all_of(keys)), strict=True)
+            elif one_by_one:
+                for rank, key in zip(ranks, keys, strict=True):
+                    if self._store.check([key]):
+                        yield rank, self._opened(key, self._store.get(key))
+
+    def _opened(self, key: str, sealed: bytes) -> dict[str, Any]:
+        mark, raw = split(sealed)
+        try:
+            self._seal.check(key, raw, mark)
+            fields = _decoded(key, raw)
+            if not isinstance(fields.get("nonce"), str):
+                raise PeerProtocolError(f"{key!r} on the c10d store is no post.")
+        except ReplicatedCkptError as exc:
+            return {"nonce": _claimed_nonce(raw), "error": pack_error(exc)}
+        return fields
+
+    def decide(
+        self,
+        topic: str,
+        posts: Sequence[Mapping[str, Any] | None],
+        fields: Mapping[str, Any],
+        stale: Sequence[str | None] = (),
+    ) -> None:
+        """Writes the coordinator's decision about these posts; it is visible to all when this returns.
+
+        Each rank then gets a note of its own that the decision is there, the nonce that it waits for: what is looked at
+        again and again is small, and the decision, which may be large, is read once. Its mark is that of both. A rank
+        without a post finds that it was not waited for, and by its `stale` nonce that its next post is meant.
+        """
+        raw = _encoded(fields)
+        self._write(f"{topic}/decision", raw)
+        before = stale or [None] * self._size
+        notes = {
+            key: self._note(key, nonce, raw)
+            for rank, post in enumerate(posts)
+            for key, nonce in (
+                [(f"{topic}/decided/{rank}", str(post["nonce"]))]
+                if post is not None
+                else [(f"{topic}/absent/{rank}", str(before[rank]))]
+            )
+        }
+        with reaching_store():
+            if self._store.has_extended_api():
+                self._store.multi_set(list(notes), list(notes.values()))
+            else:
+                for key, note in notes.items():
+                    self._store.set(key, note)
+            self._store.check(list(notes)[-1:])
+
+    def decision(self, topic: str, nonce: str, deadline_s: float, before: str | None = None) -> dict[str, Any]:
+        """The decision that answers this rank's post, or that was made without it as it came late.
+
+        `before`: the nonce of the post before.
+
+        Raises:
+            RankFailed: a rank's process has ended, and no decision comes. MeetingFailed: none came within `deadline_s`.
+            JobSecretMismatch, ConfigInvalid, PeerProtocolError: it is not believed.
+        """
+        wait = Wait(deadline_s, self._pause_max_s)
+        while True:
+            is_over = wait.is_over
+            lost = self._find_lost() if wait.is_look_due() else ()  # before the answer: one may decide and end
+            found = self._answer(topic, "decided", nonce)
+            if found is None and wait.is_long:
+                found = self._answer(topic, "absent", str(before))
+            if found is not None:
+                return found
+            if COORDINATOR in lost or (lost and wait.is_long):
+                raise _ended(lost)
+            if is_over:
+                raise MeetingFailed(f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.")
+            wait.pause()
+
+    def _answer(self, topic: str, kind: str, nonce: str) -> dict[str, Any] | None:
+        """The decision that this rank's note of this kind is about, if the note is about the post with this nonce."""
+        key = f"{topic}/{kind}/{self._rank}"
+        with reaching_store():
+            note = self._store.get(key) if self._store.check([key]) else b""
+            if not note.startswith(nonce.encode()):
+                return None
+            raw = self._store.get(f"{topic}/decision")
+        signed = _signed(nonce, raw)
+        self._seal.check(key, signed, note[len(signed) :])
+        if not note.startswith(signed):
+            raise MeetingFailed(f"This rank was too late to read what was decided about this {topic}.")
+        return _decoded(f"{topic}/decision", raw)
+
+    def _note(self, key: str, nonce: str, decision: bytes) -> str:
+        signed = _signed(nonce, decision)
+        return (signed + self._seal.mark(key, signed)).decode()
+
+    def _write(self, key: str, raw: bytes) -> None:
+        with reaching_store():
+            self._store.set(key, raw)
+            self._store.check([key])  # a round trip on the same connection: the store has it before we go on
+
+    def _all_of(self, keys: Sequence[str]) -> Sequence[bytes]:
+        if self._store.has_extended_api():
+            values: list[bytes] = self._store.multi_get(list(keys))
+            return values
+        return [self._store.get(key) for key in keys]
+
+
+def _ended(ranks: Sequence[int]) -> RankFailed:
+    return RankFailed(f"The process of {', '.join(f'rank {rank}' for rank in ranks)} has ended.", ENDED_HINT)
+
+
+def all_present(posts: Sequence[Mapping[str, Any] | None], problem: ReplicatedCkptError | None) -> list[dict[str, Any]]:
+    """The posts of all ranks. Raises the error of the first rank that posted one, or why there is none of some rank."""
+    here = [dict(post) for post in posts if post is not None]
+    for post in here:
+        if "error" in post:
+            raise unpack_error(post["error"])
+    if problem is not None:
+        raise problem
+    return here
+
+
+def _signed(nonce: str, decision: bytes) -> bytes:
+    return (nonce + hashlib.sha256(decision).hexdigest()).encode()
+
+
+def _encoded(fields: Mapping[Any, Any]) -> bytes:
+    """What every rank reads is packed where it is large: the coordinator's link carries it once for each of them."""
+    raw = json.dumps(fields).encode()
+    return raw if len(raw) < _PACKED_FROM_BYTES else zlib.compress(raw, 1)
+
+
+def _claimed_nonce(raw: bytes) -> str:
+    """The nonce in a post that is not believed; nothing large is opened for it."""
+    try:
+        return str(json.loads(raw[:_PACKED_FROM_BYTES])["nonce"])
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return ""
+
+
+def _decoded(key: str, raw: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(raw if raw[:1] == b"{" else zlib.decompress(raw))
+    except (ValueError, RecursionError, zlib.error) as exc:
+        raise PeerProtocolError(f"{key!r} on the c10d store is no JSON: {type(exc).__name__}.") from exc
+    if not isinstance(fields, dict):
+        raise PeerProtocolError(f"{key!r} on the c10d store is no JSON object.")
+    return fields

@@ -1,0 +1,137 @@
+"""Presence: which ranks run on this host, and whether their processes still live, as /proc says.
+
+A rank that is killed cannot post that it failed, and the c10d store does not tell that its connection is gone. The other
+ranks of its host see it, and note it on the store for the ranks of other hosts. A process that is stopped, or slow, lives.
+"""
+
+import json
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from replicated_ckpt.dcp.c10d.job_secret import Seal, split
+from replicated_ckpt.dcp.runtime.torch_private import default_store
+from replicated_ckpt.errors import ReplicatedCkptError
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "replicated_ckpt/presence"
+_PROC = Path("/proc")
+_BOOT_ID = _PROC / "sys/kernel/random/boot_id"
+
+
+@dataclass(frozen=True)
+class Process:
+    """The process of one rank of the job. `started` tells it from a later process with its number."""
+
+    rank: int
+    pid: int
+    started: str
+
+    def lives(self) -> bool:
+        """Whether it runs, or could: a killed one that nobody has waited for does not. True if unknown."""
+        try:
+            state, started = _state_and_start(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        except OSError:
+            return True
+        return started == self.started and state not in "ZX"
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """Fields 3 and 22 of /proc/PID/stat. Source: proc(5); the second field is a name and may hold blanks and brackets."""
+    fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+class Presence:
+    """The processes of the job, as one of them knows them. On the store there is one key for each, and one for a death."""
+
+    def __init__(self, store: "dist.Store", rank: int, seal: Seal | None = None) -> None:
+        self._seal = seal or Seal()
+        self._store: Any = dist.PrefixStore(_PREFIX, store)  # its stub does not say that `add` returns a number
+        self._rank = rank
+        self._host: str | None = None
+        self._mates: dict[int, Process] = {}
+        self._mates_read = 0
+        self._lost: dict[int, Process] = {}
+        self._lost_read = 0
+
+    def announce(self) -> None:
+        """Lets the other ranks of this host know this process: those that see the same processes by the same numbers.
+
+        Where /proc does not say which, nobody sees it.
+        """
+        try:
+            host = f"{_BOOT_ID.read_text().strip()}/{(_PROC / 'self/ns/pid').readlink()}"
+            this = Process(self._rank, os.getpid(), _state_and_start(os.getpid())[1])
+        except OSError as exc:
+            log.warning("no other rank sees whether this one lives: %s", exc)
+            return
+        self._host = host
+        self._append(host, this)
+
+    def lost(self) -> Mapping[int, Process]:
+        """The processes of the job that are gone, as far as a rank of their host has looked, by rank of the job."""
+        self._lost_read = self._read("lost", self._lost_read, self._lost)
+        if self._host is not None:
+            self._mates_read = self._read(self._host, self._mates_read, self._mates)
+        for mate in self._mates.values():
+            if self._lost.get(mate.rank) != mate and not mate.lives():
+                self._append("lost", mate)
+                self._lost[mate.rank] = mate
+        return self._lost
+
+    def _append(self, name: str, process: Process) -> None:
+        key, raw = f"{name}/{self._store.add(name, 1)}", json.dumps(asdict(process)).encode()
+        self._store.set(key, self._seal.mark(key, raw) + raw)
+
+    def _read(self, name: str, done: int, found: dict[int, Process]) -> int:
+        """Adds the entries after the first `done`; returns how many are read now. One that is being written comes later."""
+        count = self._store.add(name, 0)
+        while done < count and self._store.check([f"{name}/{done + 1}"]):
+            done += 1
+            key = f"{name}/{done}"
+            mark, raw = split(self._store.get(key))
+            try:
+                self._seal.check(key, raw, mark)
+                process = Process(**json.loads(raw))
+            except (ReplicatedCkptError, ValueError, TypeError, RecursionError) as exc:
+                log.warning("what %r on the c10d store says about a process is not believed: %s", key, exc)
+                continue
+            found[process.rank] = process
+        return done
+
+
+class _Known:
+    """What this process has announced. A process that is forked from it, or joins another job, announces itself anew."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._group: Callable[[], Any] = lambda: None
+        self._presence: Presence | None = None
+
+    def presence(self) -> Presence:
+        group = dist.group.WORLD
+        if self._presence is None or self._group() is not group or self._pid != os.getpid():
+            self._presence = Presence(default_store(), dist.get_rank(), Seal.of_job("presence"))
+            self._presence.announce()
+            self._group, self._pid = weakref.ref(group), os.getpid()
+        return self._presence
+
+
+_KNOWN = _Known()
+
+
+def announce() -> Presence | None:
+    """Announces this process, once in a job; None where there is no job of several processes."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return _KNOWN.presence()

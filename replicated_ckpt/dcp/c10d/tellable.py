@@ -1,0 +1,56 @@
+"""What a rank raises in a hook of DCP can be told to the other ranks: DCP sends it by pickle, and an error that does not
+survive that leaves them waiting.
+"""
+
+import functools
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+from replicated_ckpt.errors import RankFailed
+from replicated_ckpt.stores.files.durable import translated
+
+_OWN_HOOKS = (
+    "set_up_storage_writer",
+    "finish",
+    "read_metadata",
+    "set_up_storage_reader",
+    "prepare_local_plan",
+    "prepare_global_plan",
+)
+_HOOKS_WITH_PLANNER = ("write_data", "read_data")
+Class = TypeVar("Class", bound=type)
+
+
+def make_tellable(storage: Class) -> Class:
+    """Has the hooks of a storage writer or reader raise RankFailed in place of an error that cannot be sent.
+
+    An OSError out of a hook in which nothing but this package runs is a StoreError.
+    """
+    for name in (*_OWN_HOOKS, *_HOOKS_WITH_PLANNER):
+        if name in vars(storage):
+            setattr(storage, name, _tellable(vars(storage)[name], is_own=name in _OWN_HOOKS))
+    return storage
+
+
+def _tellable(hook: Callable[..., Any], *, is_own: bool) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with translated(str(self.config.root), hook.__name__, self.checkpoint_id) if is_own else nullcontext():
+                return hook(self, *args, **kwargs)
+        except BaseException as exc:
+            if not _can_be_sent(exc):
+                raise RankFailed(f"{hook.__name__} failed with {type(exc).__name__}: {exc}") from exc
+            raise
+
+    return call
+
+
+def _can_be_sent(error: BaseException) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - of this very process
+    except Exception:  # noqa: BLE001 - its own code runs in both directions
+        return False
+    return True

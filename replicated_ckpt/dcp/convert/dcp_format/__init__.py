@@ -1,0 +1,1 @@
+"""Directories of torch's own DCP format."""

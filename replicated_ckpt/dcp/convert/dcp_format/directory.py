@@ -1,0 +1,68 @@
+"""A directory that stock DCP wrote, all of it on one file system, as a source."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.dcp.convert.entries.items_source import ItemsSource, Wanted
+from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, StoreError
+from replicated_ckpt.stores.files.durable import read_exactly, translated
+
+
+class DirectoryFetcher:
+    """Bytes of files in one directory. Nobody took checksums of them, so none are compared."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def fetch(self, wanted: Sequence[Wanted]) -> None:
+        for shard in {w.shard: None for w in wanted}:
+            with translated(str(self._directory), "read", shard):
+                fd = os.open(self._directory / shard, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for want in (w for w in wanted if w.shard == shard):
+                    want.take(self._read(fd, want))
+            finally:
+                os.close(fd)
+
+    def _read(self, fd: int, want: Wanted) -> memoryview:
+        raw = memoryview(bytearray(want.length))
+        with translated(str(self._directory), "read", want.shard):
+            count = read_exactly(fd, raw, want.offset)
+        if count != want.length:
+            raise StoreError(str(self._directory), "read", want.shard, f"it ends before {want.offset + want.length}")
+        return raw
+
+    def check(self, places: Iterable[tuple[str, int, int]]) -> None:
+        ends: dict[str, int] = {}
+        for shard, offset, length in places:
+            ends[shard] = max(ends.get(shard, 0), offset + length)
+        for shard, end in ends.items():
+            path = self._directory / shard
+            if not path.is_file():
+                raise ObjectMissing(str(self._directory), "read", shard, "no such file", _HINT)
+            if path.stat().st_size < end:
+                raise StoreError(str(self._directory), "read", shard, f"it ends before {end}")
+
+    def close(self) -> None:
+        """Every file was closed after its use."""
+
+
+_HINT = "All files of the checkpoint must lie in this directory: gather them from the nodes that wrote them."
+
+
+def dcp_directory(path: Path) -> ItemsSource:
+    """The checkpoint in a directory.
+
+    Raises:
+        ConfigInvalid: there is none. MetadataUnsafe: its .metadata is not what DCP writes.
+    """
+    try:
+        raw = (path / METADATA_NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise ConfigInvalid(f"{path} holds no .metadata: it is no DCP checkpoint.") from exc
+    except OSError as exc:
+        raise StoreError(str(path), "read", METADATA_NAME, str(exc)) from exc
+    return ItemsSource(decoded_metadata(raw, str(path)), DirectoryFetcher(path), str(path))

@@ -1,0 +1,71 @@
+"""Writes a plain DCP directory, as stock torch's FileSystemReader reads it, in one pass and to any output."""
+
+import io
+import pickle
+from collections import deque
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from replicated_ckpt.core.layout import METADATA_NAME, ShardName
+from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner
+from replicated_ckpt.dcp.convert.entries.source import Contents, Source
+from replicated_ckpt.dcp.convert.torch_file.sink import Progress
+from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, metadata_version
+from replicated_ckpt.dcp.tensors.torch_save import saved
+from replicated_ckpt.errors import ObjectCorrupt
+from replicated_ckpt.stores.output.output import Output, Stream
+
+
+class DcpSink:
+    """`.metadata` and shards `__0_0.distcp`, `__0_1.distcp`, ...; a new one begins beyond `shard_bytes_max`."""
+
+    is_directory = True
+
+    def __init__(self, *, shard_bytes_max: int) -> None:
+        self._shard_bytes_max = shard_bytes_max
+
+    def write(self, source: Source, contents: Contents, output: Output, progress: Progress) -> None:
+        """Writes all of it; `.metadata` comes last."""
+        planner = SourcePlanner(source, contents, progress)
+        (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+        metadata.storage_data = {}
+        items = deque(plan.items)
+        while items:
+            name = str(ShardName(0, len(output.written)))
+            with output.create(name) as stream:
+                while items and stream.position < self._shard_bytes_max:
+                    item = items.popleft()
+                    metadata.storage_data[item.index] = _written(stream, name, planner.resolve_data(item))
+        metadata.storage_meta = StorageMeta()
+        version = metadata_version()
+        if version is not None:
+            metadata.version = version
+        with output.create(METADATA_NAME) as stream:
+            stream.write(pickle.dumps(metadata))
+
+    def check(self, path: Path, contents: Contents) -> None:
+        """Reads the metadata back.
+
+        Raises:
+            ObjectCorrupt: it does not describe what was to be written.
+        """
+        metadata = decoded_metadata((path / METADATA_NAME).read_bytes(), str(path))
+        wanted = {entry.name for entry in contents.entries}
+        if set(metadata.state_dict_metadata) != wanted or {index.fqn for index in metadata.storage_data} != wanted:
+            raise ObjectCorrupt(str(path), "read back", METADATA_NAME, "it describes another state dict")
+
+    def may_replace(self, name: str) -> bool:
+        return name == METADATA_NAME or name.endswith(".distcp")
+
+
+def _written(stream: Stream, name: str, data: torch.Tensor | io.BytesIO) -> StorageInfo:
+    """Appends one item, as FileSystemWriter does."""
+    start = stream.position
+    if isinstance(data, io.BytesIO):
+        stream.write(data.getbuffer())
+    else:
+        saved(data, stream)
+    return StorageInfo(name, start, stream.position - start)

@@ -1,0 +1,1 @@
+"""Entries of a state dict on their way from one format to another."""

@@ -1,0 +1,191 @@
+"""A DCP checkpoint as a source: its items, wherever their bytes come from."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from replicated_ckpt.core.bucket.keys import Path
+from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.dcp.convert.entries.item_outline import END_BYTES, data_start
+from replicated_ckpt.dcp.convert.entries.memory import window_tensor
+from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from replicated_ckpt.dcp.tensors.container import TensorReader
+from replicated_ckpt.dcp.tensors.memory import tensor_over
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
+
+PIECE_BYTES = 4 << 20
+"""Items larger than this are read in pieces of this size: each is in memory up to three times on its way."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A range of bytes of a shard, and who takes them. What is taken is valid only during the call."""
+
+    shard: str
+    offset: int
+    length: int
+    take: Callable[[memoryview], None]
+
+
+class Fetcher(Protocol):
+    """Where the bytes of shards come from."""
+
+    def fetch(self, wanted: Sequence[Wanted]) -> None:
+        """Hands out each range once, in any order. Raises ReplicatedCkptError."""
+
+    def check(self, places: Iterable[tuple[str, int, int]]) -> None:
+        """Raises ReplicatedCkptError if some of these ranges (shard, offset, length) cannot be had."""
+
+    def close(self) -> None:
+        """Gives back what is open."""
+
+
+class ItemsSource:
+    """A DCP checkpoint, known by its metadata. `label` names it in errors."""
+
+    def __init__(self, metadata: Metadata, fetcher: Fetcher, label: str) -> None:
+        self._fetcher = fetcher
+        self._label = label
+        self._info_by_place: dict[tuple[str, tuple[int, ...]], StorageInfo] = {}
+        for index, info in metadata.storage_data.items():
+            self._info_by_place[index.fqn, tuple(index.offset or ())] = info
+        self._tensors = TensorReader()
+        self._data_starts: dict[tuple[str, int], int | None] = {}
+        self.contents = self._contents(metadata)
+
+    def _contents(self, metadata: Metadata) -> Contents:
+        paths: Mapping[str, Any] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        tensors, objects = [], []
+        for key, described in metadata.state_dict_metadata.items():
+            path = _checked_path(paths.get(key), key)
+            if isinstance(described, TensorStorageMetadata):
+                chunks = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks)
+                dtype, shape = described.properties.dtype, tuple(described.size)
+                tensors.append(TensorEntry(key, key, path, dtype, shape, chunks))
+            else:
+                objects.append(ObjectEntry(key, key, path, self._info(key, ()).length))
+        return Contents(tuple(tensors), tuple(objects), tuple(metadata.state_dict_metadata))
+
+    def _info(self, key: str, offsets: tuple[int, ...]) -> StorageInfo:
+        info = self._info_by_place.get((key, offsets))
+        if info is None and not any(offsets):
+            info = self._info_by_place.get((key, ()))
+        if info is None:
+            raise ConfigInvalid(f"The .metadata of {self._label} does not say where {key!r} lies.")
+        return info
+
+    def check(self, contents: Contents) -> None:
+        infos = [self._info(entry.key, chunk.offsets) for entry in contents.tensors for chunk in entry.chunks]
+        infos += [self._info(entry.key, ()) for entry in contents.objects]
+        for info in infos:
+            if getattr(info, "transform_descriptors", None):
+                raise ConfigInvalid(f"{self._label} was saved through stream transforms, which are not read.")
+        self._fetcher.check([(info.relative_path, info.offset, info.length) for info in infos])
+
+    def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        self._probe(parts)
+        targets = [window_tensor(part.box.sizes, part.entry.dtype) for part in parts]
+        wanted: list[Wanted] = []
+        for part, target in zip(parts, targets, strict=True):
+            for chunk in part.entry.chunks:
+                common = chunk.common(part.box)
+                if common is not None and common.elements:
+                    wanted += self._wanted(part, chunk, common, target)
+        self._fetcher.fetch(wanted)
+        return targets
+
+    def _wanted(self, part: Part, chunk: Box, common: Box, target: torch.Tensor) -> list[Wanted]:
+        """What is to be read so that `common` gets into its place in `target`."""
+        info, entry = self._info(part.entry.key, chunk.offsets), part.entry
+        start = self._data_starts.get((info.relative_path, info.offset))
+        if start is None:
+            inside, place = common.seen_from(chunk), _view(target, common.seen_from(part.box))
+
+            def take_item(raw: memoryview) -> None:
+                place.copy_(_view(self._tensor(raw, entry, chunk), inside))
+
+            return [Wanted(info.relative_path, info.offset, info.length, take_item)]
+        itemsize = entry.dtype.itemsize
+        found = []
+        for run in common.runs(chunk, PIECE_BYTES // itemsize):
+            offset = info.offset + start + run.start_in(chunk) * itemsize
+            take = _taker(_view(target, run.seen_from(part.box)))
+            found.append(Wanted(info.relative_path, offset, run.elements * itemsize, take))
+        return found
+
+    def _tensor(self, raw: memoryview, entry: TensorEntry, chunk: Box) -> torch.Tensor:
+        """The tensor in an item.
+
+        Raises:
+            ObjectCorrupt: it is not the one that the metadata describes.
+        """
+        try:
+            tensor = self._tensors.read(raw)
+        except (ValueError, RuntimeError) as exc:
+            raise ObjectCorrupt(self._label, "convert", entry.key, f"its bytes are no tensor: {exc}") from exc
+        if tuple(tensor.shape) != chunk.sizes or tensor.dtype != entry.dtype:
+            raise ObjectCorrupt(self._label, "convert", entry.key, "it is another tensor than .metadata describes")
+        return tensor
+
+    def _probe(self, parts: Sequence[Part]) -> None:
+        """Finds out where the elements begin in those large items that are looked at for the first time."""
+        wanted: list[Wanted] = []
+        ends: list[tuple[StorageInfo, TensorEntry, Box, list[bytes]]] = []
+        for part in parts:
+            for chunk in part.entry.chunks:
+                if chunk.common(part.box) is None:
+                    continue
+                info = self._info(part.entry.key, chunk.offsets)
+                if info.length <= PIECE_BYTES or (info.relative_path, info.offset) in self._data_starts:
+                    continue
+                self._data_starts[info.relative_path, info.offset] = None
+                pair = [b"", b""]
+                ends.append((info, part.entry, chunk, pair))
+                for index, offset in enumerate((info.offset, info.offset + info.length - END_BYTES)):
+                    wanted.append(Wanted(info.relative_path, offset, END_BYTES, _keeper(pair, index)))
+        self._fetcher.fetch(wanted)
+        for info, entry, chunk, (head, tail) in ends:
+            start = data_start(head, tail, info.length, chunk.sizes, entry.dtype)
+            self._data_starts[info.relative_path, info.offset] = start
+
+    def read_objects(self, entries: Sequence[ObjectEntry]) -> Mapping[str, bytes]:
+        found: dict[str, bytes] = {}
+        wanted = []
+        for entry in entries:
+            info = self._info(entry.key, ())
+            take = _keeper(found, entry.key)
+            wanted.append(Wanted(info.relative_path, info.offset, info.length, take))
+        self._fetcher.fetch(wanted)
+        return found
+
+    def close(self) -> None:
+        self._fetcher.close()
+
+
+def _checked_path(path: Any, key: str) -> Path:
+    """The path that a planner noted for a key, if it is one; it may be anything."""
+    if isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path) and type(path[0]) is str:
+        return path
+    return (key,)
+
+
+def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+
+
+def _taker(place: torch.Tensor) -> Callable[[memoryview], None]:
+    def take(raw: memoryview) -> None:
+        place.copy_(tensor_over(raw, place.dtype).view(place.shape))
+
+    return take
+
+
+def _keeper(kept: Any, key: Any) -> Callable[[memoryview], None]:
+    def take(raw: memoryview) -> None:
+        kept[key] = bytes(raw)
+
+    return take

@@ -1,0 +1,156 @@
+"""What a conversion reads: a state dict that lies somewhere else, entry by entry and part by part."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from replicated_ckpt.core.bucket.keys import KeyRules, Path, renamed_path
+from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.errors import ConfigInvalid
+
+WINDOW_BYTES = 64 << 20
+"""So much of a state dict is held in memory at once."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor: `key` is its name in the source, `name` and `path` (in the nested state dict) are those it gets.
+
+    `chunks` are the parts that it consists of where it lies.
+    """
+
+    key: str
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Box, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return Box.whole(self.shape).elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """One entry that is no tensor; `size_bytes` is that of its pickle, as far as known."""
+
+    key: str
+    name: str
+    path: Path
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything that a source has, or that a conversion takes of it; `order` are the keys as the state dict has them."""
+
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+    order: tuple[str, ...]
+
+    @property
+    def entries(self) -> "tuple[TensorEntry | ObjectEntry, ...]":
+        return (*self.tensors, *self.objects)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.entries)
+
+    def chosen(self, rules: KeyRules) -> "Contents":
+        """What the rules take, under its new names.
+
+        Raises:
+            ConfigInvalid: see KeyRules.
+        """
+        names = rules.new_names(self.order)
+
+        def path_of(entry: TensorEntry | ObjectEntry) -> Path:
+            return renamed_path(entry.path, names[entry.key])
+
+        return Contents(
+            tuple(replace(e, name=names[e.key], path=path_of(e)) for e in self.tensors if e.key in names),
+            tuple(replace(e, name=names[e.key], path=path_of(e)) for e in self.objects if e.key in names),
+            tuple(key for key in self.order if key in names),
+        )
+
+    def without_objects(self) -> "Contents":
+        """The tensors alone."""
+        objects = {entry.key for entry in self.objects}
+        return Contents(self.tensors, (), tuple(key for key in self.order if key not in objects))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a tensor that is to be read."""
+
+    entry: TensorEntry
+    box: Box
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.elements * self.entry.dtype.itemsize
+
+
+class Source(Protocol):
+    """A state dict that can be read in parts, by one thread."""
+
+    contents: Contents
+
+    def check(self, contents: Contents) -> None:
+        """Finds out whether all of this can be read, as far as that shows without reading it.
+
+        Raises:
+            ReplicatedCkptError
+        """
+
+    def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """The parts, each a contiguous tensor of its own on the CPU; all of them are in memory at once.
+
+        Raises:
+            ReplicatedCkptError: they are not to be had intact.
+        """
+
+    def read_objects(self, entries: Sequence[ObjectEntry]) -> Mapping[str, bytes]:
+        """By key, what `torch.save` makes of each object.
+
+        Raises:
+            ReplicatedCkptError: they are not to be had intact.
+        """
+
+    def close(self) -> None:
+        """Gives back what is open."""
+
+
+def windows(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """The parts in groups of WINDOW_BYTES at most, or of one part."""
+    group: list[Part] = []
+    size_bytes = 0
+    for part in parts:
+        if group and size_bytes + part.size_bytes > WINDOW_BYTES:
+            yield group
+            group, size_bytes = [], 0
+        group.append(part)
+        size_bytes += part.size_bytes
+    if group:
+        yield group
+
+
+def streamed(source: Source, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    """The tensors, one after the other, in pieces that together are their elements row by row."""
+    parts = []
+    for entry in entries:
+        whole = Box.whole(entry.shape)
+        check_covered(entry)
+        parts += [Part(entry, box) for box in whole.runs(whole, WINDOW_BYTES // entry.dtype.itemsize)]
+    for group in windows(parts):
+        yield from zip((part.entry for part in group), source.read(group), strict=True)
+
+
+def check_covered(entry: TensorEntry) -> None:
+    """Raises ConfigInvalid unless the chunks of a tensor hold all of its elements: what is missing would be garbage."""
+    whole = Box.whole(entry.shape)
+    if sum(chunk.elements for chunk in entry.chunks) < whole.elements:
+        raise ConfigInvalid(f"The checkpoint holds only a part of {entry.key!r}.", "Leave it out with --exclude.")

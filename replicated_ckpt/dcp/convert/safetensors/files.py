@@ -1,0 +1,121 @@
+"""Safetensors as a source: one file, or the files of a Hugging Face directory."""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.dcp.convert.entries.memory import window_tensor
+from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
+from replicated_ckpt.dcp.convert.safetensors.format import LENGTH, Tensor, decoded_header, header_size
+from replicated_ckpt.dcp.tensors.memory import memory_of
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
+from replicated_ckpt.stores.files.durable import read_exactly, translated
+
+_INDEX_BYTES_MAX = 64 << 20
+
+
+class SafetensorsFiles:
+    """The tensors of one or more files.
+
+    Raises:
+        ConfigInvalid: they are no safetensors files, or two of them have a tensor of the same name.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._held = contextlib.ExitStack()
+        self._place_by_key: dict[str, tuple[Path, int, int]] = {}
+        entries: list[TensorEntry] = []
+        try:
+            for path in paths:
+                entries += self._opened(path)
+        except BaseException:
+            self._held.close()
+            raise
+        self.contents = Contents(tuple(entries), (), tuple(entry.key for entry in entries))
+
+    def _opened(self, path: Path) -> list[TensorEntry]:
+        with translated(str(path.parent), "read", path.name):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._held.callback(os.close, fd)
+            size_bytes = os.fstat(fd).st_size
+            header_bytes = header_size(os.pread(fd, LENGTH.size, 0), size_bytes, str(path))
+            raw = bytearray(header_bytes)
+            read_exactly(fd, memoryview(raw), LENGTH.size)
+        data = LENGTH.size + header_bytes
+        return [
+            self._entry(tensor, path, fd, data) for tensor in decoded_header(bytes(raw), size_bytes - data, str(path))
+        ]
+
+    def _entry(self, tensor: Tensor, path: Path, fd: int, data: int) -> TensorEntry:
+        if tensor.name in self._place_by_key:
+            raise ConfigInvalid(f"{tensor.name!r} is in {path} and in {self._place_by_key[tensor.name][0]}.")
+        self._place_by_key[tensor.name] = (path, fd, data + tensor.start)
+        return TensorEntry(
+            tensor.name, tensor.name, (tensor.name,), tensor.dtype, tensor.shape, (Box.whole(tensor.shape),)
+        )
+
+    def check(self, contents: Contents) -> None:
+        """What could be wrong was found when the files were opened."""
+
+    def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        return [self._part(part) for part in parts]
+
+    def _part(self, part: Part) -> torch.Tensor:
+        path, fd, start = self._place_by_key[part.entry.key]
+        itemsize, whole = part.entry.dtype.itemsize, Box.whole(part.entry.shape)
+        target = window_tensor((part.box.elements,), part.entry.dtype)
+        raw = memory_of(target)
+        position = 0
+        for run in part.box.runs(whole, part.box.elements):
+            piece = raw[position : position + run.elements * itemsize]
+            with translated(str(path.parent), "read", path.name):
+                count = read_exactly(fd, piece, start + run.start_in(whole) * itemsize)
+            if count != len(piece):
+                raise ObjectCorrupt(str(path.parent), "read", path.name, "it ended early")
+            position += len(piece)
+        return target.view(part.box.sizes)
+
+    def read_objects(self, entries: Sequence[ObjectEntry]) -> Mapping[str, bytes]:
+        assert not entries, "safetensors have tensors only"
+        return {}
+
+    def close(self) -> None:
+        self._held.close()
+
+
+def safetensors_files(path: Path) -> SafetensorsFiles:
+    """A file, or the directory that its index describes, or without one, all `.safetensors` in it.
+
+    Raises:
+        ConfigInvalid: there is none, or one that the index names is not there.
+    """
+    if path.is_file():
+        return SafetensorsFiles([path])
+    if not path.is_dir():
+        raise ConfigInvalid(f"{path} does not exist.")
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    paths = _indexed(indexes[0]) if indexes else sorted(path.glob("*.safetensors"))
+    if not paths:
+        raise ConfigInvalid(f"{path} holds no .safetensors file.")
+    return SafetensorsFiles(paths)
+
+
+def _indexed(index: Path) -> list[Path]:
+    with translated(str(index.parent), "read", index.name), index.open("rb") as file:
+        raw = file.read(_INDEX_BYTES_MAX + 1)
+    if len(raw) > _INDEX_BYTES_MAX:
+        raise ConfigInvalid(f"{index} has more than {_INDEX_BYTES_MAX} bytes: it is no index of safetensors files.")
+    try:
+        names = sorted(set(json.loads(raw)["weight_map"].values()))
+        paths = [index.parent / name for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise ConfigInvalid(f"{index} is no index of safetensors files: {type(exc).__name__}: {exc}.") from exc
+    for name, path in zip(names, paths, strict=True):
+        if Path(name).name != name or not path.is_file():
+            raise ConfigInvalid(f"{index} names {name!r}, which is not there.")
+    return paths

@@ -1,0 +1,149 @@
+"""A file of `torch.save` as a source: mapped to learn what is in it, and then read part by part."""
+
+import io
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.core.integrity.archive import find_records
+from replicated_ckpt.core.pickles.follower import follow
+from replicated_ckpt.dcp.convert.entries.memory import window_tensor
+from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
+from replicated_ckpt.dcp.objects.storages import Storages
+from replicated_ckpt.dcp.objects.values import UnknownName
+from replicated_ckpt.dcp.objects.weights_only import ObjectValues, pickle_in
+from replicated_ckpt.dcp.runtime.torch_private import flattened
+from replicated_ckpt.dcp.tensors.memory import memory_of
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe, StoreError
+from replicated_ckpt.stores.files.durable import read_exactly, translated
+
+
+class TorchFile:
+    """A state dict in a file. Elements are read with `pread`, so that the mapping costs no memory.
+
+    Raises:
+        ConfigInvalid: it is no such file, or holds what torch does not load without running code and is not trusted.
+    """
+
+    def __init__(self, path: Path, *, trust_pickles: bool) -> None:
+        self._path = path
+        state = load_file(path, trust_pickles=trust_pickles)
+        if not isinstance(state, dict):
+            raise ConfigInvalid(f"{path} holds a {type(state).__name__}, not a state dict.")
+        try:
+            values, paths = flattened(state)
+        except ValueError as exc:
+            raise ConfigInvalid(f"{path} holds two entries of one name: {exc}.") from exc
+        self._values = values
+        with translated(str(path.parent), "read", path.name):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._mappings = _mappings(self._fd)
+        tensors, objects = [], []
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                _check_plain(key, value)
+                shape = tuple(value.shape)
+                tensors.append(TensorEntry(key, key, paths[key], value.dtype, shape, (Box.whole(shape),)))
+            else:
+                objects.append(ObjectEntry(key, key, paths[key]))
+        self.contents = Contents(tuple(tensors), tuple(objects), tuple(values))
+
+    def check(self, contents: Contents) -> None:
+        """What could be wrong was found when the file was opened."""
+
+    def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        return [self._part(part) for part in parts]
+
+    def _part(self, part: Part) -> torch.Tensor:
+        tensor = self._values[part.entry.key].detach()
+        whole = Box.whole(part.entry.shape)
+        start = self._position(tensor) if tensor.is_contiguous() and part.box.elements else None
+        target = window_tensor(part.box.sizes, tensor.dtype)
+        slices = tuple(slice(o, o + s) for o, s in zip(part.box.offsets, part.box.sizes, strict=True))
+        if start is None or len(list(part.box.runs(whole, part.box.elements))) != 1:
+            return target.copy_(tensor[slices])
+        raw = memory_of(target)
+        with translated(str(self._path.parent), "read", self._path.name):
+            count = read_exactly(self._fd, raw, start + part.box.start_in(whole) * tensor.itemsize)
+        if count != len(raw):
+            raise ObjectCorrupt(str(self._path.parent), "read", self._path.name, "it ended early")
+        return target
+
+    def _position(self, tensor: torch.Tensor) -> int | None:
+        """Where a tensor's elements begin in the file; None if they do not lie there."""
+        first = tensor.data_ptr()
+        end = first + tensor.numel() * tensor.itemsize
+        found = [m for m in self._mappings if m[0] <= first and end <= m[1]]
+        return found[0][2] + first - found[0][0] if found else None
+
+    def read_objects(self, entries: Sequence[ObjectEntry]) -> Mapping[str, bytes]:
+        found = {}
+        for entry in entries:
+            buffer = io.BytesIO()
+            torch.save(self._values[entry.key], buffer)
+            found[entry.key] = buffer.getvalue()
+        return found
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._values = {}
+
+
+def load_file(path: Path, *, trust_pickles: bool) -> Any:
+    """What `torch.save` wrote; its tensors are mapped. No code of its choosing runs unless it is trusted.
+
+    Raises:
+        ConfigInvalid: it is no such file. ObjectUnsafe: it names what nothing allows. StoreError: it cannot be read.
+    """
+    try:
+        if trust_pickles:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        with path.open("rb") as file:
+            return _mapped(path, file.fileno())
+    except FileNotFoundError as exc:
+        raise ConfigInvalid(f"{path} does not exist.") from exc
+    except OSError as exc:
+        raise StoreError(str(path.parent), "read", path.name, str(exc)) from exc
+    except UnknownName as exc:
+        raise ObjectUnsafe("state dict", str(path), exc.keys) from exc
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as exc:
+        raise ConfigInvalid(f"{path} is no file of torch.save that can be mapped: it {str(exc)[:300]}") from exc
+
+
+def _mapped(path: Path, fd: int) -> Any:
+    size_bytes = os.fstat(fd).st_size
+
+    def fetch(offset: int, length: int) -> memoryview:
+        piece = memoryview(bytearray(length))
+        read_exactly(fd, piece, offset)
+        return piece
+
+    records = find_records(fetch, size_bytes)
+    raw = pickle_in(fetch, records)
+    whole = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size_bytes)
+    storages = Storages(records, lambda record: whole[record.start : record.start + record.size])
+    return ObjectValues(storages).whole(follow(raw), len(raw))
+
+
+def _check_plain(key: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise ConfigInvalid(f"{key!r} is no plain tensor ({tensor.layout}, {tensor.device}).", "Use --exclude.")
+
+
+def _mappings(fd: int) -> list[tuple[int, int, int]]:
+    """Where this process has a file in its memory: start, end, and position there. Source: proc(5), /proc/pid/maps."""
+    status = os.fstat(fd)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    found = []
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            addresses, _, offset, where, inode = line.split(maxsplit=5)[:5]
+            if (where, int(inode)) == (device, status.st_ino):
+                start, _, end = addresses.partition("-")
+                found.append((int(start, 16), int(end, 16), int(offset, 16)))
+    return found

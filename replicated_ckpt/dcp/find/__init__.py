@@ -1,0 +1,1 @@
+"""Which checkpoint a load reads, and where its files are."""

@@ -1,0 +1,62 @@
+"""A look into the bucket beside the one at the nodes: who has found all on the nodes does not wait for a slow bucket."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
+
+LOOK_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class InBucket:
+    """How a save lies in the bucket. `metadata_crc32c` None: stock torch wrote it, and there are no checksums."""
+
+    prefix: str
+    metadata_bytes: int
+    metadata_crc32c: int | None
+
+    @classmethod
+    def of(cls, save: BucketSave) -> "InBucket":
+        if save.mark is None:
+            return cls("", save.metadata_bytes, None)
+        return cls(save.mark.prefix, save.metadata_bytes, save.mark.metadata_crc32c)
+
+
+class BucketLook:
+    """Runs on a thread of its own from the start; used by the thread that began it."""
+
+    def __init__(self, bucket: Bucket, checkpoint_id: str | None) -> None:
+        self.url = bucket.client.target.url
+        self._bucket = bucket
+        self._checkpoint_id = checkpoint_id
+        self._found: Sequence[BucketSave] = ()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._look, name="rckpt-look", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        try:
+            if self._checkpoint_id is None:
+                self._found = self._bucket.saves()
+            else:
+                save = self._bucket.save_of(self._checkpoint_id)
+                self._found = () if save is None else (save,)
+        except BaseException as exc:  # noqa: BLE001 - top of a thread; whoever asks gets it
+            self._error = exc
+
+    def is_over_within(self, seconds: float | None) -> bool:
+        """Waits, so long at most or (None) as long as it takes; whether the bucket has answered."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def found(self) -> Sequence[BucketSave]:
+        """The saves that the bucket has committed, once the look is over.
+
+        Raises:
+            ReplicatedCkptError: the bucket cannot be read.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._found

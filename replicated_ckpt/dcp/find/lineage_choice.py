@@ -1,0 +1,54 @@
+"""Which run a load reads where checkpoints of several lie in one directory of ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from replicated_ckpt.config import NEWEST_LINEAGE, REFUSE_LINEAGES
+from replicated_ckpt.core.inventory import LineageFound, SaveFound, lineages_found
+from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.errors import LineagesMet
+
+_TIME_MAX_S = 1e11
+
+
+@dataclass(frozen=True)
+class LineageChoice:
+    """What a load may read: `saves`, newest first, then those that no run of this package made.
+
+    `lineages` are all in the directory of the chosen one's newest checkpoint, the chosen one first; `sequence_max` is the
+    largest sequence of that.
+    """
+
+    saves: tuple[SaveFound, ...]
+    lineages: tuple[LineageFound, ...] = ()
+    sequence_max: int = 0
+
+
+def choose_lineage(checkpoint_id: str, saves: Sequence[SaveFound], wanted: str) -> LineageChoice:
+    """The saves of one lineage: the one saved last by the clock, or the `wanted` one.
+
+    Raises:
+        LineagesMet: there are several and `wanted` is "refuse", or the wanted one is not among them.
+    """
+    found = lineages_found(saves)
+    chosen = next((each for each in found if wanted in (NEWEST_LINEAGE, REFUSE_LINEAGES, each.lineage)), None)
+    if chosen is None:
+        if found:
+            raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, found)), f"none of them is {wanted!r}")
+        return LineageChoice(tuple(saves))
+    scope = scope_of(chosen.newest_id)
+    beside = lineages_found(save for save in saves if scope_of(save.checkpoint_id) == scope)
+    lineages = (chosen, *(each for each in beside if each.lineage != chosen.lineage))
+    if wanted == REFUSE_LINEAGES and len(lineages) > 1:
+        raise LineagesMet(checkpoint_id, tuple(map(describe_lineage, lineages)), "the reader was told to refuse")
+    ours = [save for save in saves if save.version.lineage == chosen.lineage]
+    unmanaged = [save for save in saves if save not in ours and not save.version.lineage and not save.sequence]
+    return LineageChoice((*ours, *unmanaged), lineages, max(save.sequence for save in ours))
+
+
+def describe_lineage(found: LineageFound) -> str:
+    """A lineage in words: its name, newest checkpoint, when that was saved, and where it lies."""
+    made = datetime.fromtimestamp(min(found.created_unix_s, _TIME_MAX_S), UTC)
+    nodes = ", ".join(found.nodes)
+    return f"lineage {found.lineage!r}, newest {found.newest_id!r} of {made:%Y-%m-%d %H:%M:%S} UTC, on node {nodes}"

@@ -1,0 +1,44 @@
+"""The question before a load: is there a checkpoint? Every rank gets the same answer, or every rank the same error."""
+
+from collections.abc import Callable
+
+from replicated_ckpt.config import NEWEST_LINEAGE
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.rendezvous import AgreedError, met
+from replicated_ckpt.errors import CheckpointNotFound, StoreUnavailable
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.local.store import LocalStore
+
+
+def looked_up(
+    store: LocalStore,
+    world: World,
+    checkpoint_id: str,
+    opened_bucket: Callable[[], Bucket | None],
+    lineage: str = NEWEST_LINEAGE,
+) -> str | None:
+    """The id of the committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None without one.
+
+    One that is found and not whole counts as found: whoever began anew beside it would take a loss for a first start.
+
+    Raises:
+        StoreUnavailable: nothing was found, and a node that takes part or the bucket did not answer. ShardLost: "latest",
+        and there are checkpoints, none of them whole. ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
+    """
+    try:
+        return met(store, world, checkpoint_id, opened_bucket, lineage=lineage).found.checkpoint_id
+    except AgreedError as exc:
+        _check_is_not_there(exc.error, checkpoint_id)
+    except CheckpointNotFound as exc:
+        _check_is_not_there(exc, checkpoint_id)
+    return None
+
+
+def _check_is_not_there(error: BaseException, checkpoint_id: str) -> None:
+    if not isinstance(error, CheckpointNotFound):
+        raise error
+    if error.unreached:
+        key = "the newest checkpoint" if checkpoint_id == LATEST else checkpoint_id
+        hint = "Bring it back, or load by name to go on without it: what did not answer may hold the checkpoint."
+        raise StoreUnavailable("; ".join(error.unreached), "look for", key, "no other store has it", hint)

@@ -1,0 +1,257 @@
+"""The meeting before a load: every rank learns the same survey, or every rank raises the same error."""
+
+import contextlib
+import json
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.config import NEWEST_LINEAGE
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, checkpoint_id_under
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
+from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
+from replicated_ckpt.dcp.c10d.waiting import LINGER_S
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.survey import Survey, Surveyor
+from replicated_ckpt.dcp.node.node import NodePost, SeenStore, reading_post
+from replicated_ckpt.dcp.node.seen_lineage import remember
+from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+MEETING_TIMEOUT_S = 300.0
+"""How long a load waits for the slowest rank; DCP's own first collective would wait as long or longer."""
+
+INTERRUPTED_WAIT_S = 2 * LINGER_S
+"""How long a rank that was interrupted waits for the decision, to know whether the others have learned of it."""
+
+_consumed: dict[tuple[str, int], list[str | None]] = {}
+"""Nonces of the last load that this process coordinated, by process group: an equal one is a post of that load."""
+_posted: dict[str, str] = {}
+"""Nonce of this process's last post in a load, by process group."""
+
+
+class AgreedError(Exception):
+    """Carries the error with which a meeting ended: every rank of it raises one.
+
+    It is the same on all, unless it is none of ours: then the others raise RankFailed for it.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def met(
+    store: LocalStore,
+    world: World,
+    given_id: str | os.PathLike[str] | None,
+    opened_bucket: Callable[[], Bucket | None] = lambda: None,
+    *,
+    lineage: str = NEWEST_LINEAGE,
+) -> Survey:
+    """The survey for a load of `given_id`, the same on every rank; only the coordinator looks into the bucket.
+
+    Raises:
+        AgreedError: with the error that this rank raises, as every rank does. Others: this rank's alone.
+    """
+    if world.blackboard is None:
+        return _remembered(store, _alone(store, world, given_id, opened_bucket(), lineage))
+
+    def survey(posts: Sequence[Mapping[str, Any]]) -> Survey:
+        with translated(str(store.root), "look for", "checkpoints"):
+            return _surveyed(store, world, posts, opened_bucket(), lineage)
+
+    post, failure = _presented(store, world, given_id)
+    decision = _decision(world, world.blackboard, post, failure, survey)
+    return _remembered(store, Survey.from_json(decision["survey"]))
+
+
+def _decision(
+    world: World,
+    board: Blackboard,
+    post: Mapping[str, Any],
+    failure: BaseException | None,
+    survey: Callable[[Sequence[Mapping[str, Any]]], Survey],
+) -> dict[str, Any]:
+    """What the coordinator found, for all ranks; only the coordinator surveys. `failure`: this rank's, that it posts.
+
+    Raises:
+        AgreedError: this rank failed, or it is told of an error, or nothing is decided. Others: they came too late for the
+        decision, and the other ranks go on.
+    """
+    nonce, before = board.post("load", post), _posted.get(world.group_name)
+    _posted[world.group_name] = nonce
+    try:
+        try:
+            if world.is_coordinator:
+                failure = _coordinate(world, board, survey) or failure
+            is_interrupted = failure is not None and not isinstance(failure, Exception)
+            wait_s = INTERRUPTED_WAIT_S if is_interrupted else MEETING_TIMEOUT_S
+            decision = board.decision("load", nonce, wait_s, before)
+        except ReplicatedCkptError:
+            raise
+        except BaseException as exc:  # noqa: BLE001 - a signal, as a rule; told to the other ranks, then raised
+            failure = exc
+            board.repost("load", _failure_post(world, exc), nonce)
+            decision = board.decision("load", nonce, INTERRUPTED_WAIT_S, before)
+        error = unpack_error(decision["error"]) if "error" in decision else None
+    except ReplicatedCkptError as exc:
+        with contextlib.suppress(MeetingFailed):  # where the c10d store itself is gone
+            board.withdraw("load")
+        raise AgreedError(failure or exc) from exc
+    if error is not None:
+        raise AgreedError(failure or error)
+    if failure is not None:
+        raise failure
+    return decision
+
+
+def _presented(
+    store: LocalStore, world: World, given_id: str | os.PathLike[str] | None
+) -> tuple[dict[str, Any], BaseException | None]:
+    """What this rank posts, its error if it cannot take part; and the error, if it is none of ours."""
+    try:
+        with translated(str(store.root), "present", "node"):
+            checkpoint_id = _resolved(store, given_id)
+            node = None if is_nowhere(store) else reading_post(store)
+            post: dict[str, Any] = {"checkpoint_id": checkpoint_id, "node": node.to_json() if node else None}
+            if node is not None and node.silence:
+                holdings = store.catalog.holdings(node.node_id, None if checkpoint_id == LATEST else checkpoint_id)
+                post["holdings"] = [holding.to_json() for holding in holdings]
+            return post, None
+    except ReplicatedCkptError as exc:
+        return {"error": pack_error(exc)}, None
+    except BaseException as exc:  # noqa: BLE001 - told to the other ranks, then raised
+        return _failure_post(world, exc), exc
+
+
+def _failure_post(world: World, failure: BaseException) -> dict[str, Any]:
+    """The post of a rank that ends with an error which is none of ours."""
+    what = "".join(traceback.format_exception_only(failure)).strip()
+    return {"error": pack_error(RankFailed(f"Rank {world.rank} failed before the load was agreed upon: {what}"))}
+
+
+def _remembered(store: LocalStore, survey: Survey) -> Survey:
+    """What this process saves next is of the lineage that it loads now, and newer."""
+    found = survey.found
+    if survey.lineages and survey.lineages[0].lineage == found.version.lineage:
+        newest = replace(found.version, sequence=max(found.sequence, survey.sequence_max))
+        remember(store, found.checkpoint_id, newest)
+    return survey
+
+
+def _alone(
+    store: LocalStore, world: World, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str
+) -> Survey:
+    peers = PeerBook(store.root_agent_directory()).known()
+    look = Surveyor(store, store.known_node_id(), peers, bucket, lineage=lineage)
+    survey = look.surveyed(_resolved(store, given_id))
+    own = read_endpoint(store.root_agent_directory())
+    _tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey, world)
+    return survey
+
+
+def _resolved(store: LocalStore, given_id: str | os.PathLike[str] | None) -> str:
+    if not isinstance(given_id, str | os.PathLike):
+        what = "no checkpoint_id" if given_id is None else f"{given_id!r} as its checkpoint_id"
+        raise ConfigInvalid(f"The load was given {what}.", 'Pass checkpoint_id="step-10" or "latest", say.')
+    text = os.fspath(given_id)
+    return LATEST if text == LATEST else checkpoint_id_under(str(store.root), text)
+
+
+def _coordinate(
+    world: World, board: Blackboard, survey: Callable[[Sequence[Mapping[str, Any]]], Survey]
+) -> BaseException | None:
+    """Decides for all ranks. Returns the error that is none of ours, if that ended it: the others are told of it."""
+    key = (world.group_name, world.size)
+    stale = _consumed.get(key, [None] * world.size)
+    posts: list[dict[str, Any] | None] = []
+    failure: BaseException | None = None
+    try:
+        posts, problem = board.collect("load", MEETING_TIMEOUT_S, stale)
+        outcome: Mapping[str, Any] = {"survey": survey(all_present(posts, problem)).to_json()}
+    except ReplicatedCkptError as exc:
+        outcome = {"error": pack_error(exc)}
+    except BaseException as exc:  # noqa: BLE001 - told to the other ranks, then raised
+        failure, outcome = exc, _failure_post(world, exc)
+    posts = posts or board.collect("load", LINGER_S, stale)[0]
+    _consumed[key] = [before if post is None else post["nonce"] for post, before in zip(posts, stale, strict=True)]
+    board.decide("load", posts, outcome, stale)
+    return failure
+
+
+def _surveyed(
+    store: LocalStore,
+    world: World,
+    posts: Sequence[Mapping[str, Any]],
+    bucket: Bucket | None = None,
+    lineage: str = NEWEST_LINEAGE,
+) -> Survey:
+    ids = {rank: post["checkpoint_id"] for rank, post in enumerate(posts)}
+    if len(set(ids.values())) > 1:
+        raise CheckpointIdMismatch(ids)
+    nodes, seen = _nodes_of(posts)
+    addresses = [node.address for node in nodes.values() if not node.silence]
+    if is_nowhere(store):
+        return Surveyor(store, store.known_node_id(), addresses, bucket, nodes, lineage, seen).surveyed(ids[0])
+    own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.known_node_id()
+    known = [node.address for node in nodes.values() if node.address.port]
+    openers = [node.opener() for node in nodes.values() if not node.silence]
+    _introduced(known, openers, world.session)
+    absent = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in nodes]
+    survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen).surveyed(ids[0])
+    _tell_load({address.node_id: address for address in (*survey.addresses, *addresses)}.values(), survey, world)
+    return survey
+
+
+def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], dict[str, SeenStore]]:
+    """The nodes of the world, and what their own ranks saw in the stores of those whose agents do not answer."""
+    nodes: dict[str, NodePost] = {}
+    seen: dict[str, SeenStore] = {}
+    for post in posts:
+        if post["node"] is not None:
+            node = NodePost.from_json(post["node"])
+            if node.node_id not in nodes or nodes[node.node_id].silence:
+                nodes[node.node_id] = node
+            if node.silence:
+                seen[node.node_id] = SeenStore(node.silence, tuple(map(Holding.from_json, post["holdings"])))
+    return nodes, {node: store for node, store in seen.items() if nodes[node].silence}
+
+
+def _tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> None:
+    """Tells the agents which save is read, so that it stays, and how far its lineage has come: later saves are newer.
+
+    One that does not answer is left out: it holds nothing that this load was told to read from it.
+    """
+    if not survey.lineages:
+        return
+    reader = f"{world.session}/{threading.get_ident()}"  # one load at a time
+    lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, HEARD_SEQUENCE_MAX)
+    document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}
+
+    def tell(address: AgentAddress) -> None:
+        with AgentClient(address) as client:
+            client.call("POST", "/v1/hear", document)
+
+    FanOut[AgentAddress, None]().run(addresses, tell)
+
+
+def _introduced(known: Sequence[AgentAddress], openers: Sequence[AgentAddress], session: str) -> None:
+    """Tells every agent that answers who takes part, upon which each settles what earlier saves left behind."""
+    body = json.dumps({"peers": [address.to_json() for address in known], "session": session}).encode()
+
+    def told(address: AgentAddress) -> None:
+        with AgentClient(address) as client:
+            client.put("POST", "/v1/peers", body)
+
+    FanOut[AgentAddress, None]().run(openers, told)

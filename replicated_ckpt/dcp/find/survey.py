@@ -1,0 +1,299 @@
+"""The survey before a load: what all reachable stores hold now, and which save is meant by the id that was asked for."""
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from replicated_ckpt.agent.peers.watch import Held, held_in
+from replicated_ckpt.agent.unmanaged.look import StockLook
+from replicated_ckpt.config import NEWEST_LINEAGE
+from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, saves_found
+from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
+from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
+from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
+from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
+from replicated_ckpt.dcp.find.unmanaged_survey import stock_save, stock_warning
+from replicated_ckpt.dcp.node.node import SeenStore
+from replicated_ckpt.errors import (
+    CheckpointNotCommitted,
+    CheckpointNotFound,
+    ManifestInvalid,
+    ReplicatedCkptError,
+    ShardLost,
+)
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave, manifest_in
+from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The save to load and where it lies. Every rank of a load acts on the same one.
+
+    `addresses` are the peers that answered; `searched` tells in words every place that was looked at. `in_bucket` is None
+    if the save does not lie there. `stock_warning` is not empty if stock torch wrote it on the nodes' disks: then the
+    manifest was made up by the look, and has no checksums of shards. `lineages` are those in the directory of the
+    checkpoint's id, the chosen one first; `sequence_max` is the largest sequence of that.
+    """
+
+    manifest_raw: str
+    holdings: tuple[Holding, ...]
+    addresses: tuple[AgentAddress, ...]
+    searched: tuple[str, ...]
+    in_bucket: InBucket | None = None
+    stock_warning: str = ""
+    lineages: tuple[LineageFound, ...] = ()
+    sequence_max: int = 0
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        return decoded_manifest(self.manifest_raw.encode(), "the survey")
+
+    @cached_property
+    def found(self) -> SaveFound:
+        return saves_found(self.holdings)[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every shard has a copy, and the metadata."""
+        sizes = {name: entry.size_bytes for name, entry in self.manifest.shards.items()}
+        return not self.found.lacking(sizes) and any(holding.has_metadata for holding in self.holdings)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "holdings": [holding.to_json() for holding in self.holdings]}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Survey":
+        return cls(
+            fields["manifest_raw"],
+            tuple(Holding.from_json(holding) for holding in fields["holdings"]),
+            tuple(AgentAddress.from_json(address) for address in fields["addresses"]),
+            tuple(fields["searched"]),
+            None if fields["in_bucket"] is None else InBucket(**fields["in_bucket"]),
+            fields["stock_warning"],
+            tuple(LineageFound(**{**found, "nodes": tuple(found["nodes"])}) for found in fields["lineages"]),
+            fields["sequence_max"],
+        )
+
+
+class Surveyor:
+    """Looks at this node's store and the bucket directly and at the peers' stores through their agents."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        own_node: str,
+        peers: Iterable[AgentAddress],
+        bucket: Bucket | None = None,
+        expected: Collection[str] = (),
+        lineage: str = NEWEST_LINEAGE,
+        seen: Mapping[str, SeenStore] = MappingProxyType({}),
+    ) -> None:
+        self._seen = {node: store for node, store in seen.items() if node != own_node}
+        self._lineage = lineage
+        self._lineages: tuple[LineageFound, ...] = ()
+        self._sequence_max = 0
+        self._expected = {*expected, OBJECT_NODE}  # whom to miss if they do not answer: unlike old acquaintances
+        self._unreached: list[str] = []
+        self._bucket = bucket
+        self._in_bucket: dict[str, BucketSave] = {}
+        self._store = store
+        self._own_node = own_node
+        by_node = {peer.node_id: peer for peer in peers}
+        self._own_address = by_node.pop(own_node, None)
+        self._by_node = by_node
+        self._searched: dict[str, str] = {}
+        self._damaged: dict[str, str] = {}
+        self._problems: list[str] = []
+        self._ids: set[str] = set()
+        self._remains: list[Remains] = []
+
+    def surveyed(self, checkpoint_id: str) -> Survey:
+        """The newest save that `checkpoint_id` (or "latest") means.
+
+        A save with a copy of every shard goes before a newer one without; if none is whole, an explicit id still gives
+        its newest save, as a load may need only what is left. What stock torch has scattered over the nodes is older
+        than anything else.
+
+        Raises:
+            CheckpointNotFound, CheckpointNotCommitted: no such save. ShardLost: "latest", and no save is whole; or no
+            manifest or mark that says what it consists of is intact. CheckpointAmbiguous: what stock torch wrote is of
+            several runs.
+        """
+        try:
+            return self._surveyed(checkpoint_id)
+        except (CheckpointNotFound, ShardLost) as exc:
+            return self._stock(checkpoint_id, exc)
+
+    def _stock(self, checkpoint_id: str, because: ReplicatedCkptError) -> Survey:
+        look = StockLook(self._store, self._own_node, self._by_node.values())
+        save = stock_save(look, checkpoint_id, self._ids, self._places(), because)
+        for node, error in look.unreached.items():
+            self._searched[node] = f"{self._by_node.pop(node).label}: not reached ({error.message})"
+        self._problems += save.refused
+        survey = self._survey(save.holdings, save.manifest.encoded().decode())
+        return replace(survey, stock_warning=stock_warning(save))
+
+    def _surveyed(self, checkpoint_id: str) -> Survey:
+        wanted = None if checkpoint_id == LATEST else checkpoint_id
+        look = None if self._bucket is None else BucketLook(self._bucket, wanted)
+        holdings = self._holdings(wanted)
+        if look is None:
+            return self._chosen(checkpoint_id, holdings)
+        if not look.is_over_within(LOOK_WITHIN_S):
+            self._searched[OBJECT_NODE] = f"{look.url}: not reached (no answer within {LOOK_WITHIN_S:.0f} s)"
+            with contextlib.suppress(CheckpointNotFound, ShardLost):
+                survey = self._chosen(checkpoint_id, holdings)
+                if survey.is_whole:
+                    return survey
+            look.is_over_within(None)
+        return self._chosen(checkpoint_id, [*holdings, *self._holdings_in_bucket(look)])
+
+    def _chosen(self, checkpoint_id: str, holdings: Sequence[Holding]) -> Survey:
+        saves: Sequence[SaveFound] = saves_found(holdings)
+        self._ids |= {save.checkpoint_id for save in saves}
+        choice = choose_lineage(checkpoint_id, saves, self._lineage)
+        self._lineages, self._sequence_max = choice.lineages, choice.sequence_max
+        lost: list[tuple[SaveFound, str, Manifest]] = []
+        for save in choice.saves:
+            raw = self._manifest_raw(save)
+            if raw is None:
+                self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
+                continue
+            manifest = _parsed(raw)
+            save = with_remains(save, manifest, self._remains)  # noqa: PLW2901
+            sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
+            if not save.lacking(sizes) and any(holding.has_metadata for holding in save.holdings):
+                return self._survey(save.holdings, raw, save.save_id)
+            lost.append((save, raw, manifest))
+        if not lost:
+            self._problems += note_lost_manifests(self._remains, self._damaged)
+            raise self._unreadable() if self._damaged else self._not_found(checkpoint_id)
+        save, raw, manifest = min(lost, key=lambda found: not found[0].has_any(found[2].shards))
+        if checkpoint_id == LATEST and not save.has_any(manifest.shards):
+            raise lost_shards(manifest, save, self._places())
+        return self._survey(save.holdings, raw, save.save_id)
+
+    def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
+        holdings = list(self._store.catalog.holdings(self._own_node, checkpoint_id))
+        self._remains += RemainsShelf(self._store, self._own_node).found(checkpoint_id)
+        if not is_nowhere(self._store):
+            self._searched[self._own_node] = f"node {self._own_node} at {self._store.root} (own store)"
+        path = "/v1/holdings" + (f"?checkpoint_id={checkpoint_id}" if checkpoint_id else "")
+
+        def asked(node: str) -> Held:
+            with AgentClient(self._by_node[node], ASK_TIMEOUT_S) as client:
+                answer = client.call("GET", path)
+            return held_in(answer, self._by_node[node])
+
+        outcome = FanOut[str, Held]().run(self._by_node, asked)
+        holdings += [holding for store in self._seen.values() for holding in store.holdings]
+        self._searched |= {node: f"node {node} by its own ranks ({store.why})" for node, store in self._seen.items()}
+        for node, found in outcome.results.items():
+            holdings += found.holdings
+            self._remains += found.remains
+            self._searched[node] = self._by_node[node].label
+        for node, error in outcome.errors.items():
+            self._not_reached(node, f"{self._by_node[node].label}: not reached ({error.message})")
+            del self._by_node[node]
+        return holdings
+
+    def _holdings_in_bucket(self, look: BucketLook) -> list[Holding]:
+        url = look.url
+        try:
+            found = look.found()
+        except ReplicatedCkptError as exc:
+            log.warning("%s is not used: %s", url, exc)
+            self._not_reached(OBJECT_NODE, f"{url}: not reached ({exc.message})")
+            return []
+        self._searched[OBJECT_NODE] = url
+        for save in found:
+            if save.is_torn:
+                self._damaged[save.checkpoint_id] = METADATA_NAME
+                self._problems.append(f"{url}/{save.checkpoint_id}/{METADATA_NAME}: its commit mark is damaged")
+                log.warning("%s", self._problems[-1])
+        self._in_bucket = {save.save_id: save for save in found if not save.is_torn}
+        return [save.holding for save in self._in_bucket.values()]
+
+    def _not_reached(self, node: str, place: str) -> None:
+        self._searched[node] = place
+        if node in self._expected:
+            self._unreached.append(place)
+
+    def _manifest_raw(self, save: SaveFound) -> str | None:
+        """The manifest of a save, from the first holder whose copy is believed."""
+        for holding in sorted((one for one in save.holdings if one.node_id not in self._seen), key=self._distance):
+            try:
+                if holding.node_id == OBJECT_NODE and self._bucket is not None:
+                    raw = manifest_in(self._bucket, self._in_bucket[save.save_id])
+                elif holding.node_id == self._own_node:
+                    raw = self._store.path_of(holding.checkpoint_id, save.save_id, MANIFEST_NAME).read_bytes()
+                else:
+                    with AgentClient(self._by_node[holding.node_id]) as client:
+                        raw = client.fetch("GET", file_path(holding.checkpoint_id, holding.save_id, MANIFEST_NAME))
+                if decoded_manifest(raw, f"node {holding.node_id}").save_id == save.save_id:
+                    return raw.decode()
+            except (ReplicatedCkptError, OSError) as exc:
+                log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)
+                self._problems.append(f"node {holding.node_id}: {exc}")
+        return None
+
+    def _distance(self, holding: Holding) -> int:
+        return [self._own_node, holding.node_id, OBJECT_NODE].index(holding.node_id)
+
+    def _survey(self, holdings: tuple[Holding, ...], manifest_raw: str, save_id: str = "") -> Survey:
+        own = () if self._own_address is None else (self._own_address,)
+        there = self._in_bucket.get(save_id)
+        in_bucket = None if there is None else InBucket.of(there)
+        return Survey(
+            manifest_raw,
+            holdings,
+            (*own, *self._by_node.values()),
+            self._places(),
+            in_bucket,
+            lineages=self._lineages,
+            sequence_max=self._sequence_max,
+        )
+
+    def _places(self) -> tuple[str, ...]:
+        return (*self._searched.values(), *self._problems)
+
+    def _unreadable(self) -> ShardLost:
+        """What was found is there and not to be believed: the first of it, named."""
+        checkpoint_id, name = next(iter(self._damaged.items()))
+        return ShardLost(checkpoint_id, {name: "every node of the save"}, self._places())
+
+    def _not_found(self, checkpoint_id: str) -> CheckpointNotFound:
+        where = "; ".join(self._places())
+        if any(intent.checkpoint_id == checkpoint_id for intent in self._store.staged()):
+            return CheckpointNotCommitted(
+                f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",
+                unreached=self._unreached,
+            )
+        what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
+        return CheckpointNotFound(f"{what} was found. Searched: {where}.", unreached=self._unreached)
+
+
+def _parsed(raw: str) -> Manifest:
+    try:
+        return decoded_manifest(raw.encode(), "a holder")
+    except ManifestInvalid as exc:
+        raise AssertionError("a manifest that was validated before does not parse") from exc
+
+
+def lost_shards(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
+    """The error that names every shard of a save that no store holds whole."""
+    sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
+    owners = {name: manifest.owner_of(name) for name in save.lacking(sizes)}
+    return ShardLost(save.checkpoint_id, owners, searched)

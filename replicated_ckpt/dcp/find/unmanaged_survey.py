@@ -1,0 +1,63 @@
+"""The survey of checkpoints that stock torch has scattered over the nodes, where nothing of ours answers to an id."""
+
+import logging
+from collections.abc import Collection, Sequence
+
+from replicated_ckpt.agent.unmanaged.look import StockLook
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.unmanaged.survey import StockCheckpoint, StockSave
+from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, ReplicatedCkptError, ShardLost
+
+log = logging.getLogger(__name__)
+
+_HINT = (
+    "Bring back nodes that are not reached: .metadata lies on rank 0's alone. If all are there, the save never ended."
+)
+
+
+def stock_save(
+    look: StockLook, checkpoint_id: str, ours: Collection[str], searched: Sequence[str], because: ReplicatedCkptError
+) -> StockSave:
+    """The stock checkpoint that `checkpoint_id` (or "latest") means, where nothing of ours is it, `because`.
+
+    An explicit id gives what there is of it, as a load may need only what is left. "latest" gives the newest one, by the
+    time of `.metadata`, of which every shard is there.
+
+    Raises:
+        CheckpointAmbiguous: nodes contradict each other. CheckpointNotCommitted: there are shards and no metadata.
+        ShardLost: "latest", and none is whole. `because`: there is none.
+    """
+    wanted = None if checkpoint_id == LATEST else checkpoint_id
+    found = look.checkpoints(wanted, ours)
+    lost: ShardLost | None = None
+    for checkpoint in found:
+        if not checkpoint.nodes_with_metadata:
+            continue
+        save = look.found(checkpoint).save
+        if wanted is not None or not save.missing:
+            return save
+        owners = {shard: save.manifest.owner_of(shard) for shard in save.missing}
+        lost = lost or ShardLost(save.checkpoint_id, owners, [*searched, *save.refused])
+    if lost is None and found and isinstance(because, CheckpointNotFound):
+        raise CheckpointNotCommitted(_without_metadata(found[0], searched), _HINT)
+    raise lost or because
+
+
+def _without_metadata(checkpoint: StockCheckpoint, searched: Sequence[str]) -> str:
+    nodes = ", ".join(holding.node_id for holding in checkpoint.holdings)
+    return (
+        f"Shards of {checkpoint.checkpoint_id!r} lie on node(s) {nodes} without a manifest, and no node that was reached "
+        f"has its .metadata. Searched: {'; '.join(searched)}."
+    )
+
+
+def stock_warning(save: StockSave) -> str:
+    """What a load of such a checkpoint warns about."""
+    later = ", ".join(save.written_later)
+    return (
+        f"{save.checkpoint_id} was written by stock torch: there is no manifest, nobody took checksums of its shards, and "
+        "only the CRC32 that torch.save left inside them is checked, where it is there. "
+        f"{'There are no copies' if save.copies < 2 else f'Each shard was found {save.copies} times'}. "
+        + (f"Written later than .metadata, so perhaps by another save: {later}. " if later else "")
+        + "`replicated-ckpt repair` makes it a checkpoint with checksums and copies."
+    )

@@ -1,0 +1,135 @@
+"""Fetching ahead: a few threads bring the windows that lie on other nodes while the rank works on those before them."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
+from replicated_ckpt.dcp.load.shard_reader import ShardReader
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.node_cache.exchange import Exchange
+
+THREADS = 3
+BUFFERS = 5
+"""Of 4 MiB each: fetched, or being fetched, and not used yet."""
+_PULSE_S = 0.5
+STOP_WITHIN_S = 1.0
+
+
+class FetchAhead:
+    """Fetches windows in their order. What the node's other ranks need too goes through this rank's spool.
+
+    One thread uses it; it owns the threads. Each window is taken once, in order.
+    """
+
+    def __init__(
+        self, reader: ShardReader, windows: Sequence[Window], numbers: Mapping[Window, int], exchange: Exchange | None
+    ) -> None:
+        """`numbers`: which of `windows` are pieces of the spool, and their numbers there."""
+        self._reader = reader
+        self._windows = list(windows)
+        self._numbers = numbers
+        self._exchange = exchange
+        self._next = 0
+        self._changed = threading.Condition()
+        self._buffers: list[memoryview] | None = None
+        self._lent: dict[Window, memoryview] = {}
+        self._results: dict[Window, memoryview | BaseException] = {}
+        self._reads_under_way = 0
+        self._failure: BaseException | None = None
+        self._is_stopped = False
+        self._threads: list[threading.Thread] = []
+        try:
+            for _ in range(min(THREADS, len(windows))):
+                thread = threading.Thread(target=self._work, name="replicated_ckpt-fetch", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.stop()
+            raise
+
+    def take(self, window: Window) -> memoryview:
+        """The window's bytes, verified; valid until `done`. Raises what went wrong with it."""
+        with self._changed:
+            while window not in self._results:
+                if self._failure is not None:
+                    raise self._failure
+                if self._exchange is not None and self._reads_under_way:
+                    self._exchange.pulse()
+                self._changed.wait(_PULSE_S)
+            found = self._results.pop(window)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def done(self, window: Window) -> None:
+        """The bytes of a taken window are needed no more."""
+        with self._changed:
+            memory = self._lent.pop(window, None)
+            if memory is not None and self._buffers is not None:
+                self._buffers.append(memory)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """No more is fetched. A thread that waits for a node goes when that answers, or its time is up."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        until = time.monotonic() + STOP_WITHIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _work(self) -> None:
+        reader = self._reader.sibling()
+        try:
+            while (task := self._next_task()) is not None:
+                self._fetch(reader, *task)
+        except BaseException as exc:  # noqa: BLE001 - raised by the thread that takes the windows
+            with self._changed:
+                self._failure = exc
+                self._changed.notify_all()
+        finally:
+            reader.close()
+
+    def _next_task(self) -> tuple[Window, memoryview | None] | None:
+        """The next window, with memory for it unless it goes into the spool. Memory goes to the earlier window first."""
+        with self._changed:
+            if self._buffers is None:
+                self._buffers = [memoryview(bytearray(CELL_BYTES)) for _ in range(BUFFERS)]
+            while not self._is_stopped and self._next < len(self._windows):
+                window = self._windows[self._next]
+                if window in self._numbers or self._buffers:
+                    self._next += 1
+                    if window in self._numbers:
+                        return window, None
+                    self._lent[window] = self._buffers.pop()
+                    return window, self._lent[window]
+                self._changed.wait()
+        return None
+
+    def _fetch(self, reader: ShardReader, window: Window, memory: memoryview | None) -> None:
+        if self._exchange is None or window not in self._numbers:
+            self._tell(window, self._read(reader, window, memory))
+            return
+        number = self._numbers[window]
+        if not self._exchange.wait_for_slot(number, lambda: self._is_stopped):
+            return
+        found = self._read(reader, window, self._exchange.slot(number))
+        given = self._exchange.put(number, found if isinstance(found, memoryview) else None)
+        self._tell(window, given if isinstance(found, memoryview) else found)
+
+    def _tell(self, window: Window, found: memoryview | BaseException) -> None:
+        with self._changed:
+            self._results[window] = found
+            self._changed.notify_all()
+
+    def _read(self, reader: ShardReader, window: Window, memory: memoryview | None) -> memoryview | BaseException:
+        with self._changed:
+            self._reads_under_way += 1
+        try:
+            return reader.read(window.shard, window.offset, window.length, memory)
+        except ReplicatedCkptError as exc:
+            return exc
+        finally:
+            with self._changed:
+                self._reads_under_way -= 1

@@ -1,0 +1,57 @@
+"""Reading items: each tensor or object of a shard goes to the planner once its bytes are verified."""
+
+import io
+
+import torch
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from replicated_ckpt.dcp.objects.weights_only import save_again
+from replicated_ckpt.dcp.runtime.torch_private import narrowed
+from replicated_ckpt.dcp.tensors.container import TensorReader
+from replicated_ckpt.errors import ObjectCorrupt
+
+
+class ItemReader:
+    """Gives verified items to a planner. One thread.
+
+    `trust_pickles`: objects go to it as they lie in the shard; else as this process has saved them again.
+    """
+
+    def __init__(self, *, trust_pickles: bool) -> None:
+        self._tensors = TensorReader()
+        self._trust_pickles = trust_pickles
+
+    def read(self, raw: memoryview, item: ReadItem, planner: LoadPlanner, source: str) -> None:
+        """Gives one item to the planner: an object, or a tensor's named part into the target tensor.
+
+        Nothing of `raw` is kept.
+
+        Raises:
+            ObjectUnsafe: the object is not loaded by default. ObjectCorrupt: the item is intact but not what the metadata
+            says. Nothing was given to the planner.
+        """
+        name = item.storage_index.fqn
+        if item.type == LoadItemType.BYTE_IO:
+            given = io.BytesIO(raw) if self._trust_pickles else save_again(raw, name, f"shard {source}")
+            planner.load_bytes(item, given)
+            return
+        try:
+            tensor = narrowed(self._tensors.read(raw), item.storage_offsets, item.lengths)
+        except (ValueError, RuntimeError) as exc:
+            raise ObjectCorrupt(source, "load", name, f"its bytes are intact but no tensor: {exc}") from exc
+        target = target_of(item, planner, tuple(tensor.size()), source)
+        target.copy_(tensor)
+        planner.commit_tensor(item, target)
+
+
+def target_of(item: ReadItem, planner: LoadPlanner, shape: tuple[int, ...], source: str) -> torch.Tensor:
+    """The planner's tensor for an item of that shape.
+
+    Raises:
+        ObjectCorrupt: it has another shape.
+    """
+    target = planner.resolve_tensor(item).detach()
+    if tuple(target.size()) != shape:
+        shapes = f"it has the shape {shape}, the plan asks for {tuple(target.size())}"
+        raise ObjectCorrupt(source, "load", item.storage_index.fqn, shapes)
+    return target

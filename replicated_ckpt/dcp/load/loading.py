@@ -1,0 +1,180 @@
+"""One rank's loading: it goes through the windows in order, wherever their bytes come from, and feeds the items in them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.windows import CELL_BYTES, LOCAL_WINDOW_BYTES, Unit, Window, in_order, windows_of
+from replicated_ckpt.dcp.load.fetch_ahead import FetchAhead
+from replicated_ckpt.dcp.load.item_feed import Feed
+from replicated_ckpt.dcp.load.item_reader import ItemReader
+from replicated_ckpt.dcp.load.shard_reader import ShardReader
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
+from replicated_ckpt.stores.node_cache.exchange import Exchange
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One item of the plan: where it lies, what is foretold of it, and what must be read for it."""
+
+    item: ReadItem
+    info: StorageInfo
+    stored: StoredTensor | None
+    needed: Sequence[ByteRange]
+
+    @property
+    def end(self) -> int:
+        return self.needed[-1].end
+
+
+def windows_for(
+    wanted: Mapping[str, Sequence[Wanted]], is_remote: Callable[[str], bool], shards: Sequence[str]
+) -> list[Window]:
+    """What this rank reads, in the order that all ranks keep."""
+    windows: list[Window] = []
+    for shard, items in wanted.items():
+        ranges = [part for item in items for part in item.needed]
+        windows += windows_of(shard, ranges, CELL_BYTES if is_remote(shard) else LOCAL_WINDOW_BYTES)
+    return in_order(windows, shards)
+
+
+class ShardItems:
+    """The items that are wanted of one shard, fed from its windows, which come in ascending order."""
+
+    def __init__(
+        self, shard: str, wanted: Sequence[Wanted], reader: ShardReader, items: ItemReader, planner: LoadPlanner
+    ) -> None:
+        self._shard = shard
+        self._wanted = sorted(wanted, key=lambda one: one.info.offset)
+        self._reader = reader
+        self._items = items
+        self._planner = planner
+        self._next = 0
+        self._open: list[tuple[Wanted, Feed]] = []
+
+    def take(self, window: Window, raw: memoryview) -> None:
+        """Feeds what lies in one window.
+
+        Raises:
+            ObjectCorrupt: intact bytes are not what the metadata says. And what the planner raises.
+        """
+        for one, feed in self._open:
+            self._feed(one, feed, window, raw)
+        self._open = [(one, feed) for one, feed in self._open if one.end > window.end]
+        while self._next < len(self._wanted) and self._wanted[self._next].info.offset < window.end:
+            one = self._wanted[self._next]
+            self._next += 1
+            start, length = one.info.offset - window.offset, one.info.length
+            if start >= 0 and start + length <= window.length:
+                self._items.read(raw[start : start + length], one.item, self._planner, self._shard)
+                continue
+            feed = Feed(one.item, one.info, one.stored, self._shard, (self._items, self._planner, self._whole(one)))
+            self._feed(one, feed, window, raw)
+            if one.end > window.end:
+                self._open.append((one, feed))
+
+    def finish(self) -> None:
+        """All windows have come: what is left are items without a byte."""
+        for one in self._wanted[self._next :]:
+            self._items.read(memoryview(b""), one.item, self._planner, self._shard)
+
+    def _feed(self, one: Wanted, feed: Feed, window: Window, raw: memoryview) -> None:
+        start, end = max(one.info.offset, window.offset), min(one.end, window.end)
+        if start < end:
+            feed.take(raw[start - window.offset : end - window.offset], start - one.info.offset)
+        if one.end <= window.end:
+            feed.finish()
+
+    def _whole(self, one: Wanted) -> Callable[[], memoryview]:
+        """Reads all of an item of which only a part was wanted, into memory of its own: a window is still being used."""
+
+        def read() -> memoryview:
+            with closing(self._reader.sibling()) as reader:
+                return reader.read(self._shard, one.info.offset, one.info.length)
+
+        return read
+
+
+class Loading:
+    """Reads the windows of one rank: its own disk's at once, others ahead of time, shared ones from who fetched them."""
+
+    def __init__(self, reader: ShardReader, is_remote: Callable[[str], bool], exchange: Exchange | None) -> None:
+        self._reader = reader
+        self._is_remote = is_remote
+        self._exchange = exchange
+
+    def run(self, windows: Sequence[Window], shards: Sequence[str], feed: Callable[[Window, memoryview], None]) -> None:
+        """Gives each window, verified, to `feed`, in order. Its memory is valid for the time of the call.
+
+        Raises:
+            ShardLost: no intact copy is left. And what `feed` raises. No thread is left that anybody waits for.
+        """
+        ahead = self._ahead(windows, shards)
+        try:
+            for cell, group in groupby(windows, key=lambda window: window.cell):
+                of_cell, unit = list(group), self._unit(cell)
+                if unit is not None:
+                    found = self._shared(of_cell, unit, ahead)
+                else:
+                    found = self._private(of_cell, ahead) if self._is_remote(cell[0]) else self._local(of_cell)
+                for window, raw in found:
+                    feed(window, raw)
+                    self._pulse()
+        except BaseException:
+            if self._exchange is not None:
+                self._exchange.leave()
+            raise
+        finally:
+            ahead.stop()
+        if self._exchange is not None:
+            self._exchange.leave()
+            self._exchange.wait_until_opened()
+
+    def _pulse(self) -> None:
+        if self._exchange is not None:
+            self._exchange.pulse()
+
+    def _unit(self, cell: tuple[str, int]) -> Unit | None:
+        return None if self._exchange is None else self._exchange.unit_of(cell)
+
+    def _ahead(self, windows: Sequence[Window], shards: Sequence[str]) -> FetchAhead:
+        tasks: list[Window] = []
+        numbers: dict[Window, int] = {}
+        for cell, group in groupby(windows, key=lambda window: window.cell):
+            unit = self._unit(cell)
+            if self._exchange is None or unit is None:
+                tasks += group if self._is_remote(cell[0]) else []
+            elif self._exchange.is_own(unit):
+                tasks.append(unit.window)
+                numbers[unit.window] = self._exchange.number_of(unit)
+        return FetchAhead(self._reader, in_order(tasks, shards), numbers, self._exchange)
+
+    def _local(self, windows: Sequence[Window]) -> Iterator[tuple[Window, memoryview]]:
+        for window in windows:
+            yield window, self._reader.read(window.shard, window.offset, window.length)
+
+    @staticmethod
+    def _private(windows: Sequence[Window], ahead: FetchAhead) -> Iterator[tuple[Window, memoryview]]:
+        for window in windows:
+            yield window, ahead.take(window)
+            ahead.done(window)
+
+    def _shared(self, windows: Sequence[Window], unit: Unit, ahead: FetchAhead) -> Iterator[tuple[Window, memoryview]]:
+        exchange, hull = self._exchange, unit.window
+        assert exchange is not None
+        is_own = exchange.is_own(unit)
+        raw = ahead.take(hull) if is_own else exchange.take(unit)
+        for window in windows:
+            if raw is None:
+                yield window, self._reader.read(window.shard, window.offset, window.length)
+                continue
+            if not is_own:
+                self._reader.findings.traffic.bytes_shared += window.length
+            yield window, raw[window.offset - hull.offset : window.end - hull.offset]
+        if is_own:
+            exchange.done(unit)

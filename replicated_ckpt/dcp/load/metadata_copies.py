@@ -1,0 +1,113 @@
+"""Finding an intact copy of a checkpoint's `.metadata`: the own one, a peer's, the bucket's."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from replicated_ckpt.agent.repair.mender import tell_suspect
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.dcp.find.survey import Survey
+from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path, stock_path
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One copy as it was read. `expected_crc` None: stock torch wrote it, and nobody knows."""
+
+    source: str
+    raw: bytes
+    expected_crc: int | None
+    address: AgentAddress | None = None
+    is_bucket: bool = False
+
+
+class UnreadMetadata(Metadata):
+    """Stands for metadata that could not be read: whoever looks at it gets the error."""
+
+    def __init__(self, error: Exception) -> None:
+        object.__setattr__(self, "_error", error)
+
+    def __getattribute__(self, name: str) -> Any:
+        raise object.__getattribute__(self, "_error")
+
+
+def verified_metadata(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> Metadata:
+    """The checkpoint's metadata from the first copy that is intact, safely read.
+
+    Raises:
+        ShardLost: no copy is. MetadataUnsafe: an intact one is not what DCP metadata consists of.
+    """
+    return decoded_metadata(*_intact(store, survey, bucket, reader_key))
+
+
+def _intact(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> tuple[bytes, str]:
+    """The bytes of the first copy that is intact, and where it lies.
+
+    Raises:
+        ShardLost: no copy is.
+    """
+    problems: list[str] = []
+    for copy in _copies(store, survey, bucket, reader_key, problems):
+        if copy.expected_crc in (None, crc32c(copy.raw)):
+            raw = copy.raw if copy.is_bucket else survey.manifest.local_metadata(copy.raw)
+            return raw, copy.source
+        found = f"{len(copy.raw)} bytes of CRC32C {crc32c(copy.raw):08x}, expected {copy.expected_crc:08x}"
+        problems.append(f"{copy.source}: its {METADATA_NAME} is damaged: {found}")
+        log.warning("%s", problems[-1])
+        if copy.address is not None and not survey.stock_warning:
+            tell_suspect(copy.address, survey.found.checkpoint_id, survey.found.save_id, METADATA_NAME, problems[-1])
+    lost = {METADATA_NAME: "every node of the save"}
+    raise ShardLost(survey.found.checkpoint_id, lost, [*survey.searched, *problems])
+
+
+def _copies(
+    store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, problems: list[str]
+) -> Iterator[_Copy]:
+    """Each copy that can be read, the own one first, whatever the state of the manifest there.
+
+    `problems` gets what the other places have instead, each named.
+    """
+    save, manifest = survey.found, survey.manifest
+    own_node, size, crc = store.known_node_id(), manifest.metadata_bytes, manifest.metadata_crc32c
+    own_address = next((address for address in survey.addresses if address.node_id == own_node), None)
+    if any(holding.node_id == own_node for holding in save.holdings):
+        path = store.path_of(save.checkpoint_id, save.save_id, METADATA_NAME)
+        try:
+            with path.open("rb") as file:
+                raw = file.read(min(path.stat().st_size, size + 1))  # one byte too many is enough not to match
+            yield _Copy(f"node {own_node}", raw, crc, own_address)
+        except OSError as exc:
+            problems.append(f"node {own_node}: its {METADATA_NAME} cannot be read: {exc}")
+    for address in sorted(survey.addresses, key=lambda peer: crc32c(f"{reader_key}/{peer.node_id}".encode())):
+        try:
+            with AgentClient(address) as client:
+                raw = client.fetch_file(_path(survey, METADATA_NAME, size), size)
+            yield _Copy(address.label, raw, crc, address)
+        except ObjectMissing as exc:
+            problems.append(f"{address.label}: it has no {METADATA_NAME} of this save: {exc.detail}")
+        except ReplicatedCkptError as exc:
+            problems.append(f"{address.label}: {exc.message}")
+    if bucket is not None and survey.in_bucket is not None:
+        try:
+            there = survey.in_bucket
+            key = f"{save.checkpoint_id}/{METADATA_NAME}"
+            raw = bucket.small(key, there.metadata_bytes, there.metadata_crc32c)
+            yield _Copy(bucket.client.target.url, raw, there.metadata_crc32c, is_bucket=True)
+        except ReplicatedCkptError as exc:
+            problems.append(f"{bucket.client.target.url}: {exc.message}")
+
+
+def _path(survey: Survey, name: str, size_bytes: int) -> str:
+    if survey.stock_warning:
+        return stock_path(survey.found.checkpoint_id, name, size_bytes)
+    return file_path(survey.found.checkpoint_id, survey.found.save_id, name)

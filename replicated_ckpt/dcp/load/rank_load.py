@@ -1,0 +1,190 @@
+"""One rank's part of one load: where the items of its plan lie, whether they can be had, and their reading."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import cached_property
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+from replicated_ckpt.core.bucket.commit_mark import own_prefix
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.survey import Survey
+from replicated_ckpt.dcp.load.item_reader import ItemReader
+from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
+from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
+from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, joined
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors, needed
+from replicated_ckpt.errors import ManifestInvalid, ShardLost
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
+from replicated_ckpt.stores.node_cache.cache import Spool
+from replicated_ckpt.stores.node_cache.exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+
+def places_of(metadata: Metadata) -> Mapping[str, Sequence[ByteRange]]:
+    """Where the items of a checkpoint lie, by shard."""
+    places: dict[str, list[ByteRange]] = {}
+    for info in metadata.storage_data.values():
+        places.setdefault(str(info.relative_path), []).append(ByteRange(info.offset, info.length))
+    return places
+
+
+class RankLoad:
+    """What one rank reads of the checkpoint that a survey found. One thread."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        world: World,
+        survey: Survey,
+        info_by_index: Mapping[MetadataIndex, StorageInfo],
+        stored: StoredTensors,
+        items: ItemReader,
+        places: Mapping[str, Sequence[ByteRange]] | None = None,
+    ) -> None:
+        """`places`: as for ShardReader; the plan may ask for parts of these items."""
+        self._store = store
+        self._world = world
+        self._survey = survey
+        self._info_by_index = info_by_index
+        self._stored = stored
+        self._items = items
+        self._places = places
+        self._prefix = own_prefix(survey.found.save_id)
+        self._spool: Spool | None = None
+
+    def check(self, plan: LoadPlan) -> None:
+        """Every item of the plan lies in a shard of the save that has a copy somewhere.
+
+        Raises:
+            ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
+        """
+        manifest, found = self._survey.manifest, self._survey.found
+        asked = {self._shard(item) for item in plan.items}
+        unknown = asked - set(manifest.shards)
+        if unknown:
+            raise ManifestInvalid(f"The .metadata names {sorted(unknown)}, which the manifest does not know.")
+        for item in plan.items:
+            info = self._info(item)
+            if info.offset + info.length > manifest.shards[self._shard(item)].size_bytes:
+                raise ManifestInvalid(f"The .metadata has {item.storage_index.fqn!r} beyond {self._shard(item)}'s end.")
+        lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in asked})
+        if lost:
+            owners = {shard: manifest.owner_of(shard) for shard in lost}
+            raise ShardLost(found.checkpoint_id, owners, self._survey.searched)
+
+    def remote_needs(self, plan: LoadPlan) -> RemoteNeeds | None:
+        """What this rank would fetch from elsewhere, if other ranks of its node may need the same.
+
+        Its spool is there when this returns: the others learn of the name with the plan, and need not wait for the file.
+        """
+        if self._world.blackboard is None or is_nowhere(self._store):
+            return None
+        remote = {shard for shard in map(self._shard, plan.items) if self._is_remote(shard)}
+        wanted = self._wanted(item for item in plan.items if self._shard(item) in remote)
+        windows = windows_for(wanted, lambda _: True, sorted(self._survey.manifest.shards))
+        if not windows:
+            return None
+        self._spool = self._new_spool()
+        return RemoteNeeds(self._own_node, tuple(windows), None if self._spool is None else self._spool.name)
+
+    def _new_spool(self) -> Spool | None:
+        try:
+            return Spool(self._store.root_agent_directory(), self._world.size, CELL_BYTES)
+        except OSError as exc:
+            log.warning("this rank fetches for itself alone: %s", exc)
+            return None
+
+    def read(self, plan: LoadPlan, planner: LoadPlanner, bucket: Bucket | None) -> Traffic:
+        """Reads every item of the plan, verified, into the planner's tensors; says where the bytes came from.
+
+        Raises:
+            ShardLost: no intact copy is left. And what the planner raises.
+        """
+        spool, self._spool = self._spool, None
+        try:
+            return self._read(plan, planner, bucket, spool)
+        finally:
+            if spool is not None:
+                spool.close()
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner, bucket: Bucket | None, spool: Spool | None) -> Traffic:
+        wanted = self._wanted(plan.items)
+        key = f"rank {self._world.rank}"
+        reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
+        try:
+            self._read_windows(reader, wanted, planner, plan.storage_data, spool)
+        finally:
+            reader.close()
+            reader.tell_suspects()
+        return reader.findings.traffic
+
+    def _read_windows(
+        self,
+        reader: ShardReader,
+        wanted: Mapping[str, list[Wanted]],
+        planner: LoadPlanner,
+        shared: object,
+        spool: Spool | None,
+    ) -> None:
+        shards = sorted(self._survey.manifest.shards)
+        remote = {shard for shard in wanted if self._is_remote(shard)}
+        windows = windows_for(wanted, remote.__contains__, shards)
+        items = {shard: ShardItems(shard, ones, reader, self._items, planner) for shard, ones in wanted.items()}
+        with ExitStack() as stack:
+            exchange = self._joined(shared, spool, windows)
+            if exchange is not None:
+                stack.enter_context(closing(exchange))
+                reader.findings.exchange = exchange
+            loading = Loading(reader, remote.__contains__, exchange)
+            loading.run(windows, shards, lambda window, raw: items[window.shard].take(window, raw))
+            for ones in items.values():
+                ones.finish()
+
+    def _joined(self, shared: object, spool: Spool | None, windows: Sequence[Window]) -> Exchange | None:
+        if spool is None or not isinstance(shared, NodeSharing):
+            return None
+        directory = self._store.root_agent_directory()
+        exchange = joined(shared, self._world.rank, spool, directory, self._world.size, windows)
+        if exchange is None:
+            spool.close()
+        return exchange
+
+    def _wanted(self, items: Iterable[ReadItem]) -> dict[str, list[Wanted]]:
+        wanted: dict[str, list[Wanted]] = {}
+        for item in items:
+            info = self._info(item)
+            stored = self._stored.of(item, info)
+            one = Wanted(item, info, stored, needed(item, info, stored))
+            wanted.setdefault(self._shard(item), []).append(one)
+        return wanted
+
+    def _info(self, item: ReadItem) -> StorageInfo:
+        info = self._info_by_index.get(item.storage_index)
+        if info is None:
+            raise ManifestInvalid(f"The .metadata does not say where {item.storage_index.fqn!r} lies.")
+        if getattr(info, "transform_descriptors", None):
+            raise ManifestInvalid(
+                f"{item.storage_index.fqn!r} was saved through stream transforms, which are not read."
+            )
+        return info
+
+    def _shard(self, item: ReadItem) -> str:
+        """Name of the shard that an item lies in; in a bucket its path may have the save's own prefix before it."""
+        return str(self._info(item).relative_path).removeprefix(self._prefix)
+
+    @cached_property
+    def _own_node(self) -> str:
+        return self._store.known_node_id()
+
+    def _is_remote(self, shard: str) -> bool:
+        """Whether no copy of a shard lies on this node."""
+        size = self._survey.manifest.shards[shard].size_bytes
+        return self._own_node not in self._survey.found.holders_of(shard, size)

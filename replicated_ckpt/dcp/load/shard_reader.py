@@ -1,0 +1,211 @@
+"""Reading shards for one rank: each range from the best source that has it intact, the next one if it has not."""
+
+import copy
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from replicated_ckpt.agent.repair.mender import tell_suspect
+from replicated_ckpt.core.layout import OBJECT_NODE
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.reading.source_order import ByteRange, source_orders
+from replicated_ckpt.core.reading.windows import SHARDS_AT_ONCE
+from replicated_ckpt.dcp.find.survey import Survey
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost, StoreUnavailable
+from replicated_ckpt.stores.any_source import AnySource, Source, Tables
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.shard import ObjectShard, UncheckedShard
+from replicated_ckpt.stores.local.shard_file import ShardFile
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.node_cache.exchange import Exchange
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.peer.copy import PeerShard
+from replicated_ckpt.stores.unmanaged.directory import StockShelf
+from replicated_ckpt.stores.unmanaged.shard import StockFileShard, StockPeerShard
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
+
+log = logging.getLogger(__name__)
+
+OPEN_SHARDS_MAX = 2 * SHARDS_AT_ONCE
+"""Open at once in one thread; reading goes back to none that was left long ago."""
+
+
+@dataclass
+class Traffic:
+    """Bytes read by where they came from, in whole blocks, bad ones too, and the copies that were found bad on the way.
+
+    `bytes_shared`: taken from another rank of this node, which had fetched them.
+    """
+
+    bytes_local: int = 0
+    bytes_peer: int = 0
+    bytes_object: int = 0
+    bytes_shared: int = 0
+    bad_copies: list[str] = field(default_factory=list)
+
+
+class Findings:
+    """What the readers of one load have in common. Safe for concurrent use."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self._lock = threading.Lock()
+        self._failed: dict[str, dict[str, str]] = {}
+        self._suspects: set[tuple[str, str]] = set()
+        self._silent: set[str] = set()
+        self.exchange: Exchange | None = None
+
+    def count(self, node: str, own_node: str, size_bytes: int) -> None:
+        with self._lock:
+            if node == own_node:
+                self.traffic.bytes_local += size_bytes
+            elif node == OBJECT_NODE:
+                self.traffic.bytes_object += size_bytes
+            else:
+                self.traffic.bytes_peer += size_bytes
+
+    def note(self, shard: str, node: str, error: ReplicatedCkptError, *, is_suspect: bool) -> bool:
+        """Whether this is the copy's first failure. `is_suspect`: its agent is to read it again."""
+        with self._lock:
+            if is_suspect:
+                self._suspects.add((node, shard))
+            if isinstance(error, StoreUnavailable):
+                self._silent.add(node)
+                if self.exchange is not None:
+                    self.exchange.tell_silent(node)
+            failed = self._failed.setdefault(shard, {})
+            if node in failed:
+                return False
+            failed[node] = f"node {node}: {error.message}"
+            self.traffic.bad_copies.append(f"{shard} on node {node}: {error.message}")
+            return True
+
+    def is_silent(self, node: str) -> bool:
+        """Whether it would cost a time-out again to ask it, as this rank or another one of the node found out."""
+        return node in self._silent or (self.exchange is not None and self.exchange.is_silent(node))
+
+    def failures(self, shard: str) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(self._failed.get(shard, {}).values())
+
+    def suspects(self) -> list[tuple[str, str]]:
+        """Nodes and their shards that turned out to be bad, each told once."""
+        with self._lock:
+            found = sorted(self._suspects)
+            self._suspects.clear()
+            return found
+
+
+class ShardReader:
+    """Reads verified ranges of a save's shards. Used by one thread; `close` gives every connection back."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        own_node: str,
+        survey: Survey,
+        shards: Sequence[str],
+        reader_key: str,
+        bucket: Bucket | None = None,
+        places: Mapping[str, Sequence[ByteRange]] | None = None,
+    ) -> None:
+        """`places`: of all items of each shard, if stock torch wrote them: it is items that are checked there."""
+        self._store = store
+        self._own_node = own_node
+        self._survey = survey
+        self._bucket = bucket
+        self._manifest: Manifest = survey.manifest
+        self._address_by_node = {address.node_id: address for address in survey.addresses}
+        self._nodes_by_shard = self._ordered(shards, reader_key)
+        self._places = places or {}
+        self._open: dict[str, AnySource] = {}
+        self._rebuilt: Tables = {}
+        self.findings = Findings()
+
+    def sibling(self) -> "ShardReader":
+        """A reader of the same shards for another thread, with connections of its own and the same findings."""
+        other = copy.copy(self)
+        other._open = {}  # noqa: SLF001 - of the same class
+        return other
+
+    def _ordered(self, shards: Sequence[str], reader_key: str) -> Mapping[str, tuple[str, ...]]:
+        sizes = {shard: self._manifest.shards[shard].size_bytes for shard in shards}
+        holders = {shard: self._survey.found.holders_of(shard, sizes[shard]) for shard in shards}
+        orders = source_orders(sizes, holders, self._own_node, reader_key)
+        return {order.shard: (*order.nodes, *self._with_other_sizes(order.shard, order.nodes)) for order in orders}
+
+    def _with_other_sizes(self, shard: str, others: Sequence[str]) -> list[str]:
+        """Nodes whose file of the shard is too short or too long, as the last resort: it may be the only one."""
+        return [
+            found.node_id for found in self._survey.holdings if shard in found.sizes and found.node_id not in others
+        ]
+
+    def read(self, shard: str, offset: int, length: int, memory: memoryview | None = None) -> memoryview:
+        """Bytes [offset, offset + length) of a shard, verified; as a rule in `memory`, if that is given.
+
+        Otherwise the memory may be reused by the next read of the shard.
+
+        Raises:
+            ShardLost: the sources that are left do not have them intact; it tells what each one answered.
+        """
+        source = self._open.get(shard) or self._opened(shard)
+        raw = source.read(offset, length, memory)
+        for node, size_bytes in source.counted().items():
+            self.findings.count(node, self._own_node, size_bytes)
+        if raw is None:
+            searched = [*self._survey.searched, *self.findings.failures(shard)]
+            raise ShardLost(self._manifest.checkpoint_id, {shard: self._manifest.owner_of(shard)}, searched)
+        return raw
+
+    def _opened(self, shard: str) -> AnySource:
+        entry = self._manifest.shards[shard]
+        expected = Expected(entry.size_bytes, entry.crc32c)
+        sources = [Source(node, expected, partial(self._shard_at, shard, node)) for node in self._nodes_by_shard[shard]]
+        while len(self._open) >= OPEN_SHARDS_MAX:
+            self._open.pop(next(iter(self._open))).close()
+        self._open[shard] = AnySource(sources, partial(self._note, shard), self.findings.is_silent, self._rebuilt)
+        return self._open[shard]
+
+    def _shard_at(self, shard: str, node: str, expected: Expected) -> VerifiedShard:
+        survey, save = self._survey, self._survey.found
+        if survey.stock_warning:
+            return self._stock_shard_at(shard, node, expected)
+        if node == self._own_node:
+            fd = self._store.open_file(save.checkpoint_id, save.save_id, shard)
+            return ShardFile(fd, f"node {node} at {self._store.root}", f"{save.checkpoint_id}/{shard}", expected)
+        if node == OBJECT_NODE and self._bucket is not None and survey.in_bucket is not None:
+            key = f"{save.checkpoint_id}/{survey.in_bucket.prefix}{shard}"
+            kind = UncheckedShard if survey.in_bucket.metadata_crc32c is None else ObjectShard
+            return kind(self._bucket, key, expected)
+        if node not in self._address_by_node:
+            raise StoreUnavailable(f"node {node}", "open", shard, "only its own ranks can read its store")
+        client = AgentClient(self._address_by_node[node])
+        return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected)
+
+    def _stock_shard_at(self, shard: str, node: str, expected: Expected) -> VerifiedShard:
+        checkpoint_id, items = self._survey.found.checkpoint_id, self._places.get(shard, ())
+        if node == self._own_node:
+            return StockFileShard(StockShelf(self._store.root), checkpoint_id, shard, expected, items)
+        return StockPeerShard(AgentClient(self._address_by_node[node]), checkpoint_id, shard, expected, items)
+
+    def _note(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
+        is_ours = not self._survey.stock_warning  # nobody mends what stock torch wrote
+        if self.findings.note(
+            shard, node, error, is_suspect=is_ours and isinstance(error, ObjectCorrupt | ObjectMissing)
+        ):
+            log.warning("%s of %s on node %s is not used: %s", shard, self._manifest.checkpoint_id, node, error)
+
+    def tell_suspects(self) -> None:
+        """Has the agents of the nodes where bad copies were met read them again, and mend them."""
+        save = self._survey.found
+        for node, shard in self.findings.suspects():
+            if node in self._address_by_node:
+                why = "; ".join(self.findings.failures(shard))
+                tell_suspect(self._address_by_node[node], save.checkpoint_id, save.save_id, shard, why)
+
+    def close(self) -> None:
+        for source in self._open.values():
+            source.close()
+        self._open.clear()

@@ -1,0 +1,86 @@
+"""Sharing: the ranks of a load agree on what each of them fetches for the others of its node."""
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from replicated_ckpt.core.reading.windows import CELL_BYTES, Unit, Window, shared_units
+from replicated_ckpt.stores.node_cache.cache import OtherSpool, Spool
+from replicated_ckpt.stores.node_cache.exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RemoteNeeds:
+    """What one rank needs that its node does not hold. Goes to the coordinator in `LoadPlan.storage_data`.
+
+    `spool`: the name of the rank's spool, which is there by now; None: it could not be made, and the rank shares nothing.
+    """
+
+    node_id: str
+    windows: tuple[Window, ...]
+    spool: str | None
+
+
+@dataclass(frozen=True)
+class NodeSharing:
+    """What the ranks of one node fetch for each other, the same for all of them. Comes back in `LoadPlan.storage_data`."""
+
+    spool_by_rank: Mapping[int, str]
+    units: tuple[Unit, ...]
+
+
+def planned(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadPlan]:
+    """The plans of all ranks, with what each rank's node shares, if it shares anything."""
+    ranks_by_node: dict[str, dict[int, RemoteNeeds]] = {}
+    for rank, plan in enumerate(plans):
+        needs = plan.storage_data
+        if isinstance(needs, RemoteNeeds) and needs.spool is not None:
+            ranks_by_node.setdefault(needs.node_id, {})[rank] = needs
+    sharing_by_rank: dict[int, NodeSharing] = {}
+    for needs_by_rank in ranks_by_node.values():
+        units = shared_units({rank: needs.windows for rank, needs in needs_by_rank.items()}, shards)
+        sharing_by_rank |= _sharing_of(units, needs_by_rank)
+    return [replace(plan, storage_data=sharing_by_rank.get(rank)) for rank, plan in enumerate(plans)]
+
+
+def _sharing_of(units: Sequence[Unit], needs_by_rank: Mapping[int, RemoteNeeds]) -> dict[int, NodeSharing]:
+    """By rank, for those that take part in some unit."""
+    ranks = sorted({taker for unit in units for taker in unit.takers})
+    sharing = NodeSharing({rank: str(needs_by_rank[rank].spool) for rank in ranks}, tuple(units))
+    return dict.fromkeys(ranks, sharing)
+
+
+def joined(
+    sharing: NodeSharing, rank: int, spool: Spool, directory: Path, world_size: int, windows: Iterable[Window]
+) -> Exchange | None:
+    """This rank's part in `sharing`; None if its plan became another one after the units were made from it."""
+    if not _is_met(sharing.units, rank, windows):
+        log.warning("rank %d fetches for itself alone: its plan was changed after the ranks had agreed on it", rank)
+        return None
+    others = {}
+    for other, name in sharing.spool_by_rank.items():
+        if other != rank:
+            with contextlib.suppress(OSError, ValueError):  # it has left, or died: the exchange goes on without it
+                others[other] = OtherSpool(directory / name, world_size, CELL_BYTES)
+    exchange = Exchange(rank, spool, others, sharing.units)
+    exchange.begin()
+    return exchange
+
+
+def _is_met(units: Sequence[Unit], rank: int, windows: Iterable[Window]) -> bool:
+    """Whether a rank that reads `windows` needs just what the units say that it takes."""
+    hull_by_cell = {unit.window.cell: unit.window for unit in units if rank in unit.takers}
+    met = set()
+    for window in windows:
+        hull = hull_by_cell.get(window.cell)
+        if hull is not None:
+            if window.offset < hull.offset or window.end > hull.end:
+                return False
+            met.add(window.cell)
+    return met == set(hull_by_cell)

@@ -1,0 +1,1 @@
+"""DCP's metadata: read safely, written small."""

@@ -1,0 +1,282 @@
+"""DCP's Metadata made of the tree of a `.metadata`: every part of the type that DCP and the reader take for granted."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PosixPath, PurePosixPath
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from replicated_ckpt.core.layout import is_shard_path
+from replicated_ckpt.core.pickles.bounds import check_bounds
+from replicated_ckpt.core.pickles.tree import LEAVES, Fields, Made, Named, Pairs, PickleUnsafe
+from replicated_ckpt.dcp.objects.values import Key, UnknownName, Values, key_of
+from replicated_ckpt.dcp.runtime.torch_private import (
+    MemoryFormat,
+    OldMemoryFormat,
+    OldTensorProperties,
+    StorageInfo,
+    StoragePrefix,
+    layout_of,
+)
+
+_DCP, _FILESYSTEM, _OLD = dcp_metadata.__name__, StorageInfo.__module__, OldTensorProperties.__module__
+_KNOWN: dict[Key, Any] = {
+    **{
+        (_DCP, kind.__name__): kind
+        for kind in (
+            *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex),
+            *(StorageMeta, TensorProperties, TensorStorageMetadata, MemoryFormat),
+        )
+    },
+    (_FILESYSTEM, "_StorageInfo"): StorageInfo,
+    (_FILESYSTEM, "_StoragePrefix"): StoragePrefix,
+    # Older versions of torch had other classes, of the same fields; their checkpoints still name them.
+    (_OLD, "TensorProperties"): OldTensorProperties,
+    (_OLD, "MEM_FORMAT_ENCODING"): OldMemoryFormat,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): layout_of,
+    ("builtins", "complex"): complex,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{
+        (module, kind.__name__): kind for module in ("pathlib", "pathlib._local") for kind in (PosixPath, PurePosixPath)
+    },
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+}
+_FILLED_AT_ONCE = (set, frozenset, OrderedDict)
+_SIZE, _TENSOR, _CHUNK = ("torch", "Size"), (_DCP, "TensorStorageMetadata"), (_DCP, "ChunkStorageMetadata")
+_INDEX, _INFO = (_DCP, "MetadataIndex"), (_FILESYSTEM, "_StorageInfo")
+_INT_MAX = (1 << 63) - 1
+_NAME_CHARACTERS = 200
+_COLLISIONS_MAX = 64
+_STEPS_MIN = 1 << 22
+Instance = TypeVar("Instance")
+
+
+def build_metadata(tree: Any, size_bytes: int, registered: Mapping[Key, type]) -> Metadata:
+    """The metadata that the tree of a pickle of this size describes.
+
+    Raises:
+        PickleUnsafe: it is none, or names what DCP metadata does not consist of.
+    """
+    return _Builder(size_bytes, registered).metadata(tree)
+
+
+class _Builder(Values):
+    """Makes one Metadata.
+
+    The parts of which there are millions are made here, each once, and as picklers make them, without a call of their
+    class. What goes beyond one look at each node costs steps: there are `_STEPS_MIN` and one for each byte of the pickle.
+    """
+
+    def __init__(self, size_bytes: int, registered: Mapping[Key, type]) -> None:
+        super().__init__()
+        self._size_bytes = size_bytes
+        self._steps_left = _STEPS_MIN + size_bytes
+        self._registered = registered
+        self._size_by_hash: dict[int, torch.Size] = {}
+        self._collisions = 0
+        self._is_shard: dict[str, bool] = {}
+
+    def find(self, key: Key) -> Any:
+        found = self._registered.get(key, _KNOWN.get(key))
+        if found is None:
+            raise UnknownName(key)
+        return found
+
+    def check_keys(self, keys: Sequence[Any]) -> None:
+        """Texts hash as this process has drawn it; what else is a key may have been chosen to hash like the others."""
+        for number, key in enumerate(keys):
+            if type(key) is not str:
+                self._spend(number)
+
+    def named(self, node: Named) -> torch.dtype:
+        found = self.find(key_of(node))
+        if not isinstance(found, torch.dtype):
+            raise PickleUnsafe(f"holds {_told(node)} as a value, which is none")
+        return found
+
+    def made(self, node: Made) -> Any:
+        if self.find(key_of(node.called)) in _FILLED_AT_ONCE:
+            for items in node.arguments:
+                self.check_keys(items if type(items) is list else ())
+        return super().made(node)
+
+    def _spend(self, steps: int) -> None:
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            raise PickleUnsafe("repeats itself beyond measure, or has keys that would take too long to hash")
+
+    def _anything(self, node: Any) -> Any:
+        """The value of a node on which nothing of ours relies."""
+        if type(node) not in LEAVES and id(node) not in self._known:
+            check_bounds(node, self._size_bytes)
+        return self.of(node)
+
+    # The whole ----------------------------------------------------------------------------------------------------
+
+    def metadata(self, tree: Any) -> Metadata:
+        fields = dict(self._attributes(tree, (_DCP, "Metadata")))
+        described, places = (fields.pop(name, None) for name in ("state_dict_metadata", "storage_data"))
+        if type(described) is not Pairs or type(places) is not Pairs:
+            raise PickleUnsafe("describes no state dict, or no place of its items")
+        attributes = {name: self._anything(node) for name, node in fields.items()}
+        self._check_positions(attributes.get("planner_data"))
+        attributes["state_dict_metadata"] = {name: self._entry(name, node) for name, node in _pairs(described)}
+        attributes["storage_data"] = {self._index(key): self._info(info) for key, info in _pairs(places)}
+        return _instance(Metadata, attributes)
+
+    def _entry(self, name: Any, node: Any) -> Any:
+        if type(name) is not str:
+            raise PickleUnsafe("has an entry of the state dict without a name")
+        if type(node) is Made and node.called.name == _TENSOR[1]:
+            return self._tensor(node)
+        if type(found := self._anything(node)) is BytesStorageMetadata:
+            return found
+        raise PickleUnsafe(f"describes {name[:_NAME_CHARACTERS]!r} as neither tensor nor object")
+
+    def _check_positions(self, planner_data: Any) -> None:
+        """Whether the lists that planners make of the paths are no longer than a checkpoint of this size can fill."""
+        last_by_list: dict[tuple[Any, ...], int] = {}
+        for path in planner_data.values() if type(planner_data) is dict else ():
+            for depth, part in enumerate(path if type(path) is tuple else ()):
+                if type(part) is int and part > (last := last_by_list.get(path[:depth], -1)):
+                    self._spend(part - last)
+                    last_by_list[path[:depth]] = part
+
+    # Parts of which there are millions ----------------------------------------------------------------------------
+
+    def _attributes(self, node: Any, key: Key) -> Mapping[str, Any]:
+        """The nodes of the attributes that a new instance of a class is given, by their names."""
+        if type(node) is not Made or node.called.name != key[1] or node.called.module != key[0]:
+            if type(node) is Made:
+                self.find(key_of(node.called))
+            raise PickleUnsafe(f"has {_told(node)} where a {key[1]} belongs")
+        state = node.state
+        if type(state) is Pairs and all(type(name) is str for name in state[::2]):
+            self._spend(len(state))
+            state = Fields(zip(state[::2], state[1::2], strict=True))
+        if type(state) is not Fields or not node.is_new or node.arguments or node.contents is not None:
+            raise PickleUnsafe(f"makes a {key[1]} in a way that picklers do not")
+        return state
+
+    def _made(
+        self, node: Made, kind: type[Instance], fields: Mapping[str, Any], attributes: dict[str, Any]
+    ) -> Instance:
+        """The instance of a node: with these attributes, and whatever else a newer torch may have given it."""
+        if len(fields) > len(attributes):
+            others = {name: self._anything(value) for name, value in fields.items() if name not in attributes}
+            attributes = others | attributes
+        instance = node.value = _instance(kind, attributes)
+        return instance
+
+    def _tensor(self, node: Any) -> TensorStorageMetadata:
+        if type(node.value) is TensorStorageMetadata:
+            self._spend(len(node.value.chunks))  # whoever reads the metadata goes through them again
+            return node.value
+        fields = self._attributes(node, _TENSOR)
+        size, nodes = self._size(fields.get("size")), fields.get("chunks")
+        if type(nodes) is not list:
+            raise PickleUnsafe(f"has {_told(nodes)} where a list of chunks belongs")
+        self._spend(len(nodes))
+        chunks, dimensions = [self._chunk(chunk) for chunk in nodes], len(size)
+        for chunk in chunks:
+            if len(chunk.offsets) != dimensions:
+                raise PickleUnsafe("has a chunk of other dimensions than its tensor")
+        properties = self._properties(fields.get("properties"))
+        attributes = {"properties": properties, "size": size, "chunks": chunks}
+        return self._made(node, TensorStorageMetadata, fields, attributes)
+
+    def _chunk(self, node: Any) -> ChunkStorageMetadata:
+        if type(node) is Made and type(node.value) is ChunkStorageMetadata:
+            return node.value
+        fields = self._attributes(node, _CHUNK)
+        offsets, sizes = self._size(fields.get("offsets")), self._size(fields.get("sizes"))
+        if len(offsets) != len(sizes):
+            raise PickleUnsafe("has a chunk with more offsets than sizes, or fewer")
+        return self._made(node, ChunkStorageMetadata, fields, {"offsets": offsets, "sizes": sizes})
+
+    def _index(self, node: Any) -> MetadataIndex:
+        if type(node) is Made and type(node.value) is MetadataIndex:
+            return node.value
+        fields = self._attributes(node, _INDEX)
+        name, offset, number = fields.get("fqn"), fields.get("offset"), fields.get("index")
+        if type(name) is not str or not (number is None or type(number) is int):
+            raise PickleUnsafe("has the place of an item without a name")
+        attributes: dict[str, Any] = {"fqn": name}
+        if "index" in fields:
+            attributes["index"] = number
+        if "offset" in fields:
+            attributes["offset"] = None if offset is None else self._size(offset)
+        return self._made(node, MetadataIndex, fields, attributes)
+
+    def _info(self, node: Any) -> StorageInfo:
+        if type(node) is Made and type(node.value) is StorageInfo:
+            return node.value
+        fields = self._attributes(node, _INFO)
+        path, offset, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
+        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0 or type(path) is not str:
+            raise PickleUnsafe("has an item that lies in no shard")
+        found = self._is_shard.get(path)
+        if found is None:
+            found = self._is_shard[path] = is_shard_path(path)
+        if not found:
+            raise PickleUnsafe(f"has an item in {path[:_NAME_CHARACTERS]!r}, which is no shard")
+        return self._made(node, StorageInfo, fields, {"relative_path": path, "offset": offset, "length": length})
+
+    def _size(self, node: Any) -> torch.Size:
+        """A size. So few may hash alike that no dictionary of places gets slow."""
+        if type(node) is not Made:
+            raise PickleUnsafe(f"has {_told(node)} where a size belongs")
+        if type(node.value) is torch.Size:
+            return node.value
+        numbers = node.arguments[0] if len(node.arguments) == 1 else None
+        is_call = not node.is_new and node.state is None and node.contents is None
+        if key_of(node.called) != _SIZE or not is_call or type(numbers) is not tuple:
+            raise PickleUnsafe(f"has {_told(node)} where a size belongs")
+        if not all(type(number) is int and 0 <= number <= _INT_MAX for number in numbers):
+            raise PickleUnsafe("has a size of what are no sizes")
+        size = node.value = torch.Size(numbers)
+        if self._size_by_hash.setdefault(hash(size), size) != size:
+            self._collisions += 1
+            if self._collisions > _COLLISIONS_MAX:
+                raise PickleUnsafe("has sizes that were chosen to hash alike")
+        return size
+
+    def _properties(self, node: Any) -> Any:
+        kind = self.find(key_of(node.called)) if type(node) is Made else None
+        if kind not in (TensorProperties, OldTensorProperties) or type(node.state) is not tuple or len(node.state) > 6:
+            raise PickleUnsafe(f"has {_told(node)} where the properties of a tensor belong")
+        found = self._anything(node)
+        if type(vars(found).get("dtype")) is not torch.dtype:
+            raise PickleUnsafe("has properties of a tensor without its type")
+        return found
+
+
+def _told(node: Any) -> str:
+    """What a node is, in words."""
+    if type(node) is Named:
+        return node.path[:_NAME_CHARACTERS]
+    return _told(node.called) if type(node) is Made else type(node).__name__
+
+
+def _instance(kind: type[Instance], attributes: Mapping[str, Any]) -> Instance:
+    instance = object.__new__(kind)
+    instance.__dict__.update(attributes)
+    return instance
+
+
+def _pairs(nodes: Pairs) -> Iterator[tuple[Any, Any]]:
+    return zip(nodes[::2], nodes[1::2], strict=True)

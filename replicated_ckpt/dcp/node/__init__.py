@@ -1,0 +1,1 @@
+"""This rank's node: its address, its agent, what it has seen."""

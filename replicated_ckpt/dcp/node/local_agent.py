@@ -1,0 +1,34 @@
+"""Questions of a rank to its own node's agent, which is started for them if none runs."""
+
+import time
+from typing import Any
+
+from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
+
+ANSWER_WITHIN_S = 30.0
+_TRIES = 2
+_PAUSE_S = 0.2
+
+
+def asked(
+    store: LocalStore, method: str, path: str, document: Any = None, within_s: float = ANSWER_WITHIN_S
+) -> dict[str, Any]:
+    """The answer of this node's agent, within so many seconds; one that has died meanwhile is started again.
+
+    Raises:
+        AgentUnavailable, StoreError: it does not answer. What it refuses with, by class.
+    """
+    deadline = time.monotonic() + within_s
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            endpoint = ensured_agent(store, "127.0.0.1")
+            with AgentClient(endpoint.local_address()) as client, client.within(within_s):
+                return client.call(method, path, document)
+        except StoreUnavailable:
+            if tries_left == 0 or time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
+    raise AssertionError("the last try returns or raises")

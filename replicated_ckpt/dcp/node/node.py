@@ -1,0 +1,182 @@
+"""This process's node: its store, its agent, and what the others must know of it."""
+
+import logging
+import os
+import socket
+import warnings
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from replicated_ckpt.agent.start.launch import can_hold_agent, ensured_agent, running_agent
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.config import PLAIN_ENV
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptWarning
+from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.peer.tls import can_encrypt, is_loopback, is_network_trusted
+
+log = logging.getLogger(__name__)
+
+HOST_ENV = "REPLICATED_CKPT_HOST"
+_DOCUMENTATION_ADDRESS = "192.0.2.1"
+_PLAIN_WARNING = (
+    "Nodes talk to each other without encryption, as this Python has no package `cryptography` to make a certificate with. "
+    f"`pip install cryptography` on all nodes; or, where the network is trusted, set {PLAIN_ENV}=1."
+)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class NodePost:
+    """A node as one of its ranks presents it. `store_inode` tells apart two stores that one host sees.
+
+    `silence` says why nothing is asked of its agent; empty: it answers.
+    `invitation` lets the coordinator open saves at its agent and introduce the job's nodes: see `Right.JOB`.
+    """
+
+    node_id: str
+    host: str
+    boot_id: str
+    store_inode: str
+    domain: str | None
+    address: AgentAddress
+    silence: str = ""
+    invitation: str = ""
+
+    def opener(self) -> AgentAddress:
+        """The address as the coordinator of the job has it."""
+        return replace(self.address, token=self.invitation) if self.invitation else self.address
+
+    def __repr__(self) -> str:
+        return f"NodePost(node {self.node_id} on {self.host})"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "NodePost":
+        return cls(
+            fields["node_id"],
+            fields["host"],
+            fields["boot_id"],
+            fields["store_inode"],
+            fields["domain"],
+            AgentAddress.from_json(fields["address"]),
+            str(fields.get("silence", "")),
+            str(fields.get("invitation", "")),
+        )
+
+
+@dataclass(frozen=True)
+class SeenStore:
+    """The store of a node whose agent cannot be asked, as its own ranks see it; `why` says what is wrong with the agent."""
+
+    why: str
+    holdings: tuple[Holding, ...]
+
+
+def node_post(store: LocalStore, domain: str | None) -> NodePost:
+    """Presents this node; its agent runs when this returns, or hangs: then it is presented with its `silence`.
+
+    Raises:
+        AgentUnavailable, StoreError, ConfigInvalid
+    """
+    host = advertised_host()
+    try:
+        endpoint, silence = ensured_agent(store, host if is_loopback(host) else _any_address(host)), ""
+    except AgentUnavailable as exc:
+        known = read_endpoint(store.agent_directory())
+        if known is None:
+            raise
+        log.warning("this node's agent does not answer, and the others go on without it: %s", exc)
+        endpoint, silence = known, str(exc)
+    if not (endpoint.tls_sha256 or can_encrypt() or is_loopback(host) or is_network_trusted()):
+        warnings.warn(_PLAIN_WARNING, ReplicatedCkptWarning, stacklevel=2)
+    return _post(store, endpoint.address(host, domain), silence, endpoint.invitation())
+
+
+def present_again(store: LocalStore, before: NodePost) -> NodePost:
+    """Presents this node once more in the same save: its agent may have died and been started again, or hang now."""
+    try:
+        return node_post(store, before.domain)
+    except AgentUnavailable as exc:
+        log.warning("this node will publish the checkpoint later: %s", exc)
+        return replace(before, silence=str(exc))
+
+
+def reading_post(store: LocalStore) -> NodePost | None:
+    """Presents this node for a load, which needs its agent only for what other nodes read here. None: there is no store.
+
+    Raises:
+        StoreError, ConfigInvalid
+    """
+    try:
+        if can_hold_agent(store):
+            post = node_post(store, None)
+            if post.silence:
+                warnings.warn(post.silence, ReplicatedCkptWarning, stacklevel=2)
+            return post
+        endpoint, silence = running_agent(store), f"{store.root} cannot be written, and no agent runs there."
+        if endpoint is not None:
+            return _post(store, endpoint.address(advertised_host()), "", endpoint.invitation())
+    except AgentUnavailable as exc:
+        silence = str(exc)
+        warnings.warn(silence, ReplicatedCkptWarning, stacklevel=2)
+    node_id = store.known_node_id()
+    if node_id == NO_NODE:
+        return None
+    log.warning("only the ranks of this node read its store: %s", silence)
+    return _post(store, AgentAddress(node_id, "", 0, ""), silence)
+
+
+def _post(store: LocalStore, address: AgentAddress, silence: str, invitation: str = "") -> NodePost:
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+    name = socket.gethostname()
+    return NodePost(address.node_id, name, boot_id, _inode(store), address.domain, address, silence, invitation)
+
+
+def lone_post(store: LocalStore, domain: str | None) -> NodePost:
+    """Presents this node to nobody but this process: no agent is started."""
+    node_id = store.node_id()
+    return NodePost(node_id, socket.gethostname(), "", _inode(store), domain, AgentAddress(node_id, "", 0, ""))
+
+
+def _inode(store: LocalStore) -> str:
+    status = store.root.stat()
+    return f"{status.st_dev}:{status.st_ino}"
+
+
+def advertised_host() -> str:
+    """The address under which the other nodes reach this one.
+
+    REPLICATED_CKPT_HOST if set; else the address from which this host reaches MASTER_ADDR. Where MASTER_ADDR is this
+    host under a real name, that may be a loopback address, which means nothing to the others: then the address of the
+    default route. Where MASTER_ADDR itself says loopback, all nodes are on this host.
+    """
+    override = os.environ.get(HOST_ENV)
+    if override:
+        return override
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if master == "localhost" or is_loopback(master):
+        return "127.0.0.1"
+    address = _source_address(master)
+    if address is None or is_loopback(address):
+        address = _source_address(_DOCUMENTATION_ADDRESS)
+    return address or "127.0.0.1"
+
+
+def _source_address(destination: str) -> str | None:
+    """Local address of a route to `destination`. Nothing is sent: connecting a UDP socket only picks the route."""
+    try:
+        family, kind, _, _, peer = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(peer)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _any_address(host: str) -> str:
+    return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - peers on other hosts must reach the agent; a token guards it

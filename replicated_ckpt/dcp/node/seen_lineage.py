@@ -1,0 +1,25 @@
+"""What this process has loaded and saved: the next save in that directory of checkpoints continues the same lineage."""
+
+from pathlib import Path
+
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.stores.local.store import LocalStore
+
+_seen: dict[tuple[Path, str], tuple[str, int]] = {}
+
+
+def remember(store: LocalStore, checkpoint_id: str, newest: Version) -> None:
+    """A load or save of this process was of this lineage; `newest` is the newest of its saves that was seen."""
+    key = store.root, scope_of(checkpoint_id)
+    known = _seen.get(key)
+    sequence = min(newest.sequence, HEARD_SEQUENCE_MAX)
+    if known is not None and known[0] == newest.lineage:
+        sequence = max(sequence, known[1])
+    _seen[key] = newest.lineage, sequence
+
+
+def seen_lineage(store: LocalStore, scope: str) -> tuple[str, int] | None:
+    """The lineage that this process continues in a directory of checkpoints, and the largest sequence it has seen of it."""
+    return _seen.get((store.root, scope))

@@ -1,0 +1,1 @@
+"""Objects in shards, made without running their code."""

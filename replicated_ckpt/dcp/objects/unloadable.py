@@ -1,0 +1,54 @@
+"""A save warns of objects that a load would refuse by default: the time to say so is before they are needed."""
+
+import re
+import threading
+import warnings
+from typing import Any
+
+from replicated_ckpt.core.integrity.archive import ArchiveDamaged, find_records, is_archive, within
+from replicated_ckpt.core.pickles.bounds import names_in
+from replicated_ckpt.core.pickles.follower import follow
+from replicated_ckpt.core.pickles.tree import PickleUnsafe
+from replicated_ckpt.dcp.objects.values import key_of
+from replicated_ckpt.dcp.objects.weights_only import pickle_in, unknown_names
+from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptWarning
+
+_NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
+_SEARCHED_BYTES_MAX = 1 << 20
+
+_lock = threading.Lock()
+_seen: set[tuple[bytes | Any, ...]] = set()
+_warned: set[object] = set()
+
+
+def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
+    """Warns, once in this process for each class, if a load would refuse what `torch.save` made of an object.
+
+    What looks like a name in its bytes is looked up when it is met for the first time; an object without costs a search.
+    """
+    found = {match.groups() for match in _NAME_LINES.finditer(raw[:_SEARCHED_BYTES_MAX])}
+    if len(raw) > _SEARCHED_BYTES_MAX or not is_archive(within(raw), len(raw)):
+        found.add((fqn.encode(),))
+    with _lock:
+        if found <= _seen:
+            return
+        _seen.update(found)
+    problem = _problem(raw, fqn)
+    if problem is None:
+        return
+    with _lock:
+        news = set(problem.names or [problem.why]) - _warned
+        _warned.update(news)
+    if news:
+        said = f"{problem.message.replace(' is not loaded: ', ' will not be loaded by default: ')} {problem.hint}"
+        warnings.warn(said, ReplicatedCkptWarning, stacklevel=2)
+
+
+def _problem(raw: memoryview, fqn: str) -> ObjectUnsafe | None:
+    where = "this checkpoint"
+    try:
+        tree = follow(pickle_in(within(raw), find_records(within(raw), len(raw))))
+    except (PickleUnsafe, ArchiveDamaged) as exc:
+        return ObjectUnsafe(fqn, where, (), f"it {exc}")
+    unknown = unknown_names(sorted({key_of(named) for named in names_in(tree)}))
+    return ObjectUnsafe(fqn, where, unknown) if unknown else None

@@ -1,0 +1,183 @@
+"""Objects in shards: made without running code of their choosing, and saved again for the planner, which unpickles them.
+
+They may name what `torch.load(weights_only=True)` lets pickles name, what `torch.serialization.add_safe_globals` added to
+that, and numpy's plain scalars and arrays. A planner gets bytes that this process has pickled, never those of a shard.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from replicated_ckpt.core.integrity.archive import ArchiveDamaged, Fetch, Record, find_records, within
+from replicated_ckpt.core.pickles.bounds import check_bounds, names_in
+from replicated_ckpt.core.pickles.follower import follow
+from replicated_ckpt.core.pickles.tensors import storage_of
+from replicated_ckpt.core.pickles.tree import Made, Named, PickleUnsafe, Stored
+from replicated_ckpt.dcp.objects import numpy_values
+from replicated_ckpt.dcp.objects.storages import Storages, copied
+from replicated_ckpt.dcp.objects.values import Key, UnknownName, Values, key_of
+from replicated_ckpt.dcp.runtime.torch_private import weights_only_names
+from replicated_ckpt.errors import ObjectUnsafe
+
+_CALLED = frozenset(
+    (
+        *("collections.OrderedDict", "collections.Counter", "builtins.set", "builtins.complex", "torch.Size"),
+        *("torch.device", "torch.serialization._get_layout", "torch.nn.parameter.Parameter"),
+        "torch._tensor._rebuild_from_type_v2",
+    )
+)
+"""What is called of the names that torch allows, beside what rebuilds tensors. Others make memory of any size."""
+
+_REBUILDS = "torch._utils._rebuild_"
+_BLOCKED = ("sys", "os", "posix", "nt")
+"""torch lets nothing of these be added either."""
+
+_BYTES, _BYTEARRAY, _ENCODE = ("builtins", "bytes"), ("builtins", "bytearray"), ("_codecs", "encode")
+_SPARSE, _OF_TYPE = ("torch._utils", "_rebuild_sparse_tensor"), ("torch._tensor", "_rebuild_from_type_v2")
+_HAVE_STATE = (("collections", "OrderedDict"), ("collections", "Counter"))
+_LATIN = ("latin1", "latin-1")
+
+
+def load_object(raw: memoryview, fqn: str, where: str) -> Any:
+    """What `torch.save` wrote.
+
+    Raises:
+        ObjectUnsafe: it names what nothing allows, or is not as `torch.save` writes it.
+    """
+    try:
+        records = find_records(within(raw), len(raw))
+        found = pickle_in(within(raw), records)
+        return ObjectValues(Storages(records, copied(raw))).whole(follow(found), len(found))
+    except UnknownName as exc:
+        raise ObjectUnsafe(fqn, where, exc.keys) from exc
+    except (PickleUnsafe, ArchiveDamaged) as exc:
+        raise ObjectUnsafe(fqn, where, (), f"it {exc}") from exc
+
+
+def save_again(raw: memoryview, fqn: str, where: str) -> io.BytesIO:
+    """The object in an item as `torch.save` of this process writes it.
+
+    Raises:
+        ObjectUnsafe: it is not loaded.
+    """
+    value, buffer = load_object(raw, fqn, where), io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as exc:
+        raise ObjectUnsafe(fqn, where, (), f"it cannot be saved again: {type(exc).__name__}: {exc}"[:500]) from exc
+    buffer.seek(0)
+    return buffer
+
+
+def pickle_in(fetch: Fetch, records: Mapping[str, Record]) -> bytes:
+    """The pickle in a container.
+
+    Raises:
+        ArchiveDamaged: there is none, or one of elements in another order of bytes.
+    """
+    record, order = records.get("data.pkl"), records.get("byteorder")
+    if record is None:
+        raise ArchiveDamaged("is a zip container without a pickle")
+    if order is not None and bytes(fetch(order.start, order.size)) != b"little":
+        raise ArchiveDamaged("was written by a machine with another order of bytes")
+    return bytes(fetch(record.start, record.size))
+
+
+def unknown_names(names: Sequence[Key]) -> tuple[Key, ...]:
+    """Those that nothing allows an object to name."""
+    allowed = {**_names_of_user(), **weights_only_names()}
+    own = numpy_values.KEYS | {_BYTES}
+    return tuple(key for key in names if key not in own and (".".join(key) not in allowed or key[0] in _BLOCKED))
+
+
+def _names_of_user() -> Mapping[str, Any]:
+    """What `torch.serialization.add_safe_globals` added, by the names that it was added under."""
+    found: dict[str, Any] = {}
+    for added in torch.serialization.get_safe_globals():
+        known, path = added if isinstance(added, tuple) else (added, f"{added.__module__}.{added.__qualname__}")
+        found[path] = known
+    return found
+
+
+class ObjectValues(Values):
+    """Makes the object in one container."""
+
+    def __init__(self, storages: Storages) -> None:
+        super().__init__()
+        self._storages = storages
+        self._names = weights_only_names()
+        self._names_of_user = _names_of_user()
+
+    def whole(self, tree: Any, size_bytes: int) -> Any:
+        """The value of the tree of a pickle of this size.
+
+        Raises:
+            UnknownName: with all that nothing allows. PickleUnsafe
+        """
+        check_bounds(tree, size_bytes)
+        try:
+            return self.of(tree)
+        except UnknownName as exc:
+            unknown = unknown_names(sorted({key_of(named) for named in names_in(tree)}))
+            raise UnknownName(*(unknown or exc.keys)) from exc
+
+    def find(self, key: Key) -> Any:
+        path = ".".join(key)
+        found = self._names.get(path, self._names_of_user.get(path))
+        if found is None or key[0] in _BLOCKED:
+            raise UnknownName(key)
+        return found
+
+    def stored(self, node: Stored) -> Any:
+        return self._storages.typed(storage_of(node))
+
+    def made(self, node: Made) -> Any:
+        key = key_of(node.called)
+        if key in numpy_values.KEYS:
+            return numpy_values.numpy_value(node, key, self.of)
+        if key in (_BYTES, _BYTEARRAY, _ENCODE):
+            return self._bytes(node, key)
+        self.find(key)
+        if ".".join(key) in self._names:
+            _check_call(node, key)
+        if key == _SPARSE:
+            return self._sparse(node)
+        return super().made(node)
+
+    def _bytes(self, node: Made, key: Key) -> bytes | bytearray:
+        """Bytes as protocol 2 has them: a text and its encoding. Others would take long, and numbers any memory."""
+        arguments = self.of(node.arguments)
+        if len(arguments) == 2 and type(arguments[0]) is str and arguments[1] in _LATIN and key != _BYTES:
+            data = arguments[0].encode("latin-1", "replace")
+        elif not arguments or (len(arguments) == 1 and type(arguments[0]) is bytes):
+            data = b"".join(arguments)
+        else:
+            raise PickleUnsafe("holds bytes that are none")
+        return bytearray(data) if key == _BYTEARRAY else data
+
+    def _sparse(self, node: Made) -> torch.Tensor:
+        """A sparse tensor of which every index lies inside it: torch's own function for it does not look."""
+        layout, data = self.of(node.arguments)
+        try:
+            if layout is torch.sparse_coo:
+                indices, values, size, *more = data
+                return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=more[0])
+            return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=True)
+        except (RuntimeError, TypeError, ValueError, IndexError) as exc:
+            raise PickleUnsafe(f"holds a sparse tensor that is none: {exc}") from exc
+
+
+def _check_call(node: Made, key: Key) -> None:
+    """Raises PickleUnsafe unless this is how objects call a name of torch's default."""
+    path = ".".join(key)
+    if path not in _CALLED and not path.startswith(_REBUILDS):
+        raise PickleUnsafe(f"calls {path}, which no object needs")
+    if node.state is not None and key not in _HAVE_STATE:
+        raise PickleUnsafe(f"gives a state to a {path}, which no object needs")
+    if key == _OF_TYPE:
+        rebuild = node.arguments[0] if node.arguments else None
+        if type(rebuild) is not Named or not rebuild.path.startswith(_REBUILDS):
+            raise PickleUnsafe(f"has {path} call what rebuilds no tensor")

@@ -1,0 +1,166 @@
+"""The object tier as a writer sees it: it names the bucket to this node's agent, which does the work, and asks on."""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+
+from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.uploads.uploader import Uploader
+from replicated_ckpt.core.bucket.upload_plan import UploadPlan, UploadState
+from replicated_ckpt.core.lineage import Histories, histories_from_json
+from replicated_ckpt.dcp.node.local_agent import asked
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ConfigInvalid,
+    ObjectMissing,
+    ReplicatedCkptError,
+    UploadFailed,
+)
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.throttle import Pace
+
+log = logging.getLogger(__name__)
+
+WAIT_TIMEOUT_S = 600.0
+PROBE_FIRST_S, PROBE_S = 15.0, 3.0
+"""How long a save waits for the bucket to be looked at: the first of a process, and every other."""
+GIVE_UP_S = 120.0
+"""`wait` does not wait longer for a bucket of which every try has failed for that long."""
+_POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What the bucket said before a save: the plan, the lineages committed there, and what is wrong with it."""
+
+    plan: UploadPlan
+    histories: Histories = field(default_factory=dict)
+    problem: str = ""
+
+
+class ObjectTier:
+    """One writer's bucket. Used by one thread at a time, except `wait`, which may run beside a save."""
+
+    def __init__(self, store: LocalStore, target: ObjectTarget | None, every: int) -> None:
+        self._store = store
+        self._target = target
+        self._every = every
+        self._probe_s = PROBE_FIRST_S
+        self._lock = threading.Lock()
+        self._awaited: dict[str, str] = {}
+
+    @property
+    def is_used(self) -> bool:
+        return self._target is not None
+
+    def takes(self, sequence: int) -> bool:
+        """Whether the save of this sequence goes to the bucket: every n-th of a run, whoever restarts it."""
+        return self._target is not None and sequence % self._every == 0
+
+    def hand_over(self, world_size: int = 1) -> list[str]:
+        """Names the bucket to this node's agent, started here if need be; returns what is wrong. Cheap.
+
+        Raises:
+            ConfigInvalid: the bucket is this process's memory, and there are other ranks.
+        """
+        if self._target is None:
+            return []
+        if self._target.is_process_local:
+            if world_size > 1:
+                raise ConfigInvalid(f"{self._target.url} is memory of one process, and there are {world_size} ranks.")
+            return []
+        try:
+            asked(self._store, "POST", "/v1/object/target", self._target.to_json())
+        except ReplicatedCkptError as exc:
+            return [f"this node's agent does not know the object store: {exc}"]
+        return []
+
+    def probed(self, checkpoint_id: str, *, replaces: bool, overwrite: bool) -> Probed:
+        """Looks at the bucket before a save. What is wrong with it does not keep the save from the nodes.
+
+        Raises:
+            CheckpointExists: it holds this checkpoint, and the save may not overwrite it.
+        """
+        assert self._target is not None
+        url = self._target.url
+        if self._target.is_process_local:
+            return Probed(UploadPlan(url, has_own_prefix=True))
+        document = {"url": url, "checkpoint_id": checkpoint_id}
+        try:
+            found = asked(self._store, "POST", "/v1/object/probe", document, self._probe_s)
+        except ReplicatedCkptError as exc:
+            found = {"error": str(exc), "is_empty": False, "save_id": "", "histories": {}}
+        if found["save_id"] and not overwrite:
+            raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {url}.")
+        self._probe_s = PROBE_S
+        problem = f"object store {url}: {found['error']}" if found["error"] else ""
+        plan = UploadPlan(url, has_own_prefix=replaces or not found["is_empty"])
+        return Probed(plan, histories_from_json(found["histories"]), problem)
+
+    def expect(self, save_id: str, checkpoint_id: str) -> None:
+        """A save that goes to the bucket is written: `wait` waits for it, unless it is given up before the commit."""
+        with self._lock:
+            self._awaited[save_id] = checkpoint_id
+
+    def committed(self) -> None:
+        """The save was committed on the nodes: the upload may begin."""
+        if self._target is not None and self._target.is_process_local:
+            self._bring_here()
+            return
+        for problem in self.hand_over():  # wakes it, too
+            log.warning("uploads wait: %s", problem)
+
+    def _bring_here(self) -> None:
+        """Uploads in this process: nobody else would see what an agent puts into its own memory."""
+        assert self._target is not None
+        stopping = threading.Event()
+        service = NodeService(self._store)
+        targets = TargetBook(self._store.agent_directory())
+        targets.learn(self._target)
+        Uploader(service, targets, Pace(1e15, stopping), Patience(), stopping, lambda *_: None).round()
+
+    def wait(self, timeout_s: float) -> tuple[str, ...]:
+        """Waits until every save that was expected is committed in the bucket; returns their checkpoint ids.
+
+        Raises:
+            UploadFailed: one is not, and trying longer does not help, or the time is over. The next wait tries again.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            awaited = dict(self._awaited)
+        for save_id, checkpoint_id in awaited.items():
+            self._wait_for(save_id, checkpoint_id, deadline)
+            with self._lock:
+                self._awaited.pop(save_id, None)
+        return tuple(awaited.values())
+
+    def _wait_for(self, save_id: str, checkpoint_id: str, deadline: float) -> None:
+        assert self._target is not None
+        if self._target.is_process_local:
+            return
+        asked(self._store, "POST", "/v1/object/again", {"save_id": save_id})
+        pause_s = _POLL_FIRST_S
+        while True:
+            try:
+                state = UploadState(**asked(self._store, "GET", f"/v1/object/saves/{save_id}"))
+            except ObjectMissing as exc:
+                if asked(self._store, "GET", f"/v1/saves/{save_id}")["state"] == "unknown":
+                    log.info("save %s of %s was given up, or is not on this node any more", save_id, checkpoint_id)
+                    return
+                if time.monotonic() > deadline:
+                    raise UploadFailed(checkpoint_id, self._target.url, "it is not committed on this node.") from exc
+                time.sleep(_POLL_MAX_S / 4)
+                continue
+            if state.state != "pending":
+                return
+            if state.is_denied or state.failing_s > GIVE_UP_S:
+                raise UploadFailed(checkpoint_id, state.url, state.error)
+            if time.monotonic() > deadline:
+                why = state.error or "the time-out is over, and its upload goes on."
+                raise UploadFailed(checkpoint_id, state.url, why)
+            time.sleep(pause_s)
+            pause_s = min(_POLL_MAX_S, 1.3 * pause_s)

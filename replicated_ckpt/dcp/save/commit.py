@@ -1,0 +1,150 @@
+"""The coordinator's last steps of a save: account for every shard, decide durably, have every node publish."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.config import WriterConfig
+from replicated_ckpt.core.bucket.commit_mark import own_prefix
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
+from replicated_ckpt.dcp.metadata.metadata import encoded_metadata
+from replicated_ckpt.dcp.metadata.sharing import share_parts
+from replicated_ckpt.dcp.runtime.gc_pause import put_off
+from replicated_ckpt.dcp.runtime.torch_private import metadata_version
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision
+from replicated_ckpt.dcp.save.nodes import Cluster, Committed
+from replicated_ckpt.errors import AckNotReached, SaveAborted
+from replicated_ckpt.stores.local.store import LocalStore
+
+
+def commit_save(
+    store: LocalStore,
+    cluster: Cluster,
+    decision: SaveDecision,
+    config: WriterConfig,
+    receipts: Sequence[Receipt],
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+) -> list[str]:
+    """Ends a save whose shards are all written. Returns what is weaker than wanted, in words.
+
+    Holds afterwards: the checkpoint is committed on every node that is not named in what is returned. If it raises
+    before the decision, the save is given up everywhere; once the decision is durable it is never given up.
+
+    Raises:
+        SaveAborted: an item lies in a shard that no rank has written.
+        AckNotReached: the decision is durable here, but no holder of some shard has published it; or, if
+        `on_degraded` says so, fewer holders than acknowledged their copies have. It will be completed all the same.
+        StoreError: the decision could not be made durable.
+    """
+    try:
+        with put_off():
+            raw_metadata, manifest = _described(decision, config.copies, receipts, metadata, results)
+        raw_manifest = manifest.encoded()
+        failpoints.reach("coordinator.accounted")
+        store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
+        failpoints.reach("coordinator.metadata-staged")
+        store.put_small(decision.save_id, MANIFEST_NAME, raw_manifest)
+    except BaseException as exc:
+        cluster.abort(decision.save_id, f"the coordinator failed: {type(exc).__name__}: {exc}")
+        raise
+    failpoints.reach("coordinator.decided")
+    committed = cluster.commit(decision.save_id, raw_metadata, raw_manifest)
+    failpoints.reach("coordinator.published")
+    _check_reached(manifest, committed, must_have_all=config.must_have_all_copies)
+    return [
+        f"node {node} has not published the checkpoint yet: {error}" for node, error in committed.error_by_node.items()
+    ]
+
+
+def _described(
+    decision: SaveDecision,
+    copies: int,
+    receipts: Sequence[Receipt],
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+) -> tuple[bytes, Manifest]:
+    shards = _shard_entries(decision, receipts)
+    metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+    metadata.storage_meta = StorageMeta(checkpoint_id=decision.checkpoint_id, save_id=decision.save_id)
+    version = metadata_version()
+    if version is not None:
+        metadata.version = version
+    unwritten = {info.relative_path for info in metadata.storage_data.values()} - set(shards)
+    if unwritten:
+        raise SaveAborted(f"No rank has written {sorted(unwritten)} for save {decision.save_id}.")
+    share_parts(metadata)
+    raw_metadata, upload = _encoded(metadata, decision)
+    manifest = Manifest(
+        save_id=decision.save_id,
+        checkpoint_id=decision.checkpoint_id,
+        sequence=decision.sequence,
+        created_unix_s=time.time(),
+        world_size=len(decision.node_by_rank),
+        copies=copies,
+        metadata_bytes=len(raw_metadata),
+        metadata_crc32c=crc32c(raw_metadata),
+        nodes=tuple(
+            NodeEntry(node.node_id, node.host, node.domain, decision.ranks_of(node.node_id)) for node in decision.nodes
+        ),
+        shards=shards,
+        upload=upload,
+        lineage=decision.lineage,
+    )
+    return raw_metadata, manifest
+
+
+def _encoded(metadata: Metadata, decision: SaveDecision) -> tuple[bytes, UploadEntry | None]:
+    """The bytes of `.metadata`, and what of them becomes the bucket's, where shards may lie under the save's own prefix."""
+    raw = encoded_metadata(metadata)
+    plan = decision.upload
+    if plan is None:
+        return raw, None
+    if not plan.has_own_prefix:
+        return raw, UploadEntry(plan.url, False, len(raw), crc32c(raw))
+    prefix = own_prefix(decision.save_id)
+    paths = {info.relative_path: prefix + info.relative_path for info in metadata.storage_data.values()}
+    elsewhere = {
+        index: replace(info, relative_path=paths[info.relative_path]) for index, info in metadata.storage_data.items()
+    }
+    bucket = encoded_metadata(replace(metadata, storage_data=elsewhere))
+    return raw + bucket, UploadEntry(plan.url, True, len(bucket), crc32c(bucket))
+
+
+def _shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mapping[str, ShardEntry]:
+    """What each shard is. Its intended holders are those that acknowledged, and the buddies that should have."""
+    entries = {}
+    for rank, receipt in enumerate(receipts):
+        own = decision.node_of(rank).node_id
+        for shard in receipt.shards:
+            wanted = decision.buddies_of(own)
+            missing = [node for node in wanted if node not in shard.holders]
+            lacking = decision.placement.copies - len(shard.holders)
+            holders = (*shard.holders, *missing[: max(0, lacking)])
+            entries[shard.name] = ShardEntry(shard.size_bytes, shard.crc32c, rank, own, holders)
+    return entries
+
+
+def _check_reached(manifest: Manifest, committed: Committed, *, must_have_all: bool) -> None:
+    have = {name: len(committed.holders_of(name)) for name in manifest.shards}
+    wanted = min(manifest.copies, len(manifest.nodes)) if must_have_all else 1
+    short = {name: count for name, count in have.items() if count < wanted}
+    if short or not committed.held_by_node:
+        why = "; ".join(f"node {node}: {error}" for node, error in committed.error_by_node.items())
+        raise AckNotReached(manifest.copies, short, _what_follows(manifest, committed, why))
+
+
+def _what_follows(manifest: Manifest, committed: Committed, why: str) -> str:
+    """What becomes of a save that is decided, and not published where it should be."""
+    nodes = sorted(committed.error_by_node)
+    return (
+        f"The decision of save {manifest.save_id} is durable on the coordinator's node: node {', '.join(nodes)} publishes "
+        f"it once it reaches a node that has, unless a newer save of {manifest.checkpoint_id!r} is whole by then. Until "
+        f"every shard is published, the previous version is kept, too. {why}"
+    )

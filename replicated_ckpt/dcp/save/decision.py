@@ -1,0 +1,238 @@
+"""The decision about one save: what the coordinator drew and chose, as every rank reads it, and each rank's receipt."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlan
+
+from replicated_ckpt.config import CheckpointIdFrom
+from replicated_ckpt.core.bucket.upload_plan import UploadPlan
+from replicated_ckpt.core.layout import checkpoint_id_under
+from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
+from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, placed
+from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.dcp.save.announcement import announced
+from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.peer.client import AgentAddress
+
+
+@dataclass(frozen=True)
+class SaveDecision:
+    """One attempt at one save. `nodes` are in rank order; `nodes[node_by_rank[r]]` is the node of rank r.
+
+    `unreached` are nodes whose agents did not answer when the save was opened: their ranks open it in their own stores
+    themselves, as `session` and `overwrite` say, and they hold copies for nobody.
+    """
+
+    save_id: str
+    checkpoint_id: str
+    sequence: int
+    nodes: tuple[NodePost, ...]
+    node_by_rank: tuple[int, ...]
+    placement: Placement
+    session: str = ""
+    overwrite: bool = False
+    unreached: tuple[str, ...] = ()
+    upload: UploadPlan | None = None
+    lineage: str = ""
+    announced: Announced = NOTHING_ANNOUNCED
+
+    def holders_for(self, node_id: str) -> tuple[str, ...]:
+        """All nodes that may take copies for a node, in the order of preference: its buddies first."""
+        order = (*self.placement.buddies_by_node[node_id], *self.placement.substitutes(node_id))
+        return tuple(node for node in order if node not in self._silent)
+
+    def buddies_of(self, node_id: str) -> tuple[str, ...]:
+        """The nodes that are to hold copies for a node."""
+        buddies = self.placement.buddies_by_node[node_id]
+        if self._silent.isdisjoint(buddies):
+            return buddies
+        return self.holders_for(node_id)[: self.placement.copies - 1]
+
+    @property
+    def intent(self) -> Intent:
+        nodes = tuple(sorted(node.node_id for node in self.nodes))
+        coordinator, announced = self.node_of(0).node_id, self.announced
+        return Intent(
+            self.save_id,
+            self.checkpoint_id,
+            self.session,
+            self.overwrite,
+            nodes=nodes,
+            coordinator=coordinator,
+            announced=announced,
+        )
+
+    def node_of(self, rank: int) -> NodePost:
+        return self.nodes[self.node_by_rank[rank]]
+
+    def address_of(self, node_id: str) -> AgentAddress:
+        return self._address_by_node[node_id]
+
+    def ranks_of(self, node_id: str) -> tuple[int, ...]:
+        return tuple(self._ranks_by_node[node_id])
+
+    @cached_property
+    def _silent(self) -> frozenset[str]:
+        return frozenset(self.unreached)
+
+    @cached_property
+    def _address_by_node(self) -> Mapping[str, AgentAddress]:
+        return {node.node_id: node.address for node in self.nodes}
+
+    @cached_property
+    def _ranks_by_node(self) -> Mapping[str, list[int]]:
+        ranks: dict[str, list[int]] = {node.node_id: [] for node in self.nodes}
+        for rank, index in enumerate(self.node_by_rank):
+            ranks[self.nodes[index].node_id].append(rank)
+        return ranks
+
+    def to_json(self) -> dict[str, Any]:
+        """What every rank reads. Invitations are for the coordinator, who has used them by then."""
+        return asdict(replace(self, nodes=tuple(replace(node, invitation="") for node in self.nodes)))
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "SaveDecision":
+        placement = fields["placement"]
+        return cls(
+            fields["save_id"],
+            fields["checkpoint_id"],
+            fields["sequence"],
+            tuple(NodePost.from_json(node) for node in fields["nodes"]),
+            tuple(fields["node_by_rank"]),
+            Placement(
+                placement["copies"],
+                tuple(tuple(group) for group in placement["groups"]),
+                tuple(placement["shared_domain"]),
+            ),
+            fields["session"],
+            fields["overwrite"],
+            tuple(fields["unreached"]),
+            None if fields["upload"] is None else UploadPlan(**fields["upload"]),
+            fields["lineage"],
+            Announced(**fields["announced"]),
+        )
+
+
+@dataclass(frozen=True)
+class SavePost:
+    """What each rank says before a save. `checkpoint_id` None: it takes the coordinator's."""
+
+    checkpoint_id: str | None
+    node: NodePost
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "SavePost":
+        return cls(fields["checkpoint_id"], NodePost.from_json(fields["node"]))
+
+
+def decided(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence[SavePlan] = ()) -> SaveDecision:
+    """The decision that follows from what the ranks posted, and from DCP's plans for them, in rank order.
+
+    Raises:
+        CheckpointIdMismatch: the ranks named different checkpoints; one that takes the coordinator's names none.
+        ConfigInvalid: two different stores claim the same identity.
+    """
+    checkpoint_id = posts[0].checkpoint_id
+    given = {rank: post.checkpoint_id for rank, post in enumerate(posts) if post.checkpoint_id is not None}
+    if checkpoint_id is None:
+        raise ConfigInvalid("The coordinator named no checkpoint.")
+    if len(set(given.values())) > 1:
+        raise CheckpointIdMismatch(given)
+    nodes: dict[str, NodePost] = {}
+    for post in posts:
+        known = nodes.setdefault(post.node.node_id, post.node)
+        _check_same_store(known, post.node)
+    place = {node: index for index, node in enumerate(nodes)}
+    return SaveDecision(
+        save_id,
+        checkpoint_id,
+        0,
+        tuple(nodes.values()),
+        tuple(place[post.node.node_id] for post in posts),
+        placed([PlacedNode(node.node_id, node.domain) for node in nodes.values()], copies),
+        announced=announced(plans),
+    )
+
+
+def named_checkpoint(
+    root: str, given_id: str | os.PathLike[str] | None, id_from: CheckpointIdFrom, *, is_coordinator: bool
+) -> str | None:
+    """The checkpoint that a rank names when it presents itself; None if it takes the coordinator's.
+
+    Raises:
+        ConfigInvalid: it was given none, or none that could be under `root`.
+    """
+    if id_from == "coordinator" and not is_coordinator:
+        return None
+    if given_id is None:
+        raise ConfigInvalid("dcp.save was given no checkpoint_id.", 'Pass checkpoint_id="step-10", say.')
+    return checkpoint_id_under(root, os.fspath(given_id))
+
+
+def _check_same_store(known: NodePost, other: NodePost) -> None:
+    same_host = known.boot_id == other.boot_id
+    if known.store_inode != other.store_inode if same_host else known.address.token != other.address.token:
+        raise ConfigInvalid(
+            f"Two different stores have the identity {known.node_id}: on {known.host} and on {other.host}.",
+            "One was made as a copy of the other (a cloned disk): remove node.json from one of them.",
+        )
+    if known.domain != other.domain:
+        raise ConfigInvalid(
+            f"Ranks of node {known.node_id} name different domains: {known.domain!r} and {other.domain!r}."
+        )
+
+
+def weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePost]) -> list[str]:
+    """In words, what protects less than was asked for."""
+    placement = decision.placement
+    found = [f"node {node} did not answer when the save began" for node in decision.unreached]
+    if placement.copies < copies:
+        found.append(f"{copies} copies are wanted, and {placement.copies} node(s) can hold {placement.copies}")
+    if placement.shared_domain and any(node.domain for node in decision.nodes):
+        found.append(f"nodes {', '.join(placement.shared_domain)} have a buddy in their own failure domain")
+    boots: dict[str, set[str]] = {}
+    for post in posts:
+        boots.setdefault(post.node.node_id, set()).add(post.node.boot_id)
+    found += [
+        f"the store of node {node} is seen by several hosts: replicas on a shared file system protect nothing"
+        for node, seen in boots.items()
+        if len(seen) > 1
+    ]
+    return found
+
+
+@dataclass(frozen=True)
+class ShardReceipt:
+    """One shard as it was written. `holders`: the nodes where a copy was acknowledged, the owner's first."""
+
+    name: str
+    size_bytes: int
+    crc32c: int
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a rank wrote. `aborted`: the save was given up by somebody else while this rank wrote."""
+
+    shards: tuple[ShardReceipt, ...] = ()
+    aborted: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Receipt":
+        shards = (
+            ShardReceipt(shard["name"], shard["size_bytes"], shard["crc32c"], tuple(shard["holders"]))
+            for shard in fields["shards"]
+        )
+        return cls(tuple(shards), fields["aborted"])

@@ -1,0 +1,212 @@
+"""The nodes of one save, as the coordinator commands them: through their agents, or directly on one process alone."""
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_histories
+from replicated_ckpt.dcp.save.decision import SaveDecision
+from replicated_ckpt.dcp.save.relay_tree import RELAY_FROM_BYTES, Relay
+from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+COMMIT_TIMEOUT_S = 10.0
+COMMIT_DEADLINE_S = 120.0
+Result = TypeVar("Result")
+
+
+class Cluster(Protocol):
+    """All nodes of a save."""
+
+    def begin(self, intent: Intent) -> "Opened":
+        """Opens the save on every node that answers.
+
+        Raises:
+            CheckpointExists, StoreError: some node refused, or none answered; the caller aborts.
+        """
+
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> "Committed":
+        """Has every node publish the save; returns which did."""
+
+    def abort(self, save_id: str, why: str) -> None:
+        """Has every node that can be reached give the save up. Never raises a StoreError."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What became of the opening of a save: what the nodes know of lineages, and which of them did not answer.
+
+    `replaces`: some node holds the checkpoint already.
+    """
+
+    histories: Histories
+    unreached: tuple[str, ...] = ()
+    replaces: bool = False
+
+
+class Committed:
+    """What became of a commit: the shards held by each node that committed, and the error of each that did not."""
+
+    def __init__(
+        self, held_by_node: Mapping[str, Sequence[str]], error_by_node: Mapping[str, ReplicatedCkptError]
+    ) -> None:
+        self.held_by_node = held_by_node
+        self.error_by_node = error_by_node
+        self._holders_by_shard: dict[str, list[str]] = {}
+        for node, held in held_by_node.items():
+            for shard in held:
+                self._holders_by_shard.setdefault(shard, []).append(node)
+
+    def holders_of(self, shard: str) -> tuple[str, ...]:
+        return tuple(self._holders_by_shard.get(shard, ()))
+
+
+class AgentCluster:
+    """Nodes with agents. All calls go to all nodes at once, but for those whose own ranks have found no answer."""
+
+    def __init__(
+        self,
+        addresses: Sequence[AgentAddress],
+        own_node: str,
+        openers: Sequence[AgentAddress] = (),
+        silence_by_node: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`openers`: the same addresses with the nodes' invitations, which opening a save needs and nothing after it.
+
+        `silence_by_node`: what is wrong with the agents that are not asked, as the ranks of their nodes found.
+        """
+        self._by_node = {address.node_id: address for address in addresses}
+        self._opener_by_node = {**self._by_node, **{address.node_id: address for address in openers}}
+        self._silent = {
+            node: StoreUnavailable(self._by_node[node].label, "ask", "agent", why)
+            for node, why in silence_by_node.items()
+        }
+        self._own_node = own_node
+
+    def _run(self, call: Callable[[str], Result]) -> FanOut[str, Result]:
+        outcome = FanOut[str, Result]().run([node for node in self._by_node if node not in self._silent], call)
+        outcome.errors.update(self._silent)
+        return outcome
+
+    def begin(self, intent: Intent) -> Opened:
+        document = {
+            "checkpoint_id": intent.checkpoint_id,
+            "session": intent.session,
+            "overwrite": intent.overwrite,
+            "coordinator": intent.coordinator,
+            "announced": asdict(intent.announced),
+            "peers": [address.to_json() for address in self._by_node.values()],
+        }
+        body = json.dumps(document).encode()  # once, not once for each node: it names all of them
+
+        def opened(node: str) -> tuple[Histories, bool]:
+            with AgentClient(self._opener_by_node[node]) as client:
+                answer = client.put("POST", f"/v1/saves/{intent.save_id}", body)
+            try:
+                return histories_from_json(answer["histories"]), bool(answer["replaces"])
+            except (KeyError, TypeError, ValueError, AttributeError) as exc:
+                raise PeerProtocolError(f"{self._by_node[node].label} opened a save wrongly: {exc!r}.") from exc
+
+        outcome = self._run(opened)
+        for node, error in outcome.errors.items():
+            if node == self._own_node or not isinstance(error, StoreUnavailable):
+                raise error
+        histories = merge_histories(histories for histories, _ in outcome.results.values())
+        return Opened(histories, tuple(outcome.errors), any(replaces for _, replaces in outcome.results.values()))
+
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
+        path = f"/v1/saves/{save_id}"
+        relay = Relay(self._own_node) if len(metadata) * len(self._by_node) > RELAY_FROM_BYTES else None
+        whole = {"size_bytes": len(metadata), "crc32c": crc32c(metadata)}
+
+        def brought(client: AgentClient, relay: Relay) -> None:
+            client.call("GET", path)  # a node that hangs is to keep nobody from sending to the others
+            relay.bring(
+                client.address.node_id,
+                lambda: client.put("PUT", f"{path}/{METADATA_NAME}", metadata),
+                lambda source: client.call("POST", f"{path}/pull", {"from": source, **whole}),
+            )
+
+        def committed(node: str) -> tuple[str, ...]:
+            with AgentClient(self._by_node[node], COMMIT_TIMEOUT_S) as client, client.within(COMMIT_DEADLINE_S):
+                if node != self._own_node:
+                    if relay is None:
+                        client.put("PUT", f"{path}/{METADATA_NAME}", metadata)
+                    else:
+                        brought(client, relay)
+                    client.put("PUT", f"{path}/{MANIFEST_NAME}", manifest)
+                return tuple(client.call("POST", f"{path}/commit")["held"])
+
+        outcome = self._run(committed)
+        return Committed(outcome.results, outcome.errors)
+
+    def abort(self, save_id: str, why: str) -> None:
+        def aborted(node: str) -> None:
+            with AgentClient(self._by_node[node]) as client:
+                client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why})
+
+        self._run(aborted)
+
+
+def cluster_of(decision: SaveDecision, rank: int) -> AgentCluster:
+    """The nodes of a decided save, as a rank of it reaches them."""
+    silence = {node.node_id: node.silence for node in decision.nodes if node.silence}
+    addresses, openers = zip(*((node.address, node.opener()) for node in decision.nodes), strict=True)
+    return AgentCluster(addresses, decision.node_of(rank).node_id, openers, silence)
+
+
+class LoneNode:
+    """This process's own store and nobody else's: no agent is needed. Other processes may do the same beside it."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self._service = LoneService(store)
+
+    def begin(self, intent: Intent) -> Opened:
+        replaces = self._service.store.final(intent.checkpoint_id).exists()
+        histories, leftovers = self._service.begin(intent)
+        settle(self._service, leftovers, ())
+        return Opened(histories, replaces=replaces)
+
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:  # noqa: ARG002 - staged here already
+        return Committed({self._service.node_id: self._service.commit(save_id)}, {})
+
+    def abort(self, save_id: str, why: str) -> None:
+        self._service.abort(save_id, why)
+
+
+class LoneService(NodeService):
+    """A node's saves as one of several processes drives them, each of which knows of its own alone."""
+
+    def open_in_store(self, intent: Intent) -> None:
+        """Nobody sees the save before this process holds it; it does so until this object is gone."""
+        with self.looking():
+            super().open_in_store(intent)
+            weakref.finalize(self, os.close, self.store.held(intent.save_id))
+
+    def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
+        """Goes by the files, too, where this node has an agent: ranks hold what it opened only once they write."""
+        if read_endpoint(self.store.root_agent_directory()) is None:
+            return super().was_opened_within(grace_s, intent)
+        staged = self.store.intent_path(intent.save_id).parent.glob(f"{intent.save_id}*")
+        return any(_was_changed_within(grace_s, path) for path in staged)
+
+
+def _was_changed_within(grace_s: float, path: Path) -> bool:
+    try:
+        return abs(time.time() - path.stat().st_mtime) < grace_s
+    except FileNotFoundError:  # at this moment
+        return True

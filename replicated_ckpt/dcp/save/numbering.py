@@ -1,0 +1,64 @@
+"""The place of a save in the order of all saves, and whether it goes to the bucket: the coordinator's last decisions."""
+
+import uuid
+from dataclasses import replace
+
+from replicated_ckpt.core.lineage import Histories, History, merge_histories, newest_lineage
+from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.dcp.save.bucket import ObjectTier
+from replicated_ckpt.dcp.save.decision import SaveDecision
+from replicated_ckpt.dcp.save.nodes import Cluster, Opened
+from replicated_ckpt.errors import CheckpointExists
+
+Seen = tuple[str, int] | None
+"""The lineage that this process continues, and the largest sequence that it has seen of it."""
+_told: set[tuple[str, frozenset[str]]] = set()
+
+
+def numbered(
+    decision: SaveDecision, opened: Opened, object_tier: ObjectTier, seen: Seen, cluster: Cluster
+) -> tuple[SaveDecision, list[str]]:
+    """The decision with its lineage, and its sequence there, larger than any on the nodes, in the bucket or seen before.
+
+    Also returns what is weaker than wanted. The lineage is the one that this process has loaded or saved; else the one
+    that was saved last on the nodes or in the bucket; else it begins with this save.
+
+    Raises:
+        CheckpointExists: the bucket holds the checkpoint, and the save may not overwrite it; it is given up.
+    """
+    decision, problems = _placed(replace(decision, unreached=opened.unreached), opened.histories, seen)
+    if not object_tier.takes(decision.sequence):
+        return decision, problems
+    try:
+        found = object_tier.probed(decision.checkpoint_id, replaces=opened.replaces, overwrite=decision.overwrite)
+    except CheckpointExists as exc:
+        cluster.abort(decision.save_id, str(exc))
+        raise
+    decision, problems = _placed(decision, merge_histories([opened.histories, found.histories]), seen)
+    if found.problem:
+        problems = [*problems, f"{found.problem} The copies on the nodes are made"]
+    return replace(decision, upload=found.plan), problems
+
+
+def _placed(decision: SaveDecision, histories: Histories, seen: Seen) -> tuple[SaveDecision, list[str]]:
+    lineage = seen[0] if seen is not None else newest_lineage(histories)
+    if lineage is None:
+        lineage = decision.lineage or uuid.uuid4().hex[:16]
+    known = histories.get(lineage, History(0)).sequence
+    sequence = max(known, seen[1] if seen is not None else 0) + 1
+    return replace(decision, lineage=lineage, sequence=sequence), _rivals(decision.checkpoint_id, lineage, histories)
+
+
+def _rivals(checkpoint_id: str, lineage: str, histories: Histories) -> list[str]:
+    """In words, once in a process, that checkpoints of another run lie in the directory of this one."""
+    others = {name for name, history in histories.items() if history.created_unix_s > 0} - {lineage}
+    scope = scope_of(checkpoint_id)
+    if not others or (scope, frozenset(others)) in _told:
+        return []
+    _told.add((scope, frozenset(others)))
+    listed = ", ".join(repr(name) for name in sorted(others))
+    problem = (
+        f"checkpoints of other runs (lineage {listed}) lie in the same directory of ids as this save's "
+        f"(lineage {lineage!r}); they are neither counted nor removed. Give each run a directory of its own"
+    )
+    return [problem]

@@ -1,0 +1,39 @@
+"""What the ranks wrote, posted by each and gathered by the coordinator before the commit."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision
+from replicated_ckpt.dcp.save.nodes import AgentCluster
+from replicated_ckpt.errors import SaveAborted
+from replicated_ckpt.stores.peer.client import AgentAddress
+
+
+def receipt_post(receipt: Receipt, save_id: str, node: NodePost) -> dict[str, Any]:
+    """What a rank posts once it has written; `node` as it is by then."""
+    return {**receipt.to_json(), "save_id": save_id, "address": node.address.to_json(), "silence": node.silence}
+
+
+def gathered(
+    posts: Sequence[Mapping[str, Any]], decision: SaveDecision, own_node: str
+) -> tuple[list[Receipt], AgentCluster]:
+    """The receipts of all ranks, and the nodes where their agents are now: one may have died and been started again.
+
+    Raises:
+        SaveAborted: a rank has not written for this save.
+    """
+    stale = [rank for rank, post in enumerate(posts) if post["save_id"] != decision.save_id]
+    if stale:
+        raise SaveAborted(f"Ranks {stale} have not written for save {decision.save_id}.")
+    addresses = [AgentAddress.from_json(post["address"]) for post in posts]
+    silence = {address.node_id: post["silence"] for address, post in zip(addresses, posts, strict=True)}
+    cluster = AgentCluster(addresses, own_node, silence_by_node={node: why for node, why in silence.items() if why})
+    return [Receipt.from_json(post) for post in posts], cluster
+
+
+def check_none_aborted(receipts: Sequence[Receipt], decision: SaveDecision) -> None:
+    """Raises SaveAborted: a rank stopped because the save was given up."""
+    aborted = [f"rank {rank}: {receipt.aborted}" for rank, receipt in enumerate(receipts) if receipt.aborted]
+    if aborted:
+        raise SaveAborted(f"Save {decision.save_id} was given up: {'; '.join(aborted)}")

@@ -1,0 +1,57 @@
+"""Retention as a writer sees it: with each save it names the run's policies to this node's agent, which does the work."""
+
+import logging
+
+from replicated_ckpt.agent.state.policies import NAME
+from replicated_ckpt.config import WriterConfig
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, scope_of
+from replicated_ckpt.dcp.node.local_agent import asked
+from replicated_ckpt.dcp.save.decision import SaveDecision
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
+
+log = logging.getLogger(__name__)
+
+
+class Retaining:
+    """One writer's policies. A policy of None takes back one that an earlier run has left."""
+
+    def __init__(self, store: LocalStore, config: WriterConfig, target: ObjectTarget | None) -> None:
+        self._store = store
+        self._config = config
+        self._target = target
+
+    def hand_over(self, decision: SaveDecision, rank: int) -> list[str]:
+        """Names the policies to this node's agent, once for each node of the save; returns what is wrong. Cheap.
+
+        Nobody is asked where there is no policy, nor one to take back, nor an agent that answers.
+        """
+        node = decision.node_of(rank).node_id
+        if rank != decision.ranks_of(node)[0] or node in decision.unreached or not self._is_used:
+            return []
+        return self._told(decision, is_committed=False)
+
+    def committed(self, decision: SaveDecision, *, has_agents: bool) -> None:
+        """The save was committed. Agents that committed it look by themselves; where there was none, one is told."""
+        if not has_agents and self._is_used:
+            for problem in self._told(decision, is_committed=True):
+                log.warning("%s", problem)
+
+    @property
+    def _is_used(self) -> bool:
+        is_wanted = self._config.retention is not None or self._config.object_retention is not None
+        return is_wanted or (self._store.root_agent_directory() / NAME).exists()
+
+    def _told(self, decision: SaveDecision, *, is_committed: bool) -> list[str]:
+        scope, revision = scope_of(decision.checkpoint_id), decision.sequence
+        lineage = decision.lineage
+        policies = [Policy(scope, NODES, revision, self._config.retention, lineage)]
+        if self._target is not None:
+            policies.append(Policy(scope, self._target.url, revision, self._config.object_retention, lineage))
+        document = {"policies": [policy.to_json() for policy in policies], "is_committed": is_committed}
+        try:
+            asked(self._store, "POST", "/v1/retention", document)
+        except ReplicatedCkptError as exc:
+            return [f"this node's agent does not know what is kept: {exc}"]
+        return []

@@ -1,0 +1,98 @@
+"""Destinations: where a tensor's verified bytes go as they come in, a piece after the other."""
+
+import ctypes
+from typing import Protocol
+
+import torch
+from torch.distributed.checkpoint.planner import ReadItem
+
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.dcp.runtime.torch_private import narrowed
+from replicated_ckpt.dcp.tensors.memory import tensor_over
+from replicated_ckpt.dcp.tensors.pinned import PinnedCopies
+from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
+from replicated_ckpt.stores.files.address import address_of
+
+BATCH_BYTES = 4 << 20
+
+
+class Destination(Protocol):
+    """Takes the bytes of a part of a tensor's data, in order and without gaps."""
+
+    def put(self, piece: memoryview) -> None:
+        """The next bytes; they are valid for the time of the call."""
+
+    def close(self) -> None:
+        """Everything has been put: afterwards the target holds it (a GPU's in the order of its current stream)."""
+
+
+class Memory:
+    """The target's own memory, on the CPU."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+        self._address = target.data_ptr()
+
+    def put(self, piece: memoryview) -> None:
+        ctypes.memmove(self._address, address_of(piece), len(piece))
+        self._address += len(piece)
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+class Rows:
+    """A target that differs in type, strides or width: rows are gathered, then copied by torch, which converts."""
+
+    def __init__(self, target: torch.Tensor, stored: StoredTensor, item: ReadItem) -> None:
+        self._target = target if stored.shape else target.reshape(1)
+        self._dtype = stored.dtype
+        self._row_shape = stored.shape[1:]
+        self._offsets, self._lengths = item.storage_offsets[1:], item.lengths[1:]
+        batch = max(1, BATCH_BYTES // stored.row_bytes) * stored.row_bytes
+        self._row_bytes = stored.row_bytes
+        self._gathered = memoryview(bytearray(min(batch, self._row_bytes * self._target.shape[0])))
+        self._filled = 0
+        self._row = 0
+
+    def put(self, piece: memoryview) -> None:
+        while piece:
+            part = piece[: len(self._gathered) - self._filled]
+            self._gathered[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            piece = piece[len(part) :]
+            if self._filled == len(self._gathered):
+                self._flush()
+
+    def _flush(self) -> None:
+        count = self._filled // self._row_bytes
+        if count:
+            rows = tensor_over(self._gathered[: self._filled], self._dtype)
+            rows = rows.view(count, *self._row_shape)
+            rows = narrowed(rows, (0, *self._offsets), (count, *self._lengths))
+            self._target.narrow(0, self._row, count).copy_(rows)
+        self._row += count
+        self._filled = 0
+
+    def close(self) -> None:
+        self._flush()
+
+
+def destination_for(target: torch.Tensor, stored: StoredTensor, item: ReadItem) -> tuple[Destination, ByteRange]:
+    """The best way into `target` for what `item` names of a stored tensor, and which bytes of its data it takes."""
+    rows = stored.rows(item)
+    if target.dtype == stored.dtype and _is_plain(target) and tuple(item.lengths[1:]) == stored.shape[1:]:
+        if target.device.type == "cpu":
+            return Memory(target), rows
+        if target.device.type == "cuda":
+            return PinnedCopies(target), rows
+    return Rows(target, stored, item), rows
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )

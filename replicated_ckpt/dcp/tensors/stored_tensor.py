@@ -1,0 +1,104 @@
+"""Where a tensor's data lies in its item, foretold from the metadata: what must be read, and how to tell it was right."""
+
+import pickle
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from replicated_ckpt.dcp.tensors.torch_save import learned
+
+SURROUNDINGS_BYTES_MAX = 64 << 10
+"""What a container has around its data; with more than that it is none that `torch.save` writes for one tensor."""
+_KINDS_MAX = 4096
+
+
+class StoredTensor:
+    """A contiguous tensor in the container of `torch.save`: `head`, then its data in row-major order, then a tail.
+
+    It is foretold, not known: only an item that begins with `head` has this layout.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], head: bytes) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.head = head
+        self.data_bytes = dtype.itemsize
+        for size in shape:
+            self.data_bytes *= size
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one index of the first dimension; of a tensor without dimensions, all."""
+        return self.data_bytes // self.shape[0] if self.shape else self.data_bytes
+
+    def rows(self, item: ReadItem) -> ByteRange:
+        """The rows that a read item touches, as bytes of the data."""
+        if not self.shape:
+            return ByteRange(0, self.data_bytes)
+        return ByteRange(item.storage_offsets[0] * self.row_bytes, item.lengths[0] * self.row_bytes)
+
+
+class StoredTensors:
+    """Foretells the layout of items from a checkpoint's metadata. Keeps up to 4096 heads. One thread."""
+
+    def __init__(self) -> None:
+        self._metadata: Metadata | None = None
+        self._by_kind: dict[tuple[torch.dtype, tuple[int, ...]], StoredTensor | None] = {}
+
+    def describe(self, metadata: Metadata) -> None:
+        """From now on items are of this checkpoint."""
+        self._metadata = metadata
+
+    def of(self, item: ReadItem, info: StorageInfo) -> StoredTensor | None:
+        """How the item lies there if it is the contiguous tensor that the metadata describes; None: nothing is foretold."""
+        kind = self._kind(item)
+        if kind is None:
+            return None
+        if kind not in self._by_kind:
+            if len(self._by_kind) >= _KINDS_MAX:
+                return None
+            self._by_kind[kind] = _foretold(*kind)
+        stored = self._by_kind[kind]
+        fits = stored and len(stored.head) <= info.length - stored.data_bytes <= SURROUNDINGS_BYTES_MAX
+        return stored if fits else None
+
+    def _kind(self, item: ReadItem) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        if item.type == LoadItemType.BYTE_IO or self._metadata is None:
+            return None
+        described = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
+        if not isinstance(described, TensorStorageMetadata):
+            return None
+        sizes = self._sizes(item.storage_index, described)
+        if sizes is None or len(sizes) != len(item.lengths) or 0 in sizes:
+            return None
+        return described.properties.dtype, sizes
+
+    @staticmethod
+    def _sizes(index: MetadataIndex, described: TensorStorageMetadata) -> tuple[int, ...] | None:
+        hint = index.index or 0
+        if hint < len(described.chunks) and described.chunks[hint].offsets == index.offset:
+            return tuple(described.chunks[hint].sizes)
+        return None
+
+
+def needed(item: ReadItem, info: StorageInfo, stored: StoredTensor | None) -> Sequence[ByteRange]:
+    """What must be read of the shard for an item: its head and the rows that are wanted, or all of it."""
+    whole = ByteRange(info.offset, info.length)
+    if stored is None or not stored.shape or item.lengths[0] == stored.shape[0]:
+        return (whole,)
+    slack = info.length - stored.data_bytes
+    rows = stored.rows(item)
+    return ByteRange(whole.offset, slack), ByteRange(whole.offset + rows.offset, slack + rows.length)
+
+
+def _foretold(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor | None:
+    """Has `torch.save` write such a tensor and keeps what comes before its data. No memory is touched for the data."""
+    try:
+        found = learned(dtype, shape, torch.empty(shape, device="meta").stride())
+    except (RuntimeError, ValueError, TypeError, pickle.PicklingError):
+        return None
+    return None if found is None else StoredTensor(dtype, shape, bytes(found[0]))

@@ -1,0 +1,83 @@
+"""Writing tensors as the zip containers of `torch.save`: their data straight from memory, what surrounds it from templates.
+
+What surrounds the data is the same for all tensors of one dtype, shape and stride, so `torch.save` makes it once. The
+zip's own CRC32 stays out: our CRC32C covers these bytes. Source: torch.serialization (torch 2.7 to 2.15).
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+from replicated_ckpt.dcp.tensors.container import fills_storage, is_dense, is_plain
+from replicated_ckpt.dcp.tensors.device_copy import staged
+from replicated_ckpt.dcp.tensors.memory import memory_of
+from replicated_ckpt.dcp.tensors.torch_save import Surrounding, learned, saved_without_crc32
+
+_TEMPLATES_MAX = 4096
+
+
+class Stream(Protocol):
+    """Where items are written: anything that counts its bytes."""
+
+    position: int
+
+    def write(self, data: memoryview, /) -> int:
+        """Appends a copy."""
+
+    def refer(self, data: memoryview, /) -> None:
+        """Appends bytes that stay where and as they are until the stream is finished."""
+
+
+class TensorWriter:
+    """Writes tensors as containers. Keeps the surroundings of up to 4096 kinds of tensors. One thread."""
+
+    def __init__(self) -> None:
+        self._surroundings: dict[tuple[Any, ...], Surrounding | None] = {}
+
+    def write(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Appends a tensor, as a CPU tensor of its own storage.
+
+        One on the CPU whose elements lie together, in any order, is not copied: the stream is told where they lie. What
+        the stream raises comes out as it is.
+        """
+        tensor = tensor.detach()
+        if not is_plain(tensor):
+            saved_without_crc32(_alone_in_its_storage(tensor.cpu()), stream)
+            return
+        surrounding = self._surrounding_of(tensor)
+        if surrounding is None:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+            surrounding = self._surrounding_of(tensor)
+        if surrounding is None:
+            saved_without_crc32(tensor.cpu(), stream)
+            return
+        head, tail = surrounding
+        stream.write(head)
+        if tensor.device.type == "cpu":
+            stream.refer(memory_of(tensor if tensor.is_contiguous() else _as_it_lies(tensor)))
+        else:
+            for piece in staged(tensor):
+                stream.write(memory_of(piece))
+        stream.write(tail)
+
+    def _surrounding_of(self, tensor: torch.Tensor) -> Surrounding | None:
+        """None: there are gaps between the tensor's elements, or its container is not understood."""
+        key = (tensor.dtype, tensor.shape, tensor.stride())
+        try:
+            return self._surroundings[key]
+        except KeyError:
+            found = learned(*key) if is_dense(tensor.shape, tensor.stride()) else None
+            if len(self._surroundings) < _TEMPLATES_MAX:
+                self._surroundings[key] = found
+            return found
+
+
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _alone_in_its_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it if it is a view: else the whole storage would be written."""
+    is_view = tensor.layout is torch.strided and not fills_storage(tensor)
+    return tensor.clone() if is_view else tensor

@@ -1,0 +1,108 @@
+"""`torch.save` of one tensor into our streams: errors come out as they went in, and what surrounds the data is learned.
+
+Source: torch.serialization (torch 2.7 to 2.15).
+"""
+
+import io
+from typing import Protocol
+
+import torch
+
+from replicated_ckpt.dcp.runtime.crc_switch import without_crc32
+from replicated_ckpt.dcp.tensors.container import TEMPLATE_BYTES_MAX, data_range
+from replicated_ckpt.dcp.tensors.memory import empty_tensor
+from replicated_ckpt.errors import ReplicatedCkptError
+
+_DATA_WRITE_BYTES_MIN = 64 << 10
+
+Surrounding = tuple[memoryview, memoryview]
+"""The bytes of a container before and after the tensor's data."""
+
+
+class Writable(Protocol):
+    """What `saved` needs of a stream."""
+
+    def write(self, data: memoryview, /) -> int: ...
+
+
+class _Remembering:
+    """What `torch.save` is given in place of a stream: it keeps the error of a write, as torch raises another one."""
+
+    def __init__(self, stream: Writable) -> None:
+        self._stream = stream
+        self.failure: ReplicatedCkptError | None = None
+
+    def write(self, data: memoryview) -> int:
+        try:
+            return self._stream.write(data)
+        except ReplicatedCkptError as exc:
+            self.failure = self.failure or exc
+            raise
+
+    def flush(self) -> None:
+        """The stream below flushes at its end only."""
+
+
+def saved(tensor: torch.Tensor, stream: Writable) -> None:
+    """Writes a container to a stream.
+
+    Raises:
+        ReplicatedCkptError: of the stream; torch closes its archive after a failed write, and raises what that fails with.
+    """
+    remembering = _Remembering(stream)
+    try:
+        torch.save(tensor, remembering)  # type: ignore[arg-type]
+    except RuntimeError as exc:
+        if remembering.failure is None:
+            raise
+        raise remembering.failure from exc
+
+
+def saved_without_crc32(tensor: torch.Tensor, stream: Writable) -> None:
+    """The same, without the CRC32s in the container: our own checksums cover all of it.
+
+    Raises:
+        ReplicatedCkptError: of the stream.
+    """
+    with without_crc32():
+        saved(tensor, stream)
+
+
+class _WithoutData:
+    """Takes what `torch.save` writes of a large tensor, and keeps all but its data, which it passes on in large pieces."""
+
+    def __init__(self) -> None:
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.data_bytes = 0
+
+    def write(self, piece: memoryview) -> int:
+        if len(piece) >= _DATA_WRITE_BYTES_MIN:
+            self.data_bytes += len(piece)
+        elif self.data_bytes:
+            self.tail += piece
+        else:
+            self.head += piece
+        return len(piece)
+
+
+def learned(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Surrounding | None:
+    """What surrounds the data of such a dense tensor; its memory is never touched, so that a large one costs nothing.
+
+    Returns None if it is not as expected.
+
+    Raises:
+        RuntimeError, ValueError, TypeError, pickle.PicklingError: there are no such tensors, or torch does not save them.
+    """
+    model = empty_tensor(shape, dtype, stride)
+    size_bytes = model.numel() * model.element_size()
+    if size_bytes > TEMPLATE_BYTES_MAX:
+        parts = _WithoutData()
+        saved_without_crc32(model, parts)
+        is_understood = parts.data_bytes == size_bytes
+        return (memoryview(bytes(parts.head)), memoryview(bytes(parts.tail))) if is_understood else None
+    buffer = io.BytesIO()
+    saved_without_crc32(model, buffer)
+    raw = memoryview(buffer.getvalue())
+    start = data_range(raw)[0]
+    return memoryview(bytes(raw[:start])), memoryview(bytes(raw[start + size_bytes :]))

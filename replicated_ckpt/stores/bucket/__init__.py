@@ -1,0 +1,1 @@
+"""Object stores: clients, uploads, shards that are read from there."""

@@ -1,0 +1,299 @@
+"""Checkpoints in a bucket: what is committed there, what has arrived of a save, and the commit itself.
+
+<id>/__0_0.distcp ...            shards, and
+<id>/.manifest.json              the manifest, of a save that found the id free
+<id>/<save_id>/...               the same of a save that may replace another
+<id>/.metadata                   the commit mark, written last: it names one save
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decoded_mark, own_prefix
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decoded_footer, footer_bytes_of
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    OBJECT_NODE,
+    ShardName,
+    is_checkpoint_id,
+    is_save_id,
+)
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ObjectMissing, ReplicatedCkptError, SaveAborted
+from replicated_ckpt.stores.bucket.client import Listing, ObjectClient, Paced
+from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+log = logging.getLogger(__name__)
+
+_DEPTH_MAX = 8
+_TAIL_BYTES = 64 << 10
+_COMMIT_TRIES = 4
+_ORPHAN_S = 86400.0
+"""Uploads begun that long ago belong to nobody any more."""
+
+
+@dataclass(frozen=True)
+class BucketSave:
+    """One committed checkpoint in the bucket. `mark` is None for one that stock torch wrote.
+
+    `is_torn`: it is one of ours, by the manifest that lies there, and its `.metadata` has lost the mark: nobody can tell
+    whose it is and what it should be.
+    """
+
+    checkpoint_id: str
+    mark: CommitMark | None
+    sizes: Mapping[str, int]
+    """Bytes of each shard's object, by the shard's name."""
+    metadata_bytes: int
+    """Of `.metadata`, the mark not counted."""
+    is_torn: bool = False
+
+    @property
+    def save_id(self) -> str:
+        """The save's id; one made up from the name, which is the same for everybody, where stock torch wrote it."""
+        if self.mark is not None:
+            return self.mark.save_id
+        return hashlib.sha256(f"{self.checkpoint_id}/{self.metadata_bytes}".encode()).hexdigest()[:32]
+
+    @property
+    def holding(self) -> Holding:
+        """It as the inventory has it. One without a mark has no place in the order: it is older than any other."""
+        sequence, created = (self.mark.sequence, self.mark.created_unix_s) if self.mark else (0, 0.0)
+        return Holding(
+            OBJECT_NODE,
+            self.checkpoint_id,
+            self.save_id,
+            sequence,
+            True,
+            self.sizes,
+            created_unix_s=created,
+            lineage=self.mark.lineage if self.mark else "",
+        )
+
+
+class Bucket:
+    """The object tier under one prefix. Safe for concurrent use; errors as ObjectClient has them."""
+
+    def __init__(self, client: ObjectClient) -> None:
+        self.client = client
+
+    # Looking -----------------------------------------------------------------------------------------------------
+
+    def saves(self) -> tuple[BucketSave, ...]:
+        """Every committed checkpoint. One request for each directory and two for each checkpoint, many at once."""
+        found: list[BucketSave] = []
+        level = [""]
+        for _ in range(_DEPTH_MAX):
+            looked = FanOut[str, tuple[list[BucketSave], list[str]]]().run(level, self._looked).raise_first()
+            found += [save for saves, _ in looked.values() for save in saves]
+            level = [directory for _, directories in looked.values() for directory in directories]
+            if not level:
+                break
+        return tuple(found)
+
+    def _looked(self, directory: str) -> tuple[list[BucketSave], list[str]]:
+        """The checkpoint in a directory, if it is one, and the directories that may hold others."""
+        listing = self.client.listed(directory)
+        checkpoint_id = directory.rstrip("/")
+        if METADATA_NAME in listing.sizes and is_checkpoint_id(checkpoint_id):
+            return [self._save(checkpoint_id, listing)], []
+        below = [name for name in listing.directories if not is_save_id(name) and is_checkpoint_id(directory + name)]
+        return [], [f"{directory}{name}/" for name in below]
+
+    def save_of(self, checkpoint_id: str) -> BucketSave | None:
+        """The committed save of one checkpoint, if there is one."""
+        listing = self.client.listed(f"{checkpoint_id}/")
+        return self._save(checkpoint_id, listing) if METADATA_NAME in listing.sizes else None
+
+    def _save(self, checkpoint_id: str, listing: Listing) -> BucketSave:
+        sizes, size = listing.sizes, listing.sizes[METADATA_NAME]
+        is_ours = MANIFEST_NAME in sizes or any(map(is_save_id, listing.directories))
+        mark = self._mark(checkpoint_id, size)
+        if mark is None and is_ours:
+            mark = self._mark(checkpoint_id, size)
+        if mark is not None and mark.has_own_prefix:
+            sizes = self.client.listed(f"{checkpoint_id}/{mark.prefix}").sizes
+        shards = {name: size for name, size in sizes.items() if ShardName.parse(name) is not None}
+        return BucketSave(checkpoint_id, mark, shards, size - (MARK_BYTES if mark else 0), is_ours and not mark)
+
+    def _mark(self, checkpoint_id: str, size_bytes: int) -> CommitMark | None:
+        if size_bytes < MARK_BYTES:
+            return None
+        tail = bytearray(MARK_BYTES)
+        self.client.read(f"{checkpoint_id}/{METADATA_NAME}", size_bytes - MARK_BYTES, memoryview(tail))
+        return decoded_mark(tail)
+
+    def is_empty(self, checkpoint_id: str) -> bool:
+        """Whether nothing at all lies under a checkpoint's name. Also tells whether the bucket can be reached."""
+        listing = self.client.listed(f"{checkpoint_id}/")
+        return not listing.sizes and not listing.directories
+
+    def manifest_raw(self, save: BucketSave) -> bytes:
+        """The manifest of a committed save, as its mark names it.
+
+        Raises:
+            ManifestInvalid: the object differs from what the mark says. ObjectMissing: stock torch wrote it: no manifest.
+        """
+        if save.mark is None:
+            raise ObjectMissing(self.client.target.url, "read", f"{save.checkpoint_id}/{MANIFEST_NAME}", "none")
+        key = f"{save.checkpoint_id}/{save.mark.prefix}{MANIFEST_NAME}"
+        size = self.client.size_bytes(key)
+        raw = self.small(key, min(size, MANIFEST_BYTES_MAX + 1), save.mark.manifest_crc32c)
+        if crc32c(raw) != save.mark.manifest_crc32c:
+            raise ManifestInvalid(f"The manifest at {self.client.target.url}/{key} is not the one that was committed.")
+        return raw
+
+    def small(self, key: str, size_bytes: int, crc: int | None = None) -> bytes:
+        """The first bytes of an object; read a second time if they differ from the checksum `crc`."""
+        raw = bytearray(size_bytes)
+        for _ in range(2):
+            self.client.read(key, 0, memoryview(raw))
+            if crc in (None, crc32c(raw)):
+                break
+        return bytes(raw)
+
+    # Bringing ----------------------------------------------------------------------------------------------------
+
+    def put_shard(self, manifest: Manifest, name: str, source: UploadSource, paced: Paced) -> None:
+        """Uploads one shard of a save to where its manifest says."""
+        self.client.put_shard(key_of(manifest, name), source, paced)
+        failpoints.reach("upload.shard-arrived")
+
+    def arrived(self, manifest: Manifest) -> set[str]:
+        """The shards of a save of which an object of the right size is there."""
+        sizes = self.client.listed(f"{manifest.checkpoint_id}/{prefix_of(manifest)}").sizes
+        return {name for name, entry in manifest.shards.items() if sizes.get(name) == entry.size_bytes}
+
+    def is_intact(self, manifest: Manifest, name: str) -> bool:
+        """Whether the object is this save's shard, by its footer: a look that costs one or two small range reads.
+
+        It tells another save's shard, or one cut short and filled up; a flipped bit in the data is found by the checksum
+        that the store verified when it was uploaded, and by every read.
+        """
+        entry = manifest.shards[name]
+        size, key = entry.size_bytes, key_of(manifest, name)
+        tail = bytearray(min(size, _TAIL_BYTES))
+        try:
+            self.client.read(key, size - len(tail), memoryview(tail))
+            footer_bytes = footer_bytes_of(tail[-FOOTER_TAIL_BYTES:], size) or 0
+            if footer_bytes > len(tail):
+                tail = bytearray(footer_bytes)
+                self.client.read(key, size - footer_bytes, memoryview(tail))
+        except (ObjectMissing, ObjectCorrupt):
+            return False
+        table = decoded_footer(tail[len(tail) - footer_bytes :], size)
+        return table is not None and table.file_crc() == entry.crc32c
+
+    # Committing --------------------------------------------------------------------------------------------------
+
+    def commit(self, manifest: Manifest, raw_manifest: bytes, raw_metadata: bytes) -> None:
+        """Makes a save whose shards are all there the checkpoint of its id. Any number of agents may do it at once.
+
+        Each writes the same bytes: the manifest, then the mark, over just what it has seen there where the store can do
+        that, and reads it back. On failure the checkpoint that was there before stands.
+
+        Raises:
+            SaveAborted: a newer save of the same id is committed there, and this one is not wanted any more.
+            ObjectCorrupt: what is read back is not what was written.
+        """
+        mark = CommitMark(
+            manifest.save_id,
+            manifest.sequence,
+            manifest.created_unix_s,
+            crc32c(raw_manifest),
+            crc32c(raw_metadata),
+            bool(prefix_of(manifest)),
+            manifest.lineage,
+        )
+        self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
+        failpoints.reach("upload.manifest-put")
+        key, replaced = f"{manifest.checkpoint_id}/{METADATA_NAME}", None
+        for _ in range(_COMMIT_TRIES):
+            version = self.client.version(key)
+            there = self.save_of(manifest.checkpoint_id)
+            if is_superseded(manifest, there):
+                raise SaveAborted(f"{manifest.checkpoint_id!r} in {self.client.target.url} is of a newer save.")
+            if there is not None and there.mark == mark:
+                self._tidy(manifest, replaced)
+                return
+            replaced = there
+            self.client.put_over(key, raw_metadata + mark.encoded(), version)
+            failpoints.reach("upload.marked")
+        raise ObjectCorrupt(self.client.target.url, "commit", key, "what is read back is not what was written")
+
+    def _tidy(self, manifest: Manifest, before: BucketSave | None) -> None:
+        """Removes what the new save has replaced and what interrupted uploads left; what cannot be is logged."""
+        try:
+            self.client.end_unfinished(f"{manifest.checkpoint_id}/{prefix_of(manifest)}__", 0)
+            self.client.end_unfinished("", _ORPHAN_S)
+            if before is not None and before.mark is not None:
+                self.client.delete(list(self._keys(before)))
+        except ReplicatedCkptError as exc:
+            log.warning("some objects of %s stay: %s", manifest.checkpoint_id, exc)
+
+    def _keys(self, save: BucketSave) -> Iterator[str]:
+        """Everything of a save but its mark."""
+        prefix = save.mark.prefix if save.mark else ""
+        for name in (*sorted(save.sizes), *([MANIFEST_NAME] if save.mark else ())):
+            yield f"{save.checkpoint_id}/{prefix}{name}"
+
+    def remove(self, save: BucketSave) -> None:
+        """Deletes a checkpoint, its mark first: interrupted at any point, what is left is no checkpoint."""
+        self.client.delete([f"{save.checkpoint_id}/{METADATA_NAME}"])
+        self.client.delete(list(self._keys(save)))
+
+
+def is_superseded(manifest: Manifest, there: BucketSave | None) -> bool:
+    """Whether a save may not be committed over the one that is there."""
+    if there is None or there.mark is None or there.save_id == manifest.save_id:
+        return False
+    if there.mark.lineage != manifest.lineage:
+        return there.mark.created_unix_s > manifest.created_unix_s
+    return there.mark.version.is_newer_than(manifest.version)
+
+
+def prefix_of(manifest: Manifest) -> str:
+    """Where a save's shards lie in the bucket, relative to its checkpoint."""
+    return own_prefix(manifest.save_id) if manifest.upload is not None and manifest.upload.has_own_prefix else ""
+
+
+def key_of(manifest: Manifest, name: str) -> str:
+    return f"{manifest.checkpoint_id}/{prefix_of(manifest)}{name}"
+
+
+def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
+    """The manifest of a save in the bucket; one that tells sizes and no checksums for what stock torch wrote there.
+
+    Raises:
+        ManifestInvalid, ObjectMissing, StoreError
+    """
+    if save.mark is not None:
+        return bucket.manifest_raw(save)
+    shards = {
+        name: ShardEntry(size, 0, _rank_of(name), OBJECT_NODE, (OBJECT_NODE,)) for name, size in save.sizes.items()
+    }
+    ranks = tuple(sorted({entry.owner_rank for entry in shards.values()}))
+    node = NodeEntry(OBJECT_NODE, bucket.client.target.url, None, ranks)
+    return Manifest(
+        save_id=save.save_id,
+        checkpoint_id=save.checkpoint_id,
+        sequence=0,
+        created_unix_s=0.0,
+        world_size=len(ranks),
+        copies=1,
+        metadata_bytes=save.metadata_bytes,
+        metadata_crc32c=0,
+        nodes=(node,),
+        shards=shards,
+    ).encoded()
+
+
+def _rank_of(shard: str) -> int:
+    name = ShardName.parse(shard)
+    return name.rank if name else 0

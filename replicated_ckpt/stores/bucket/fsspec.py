@@ -1,0 +1,154 @@
+"""Any bucket that fsspec speaks to: the general door, without the checksums and resumed uploads that only S3 offers."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec
+from fsspec.callbacks import Callback
+
+from replicated_ckpt.errors import (
+    ConfigInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    ReplicatedCkptError,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+)
+from replicated_ckpt.stores.bucket.client import PART_BYTES, PARTS_PARALLEL, Listing, Paced
+from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+
+_S3FS_DEFAULTS = {"default_block_size": PART_BYTES, "max_concurrency": PARTS_PARALLEL}
+
+
+class _PacedCallback(Callback):  # type: ignore[misc]
+    """Holds an upload back: fsspec reports here what it has sent."""
+
+    def __init__(self, paced: Paced) -> None:
+        super().__init__()
+        self._paced = paced
+
+    def relative_update(self, inc: int = 1) -> None:
+        self._paced(inc)
+
+
+class FsspecClient:
+    """An ObjectClient over fsspec. See ObjectClient for the contract.
+
+    A file system whose write is not atomic (`file://`) may show a short object after a crash; nobody takes one for a
+    shard, as sizes and checksums are compared before a commit and at every read.
+    """
+
+    def __init__(self, target: ObjectTarget) -> None:
+        self.target = target
+        defaults: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+        if target.scheme in ("s3", "s3a"):
+            defaults |= _S3FS_DEFAULTS
+        if target.scheme in ("file", "local"):
+            defaults = {"auto_mkdir": True}
+        if target.is_process_local:
+            defaults = {}
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(target.url, **{**defaults, **target.options})
+        except (ValueError, TypeError, ImportError) as exc:
+            detail = target.scrubbed(f"{type(exc).__name__}: {exc}")[:400]
+            raise ConfigInvalid(f"{target.url} cannot be reached through fsspec: {detail}.") from None
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}".rstrip("/")
+
+    def listed(self, directory: str) -> Listing:
+        path = self._path(directory)
+        with self._translated("list", directory):
+            try:
+                entries = self._fs.ls(path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return Listing()
+            inside = [entry for entry in entries if entry["name"].rstrip("/") != path]
+            name_of = {id(entry): entry["name"].rstrip("/").rpartition("/")[2] for entry in inside}
+            return Listing(
+                {name_of[id(entry)]: int(entry["size"]) for entry in inside if entry["type"] == "file"},
+                tuple(name_of[id(entry)] for entry in inside if entry["type"] == "directory"),
+            )
+
+    def read(self, key: str, offset: int, target: memoryview) -> None:
+        if not target:
+            return
+        with self._translated("read", key):
+            raw = self._fs.cat_file(self._path(key), start=offset, end=offset + len(target))
+        if len(raw) != len(target):
+            raise ObjectCorrupt(
+                self.target.url, "read", key, f"asked for {len(target)} bytes at {offset}, got {len(raw)}"
+            )
+        target[:] = raw
+
+    def size_bytes(self, key: str) -> int:
+        with self._translated("look at", key):
+            return int(self._fs.size(self._path(key)))
+
+    def put(self, key: str, data: bytes) -> None:
+        with self._translated("write", key):
+            self._fs.pipe_file(self._path(key), data)
+
+    def version(self, key: str) -> str:
+        """Nothing: fsspec has no conditional writes that all its back ends agree on."""
+        del key
+        return ""
+
+    def put_over(self, key: str, data: bytes, version: str) -> bool:
+        del version
+        self.put(key, data)
+        return True
+
+    def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
+        source.check_all()
+        with self._translated("write", key):
+            if self.target.scheme in ("s3", "s3a"):
+                extra = {"chunksize": PART_BYTES, "max_concurrency": PARTS_PARALLEL}
+                self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
+            else:
+                self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced))
+        found = self.size_bytes(key)
+        if found != source.size_bytes:
+            detail = f"expected {source.size_bytes} bytes, the store holds {found}"
+            raise ObjectCorrupt(self.target.url, "check", key, detail)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with self._translated("delete", key), contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(key))
+
+    def end_unfinished(self, prefix: str, older_than_s: float) -> int:
+        """Nothing: fsspec has no name for it; a life-cycle rule of the bucket does it."""
+        del prefix, older_than_s
+        return 0
+
+    def close(self) -> None:
+        """fsspec closes by itself what it opened."""
+
+    @contextmanager
+    def _translated(self, op: str, key: str) -> Iterator[None]:
+        """fsspec's back ends raise what they like: OSErrors by kind, and their SDK's own, which are told apart by name."""
+        try:
+            yield
+        except ReplicatedCkptError:
+            raise
+        except FileNotFoundError as exc:
+            raise ObjectMissing(self.target.url, op, key, self._detail(exc)) from None
+        except PermissionError as exc:
+            raise StoreDenied(self.target.url, op, key, self._detail(exc)) from None
+        except (TimeoutError, ConnectionError) as exc:
+            raise StoreUnavailable(self.target.url, op, key, self._detail(exc)) from None
+        except OSError as exc:
+            raise StoreError(self.target.url, op, key, self._detail(exc)) from None
+        except Exception as exc:
+            if type(exc).__module__.partition(".")[0] in ("builtins", "replicated_ckpt"):
+                raise
+            kind = StoreDenied if "Credential" in type(exc).__name__ else StoreUnavailable
+            raise kind(self.target.url, op, key, self._detail(exc)) from None
+
+    def _detail(self, exc: BaseException) -> str:
+        return self.target.scrubbed(f"{type(exc).__name__}: {exc}")[:400]

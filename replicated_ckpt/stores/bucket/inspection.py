@@ -1,0 +1,82 @@
+"""Reading everything in a bucket: each committed checkpoint, every byte, held against its checksums."""
+
+from collections.abc import Iterator
+
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
+from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.upkeep.finding import Finding, Problem
+from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ObjectMissing
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
+from replicated_ckpt.stores.bucket.shard import ObjectShard
+from replicated_ckpt.stores.verified import Expected
+
+PIECE_BYTES = 16 << 20
+
+
+class BucketInspector:
+    """One look at all of a bucket, or at one checkpoint. `unchecked` are those of stock torch: nobody knows their bytes.
+
+    Raises:
+        StoreDenied, StoreUnavailable, StoreError: the bucket cannot be read; nothing is said about what was not.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self.bytes_read = 0
+        self.checkpoint_ids: list[str] = []
+        self.unchecked: list[str] = []
+
+    def inspected(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
+        """What is wrong."""
+        found = [self._bucket.save_of(checkpoint_id)] if checkpoint_id else self._bucket.saves()
+        for save in found:
+            if save is None:
+                continue
+            self.checkpoint_ids.append(save.checkpoint_id)
+            if save.mark is None:
+                self.unchecked.append(save.checkpoint_id)
+                continue
+            yield from self._of_save(save)
+
+    def _of_save(self, save: BucketSave) -> Iterator[Finding]:
+        assert save.mark is not None
+        raw = self._bucket.small(f"{save.checkpoint_id}/{METADATA_NAME}", save.metadata_bytes)
+        self.bytes_read += len(raw)
+        if crc32c(raw) != save.mark.metadata_crc32c:
+            expected, found = (f"CRC32C {crc:08x}" for crc in (save.mark.metadata_crc32c, crc32c(raw)))
+            yield self._finding(save, METADATA_NAME, Problem.CORRUPT, expected, found)
+        try:
+            manifest = decoded_manifest(self._bucket.manifest_raw(save), self._bucket.client.target.url)
+        except ManifestInvalid as exc:
+            yield self._finding(save, MANIFEST_NAME, Problem.CORRUPT, "the manifest that was committed", exc.message)
+            return
+        except ObjectMissing:
+            yield self._finding(save, MANIFEST_NAME, Problem.MISSING, "a manifest", "none")
+            return
+        for name in sorted(manifest.shards):
+            yield from self._of_shard(save, manifest, name)
+
+    def _of_shard(self, save: BucketSave, manifest: Manifest, name: str) -> Iterator[Finding]:
+        entry = manifest.shards[name]
+        expected = f"{entry.size_bytes} bytes of CRC32C {entry.crc32c:08x}"
+        size = save.sizes.get(name)
+        if size != entry.size_bytes:
+            problem = Problem.MISSING if size is None else Problem.CORRUPT
+            yield self._finding(save, name, problem, expected, "none" if size is None else f"{size} bytes")
+            return
+        prefix = save.mark.prefix if save.mark else ""
+        try:
+            shard = ObjectShard(
+                self._bucket, f"{save.checkpoint_id}/{prefix}{name}", Expected(entry.size_bytes, entry.crc32c)
+            )
+            data_bytes = shard.table.data_bytes
+            for offset in range(0, data_bytes, PIECE_BYTES):
+                self.bytes_read += len(shard.read(offset, min(PIECE_BYTES, data_bytes - offset)))
+        except ObjectCorrupt as exc:
+            yield self._finding(save, name, Problem.CORRUPT, expected, exc.detail)
+
+    def _finding(self, save: BucketSave, name: str, problem: Problem, expected: str, found: str) -> Finding:
+        prefix = save.mark.prefix if save.mark and name != METADATA_NAME else ""
+        path = f"{self._bucket.client.target.url}/{save.checkpoint_id}/{prefix}{name}"
+        return Finding(OBJECT_NODE, save.checkpoint_id, save.save_id, name, path, problem, expected, found)

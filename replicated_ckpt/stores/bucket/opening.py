@@ -1,0 +1,38 @@
+"""Which client speaks to which bucket: our own for S3, fsspec for everything else."""
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+from replicated_ckpt.stores.bucket.client import ObjectClient
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+
+_S3_SCHEMES = ("s3", "s3a")
+
+
+def opened_client(target: ObjectTarget) -> ObjectClient:
+    """A client for a bucket. Nothing is asked of the bucket yet.
+
+    S3 by botocore, which s3fs brings along, wherever the options are ones that it can honour: fewer copies and less CPU
+    time than s3fs (docs/design.md has the figures). Anything else by fsspec. What fsspec's configuration has for the
+    scheme, in its files, holds where no option is given.
+
+    Raises:
+        ConfigInvalid: no package here speaks this scheme, or the options do not fit it.
+    """
+    target = replace(target, options={**_configured(target.scheme), **target.options})
+    if target.scheme in _S3_SCHEMES and importlib.util.find_spec("botocore") is not None:
+        from replicated_ckpt.stores.bucket.s3 import S3Client, can_honour
+
+        if can_honour(target.options):
+            return S3Client(target)
+    from replicated_ckpt.stores.bucket.fsspec import FsspecClient
+
+    return FsspecClient(target)
+
+
+def _configured(scheme: str) -> dict[str, Any]:
+    """fsspec's own configuration of a scheme, as this process has it."""
+    import fsspec.config  # by whoever has a bucket: it costs every start of an agent 35 ms
+
+    return dict(fsspec.config.conf.get(scheme, {}))

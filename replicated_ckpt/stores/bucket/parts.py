@@ -1,0 +1,160 @@
+"""One shard to S3 in parallel parts, in bounded memory; it goes on after a restart with the parts that are there."""
+
+import base64
+import json
+import queue
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError
+from replicated_ckpt.stores.bucket.body import MemoryBody
+from replicated_ckpt.stores.bucket.client import PART_BYTES, PARTS_PARALLEL, Paced
+from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.files.durable import translated, write_file
+
+_PARTS_MAX = 9_000  # S3 takes 10,000
+
+
+class MultipartClient(Protocol):
+    """What an upload needs of its client."""
+
+    s3: Any
+    bucket: str
+    prefix: str
+
+    def begun(self, key: str) -> str:
+        """Begins an upload; returns its id."""
+
+    def checksum_of(self, crc: int) -> dict[str, str]:
+        """Parameters by which the server verifies what it receives."""
+
+    def translated(self, op: str, key: str) -> AbstractContextManager[None]:
+        """Turns botocore's errors into ours."""
+
+
+class MultipartUpload:
+    """One shard in parallel parts. What it needs to go on after a restart lies in `shard.resume_path`."""
+
+    def __init__(self, client: MultipartClient, key: str, source: UploadSource, paced: Paced) -> None:
+        self._client = client
+        self._key = key
+        self._source = source
+        self._paced = paced
+        self._part_bytes = source.piece_bytes(max(PART_BYTES, -(-source.size_bytes // _PARTS_MAX)))
+        self._parts: dict[int, dict[str, Any]] = {}
+        self._crcs: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._where = {"Bucket": client.bucket, "Key": client.prefix + key}
+
+    def run(self) -> str:
+        """Uploads what is not there yet and completes it; returns the checksum of its parts' checksums, as S3 has it."""
+        count = -(-self._source.size_bytes // self._part_bytes)
+        if not self._resume():
+            self._create()
+        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(1, count + 1):
+            if number not in self._parts:
+                waiting.put(number)
+        self._send_all(waiting)
+        parts = [self._parts[number] for number in range(1, count + 1)]
+        with self._client.translated("complete the upload of", self._key):
+            self._client.s3.complete_multipart_upload(
+                **self._where, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
+            )
+        self._source.resume_path.unlink(missing_ok=True)
+        return encoded_crc(crc32c(b"".join(struct.pack(">I", self._crcs[number]) for number in range(1, count + 1))))
+
+    def _send_all(self, waiting: "queue.SimpleQueue[int]") -> None:
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            memory = bytearray(min(self._part_bytes, self._source.size_bytes))
+            while not errors:
+                try:
+                    self._send(waiting.get_nowait(), memory)
+                except queue.Empty:
+                    return
+                except BaseException as exc:  # noqa: BLE001 - top of a thread; raised by its owner below
+                    errors.append(exc)
+
+        threads = [threading.Thread(target=work, name="rckpt-part", daemon=True) for _ in range(PARTS_PARALLEL)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _send(self, number: int, memory: bytearray) -> None:
+        offset = (number - 1) * self._part_bytes
+        size = min(self._part_bytes, self._source.size_bytes - offset)
+        self._paced(size)
+        part = memoryview(memory)[:size]
+        crc = self._crcs[number] = self._source.read(offset, part)
+        checksum = self._client.checksum_of(crc)
+        with self._client.translated(f"send part {number} of", self._key):
+            answer = self._client.s3.upload_part(
+                **self._where, UploadId=self._upload_id, PartNumber=number, Body=MemoryBody(part), **checksum
+            )
+        failpoints.reach("upload.part-sent")
+        stored = {name: value for name, value in checksum.items() if name == "ChecksumCRC32C"}
+        with self._lock:
+            self._parts[number] = {"PartNumber": number, "ETag": answer["ETag"], **stored}
+
+    def _create(self) -> None:
+        self._upload_id: str = self._client.begun(self._key)
+        note = {"key": self._where["Key"], "upload_id": self._upload_id, "part_bytes": self._part_bytes}
+        note["file"] = [self._source.size_bytes, self._source.crc32c]
+        with translated(str(self._source.resume_path.parent), "write", self._source.resume_path.name):
+            write_file(self._source.resume_path, json.dumps(note).encode(), 0o600)
+
+    def _resume(self) -> bool:
+        """Takes over the parts of an upload that this node began for the same bytes; whether there is one."""
+        try:
+            note = json.loads(self._source.resume_path.read_bytes())
+            same = note["key"] == self._where["Key"] and note["part_bytes"] == self._part_bytes
+            if not same or note["file"] != [self._source.size_bytes, self._source.crc32c]:
+                return False
+            self._upload_id = str(note["upload_id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        try:
+            self._parts = {part["PartNumber"]: part for part in self._stored_parts()}
+        except ObjectMissing:
+            return False
+        except ReplicatedCkptError as exc:
+            if "NoSuchUpload" in exc.message:
+                return False
+            raise
+        return True
+
+    def _stored_parts(self) -> Iterator[dict[str, Any]]:
+        marker: dict[str, int] = {}
+        while True:
+            with self._client.translated("list parts of", self._key):
+                page = self._client.s3.list_parts(**self._where, UploadId=self._upload_id, **marker)
+            for part in page.get("Parts", ()):
+                if self._is_ours(part):
+                    yield {name: part[name] for name in ("PartNumber", "ETag", "ChecksumCRC32C") if name in part}
+            if not page.get("IsTruncated"):
+                return
+            marker = {"PartNumberMarker": page["NextPartNumberMarker"]}
+
+    def _is_ours(self, part: Mapping[str, Any]) -> bool:
+        """Whether a part that is there is what the file has at its place: by size, and by checksum if that is known."""
+        offset = (part["PartNumber"] - 1) * self._part_bytes
+        size = min(self._part_bytes, self._source.size_bytes - offset)
+        if size <= 0 or part["Size"] != size:
+            return False
+        crc = self._crcs[part["PartNumber"]] = self._source.read(offset, memoryview(bytearray(size)))
+        return bool(part.get("ChecksumCRC32C", encoded_crc(crc)) == encoded_crc(crc))
+
+
+def encoded_crc(crc: int) -> str:
+    """A CRC32C as S3 writes it: base64 of its four bytes, big endian."""
+    return base64.b64encode(struct.pack(">I", crc)).decode()

@@ -1,0 +1,275 @@
+"""S3 by botocore: parts from reused memory, checksums that the server verifies, uploads that go on after a restart."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import botocore.config
+import botocore.exceptions
+import botocore.session
+
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.errors import (
+    ConfigInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+)
+from replicated_ckpt.stores.bucket.body import MemoryBody, without_expect
+from replicated_ckpt.stores.bucket.client import PART_BYTES, Listing, Paced
+from replicated_ckpt.stores.bucket.parts import MultipartUpload, encoded_crc
+from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 20.0
+_DELETE_MAX = 1_000
+_SLICE_BYTES = 1 << 20
+"""Received at a time: urllib3 takes memory for each, and for little it takes the same again."""
+_KNOWN_OPTIONS = {
+    "key",
+    "secret",
+    "token",
+    "anon",
+    "endpoint_url",
+    "use_ssl",
+    "profile",
+    "client_kwargs",
+    "config_kwargs",
+}
+_KNOWN_CLIENT_OPTIONS = {"endpoint_url", "region_name", "verify", "use_ssl", "api_version"}
+_DENIED = {
+    "AccessDenied", "AccountProblem", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidBucketName",
+    "InvalidToken", "NoSuchBucket", "PermanentRedirect", "RequestTimeTooSkewed", "SignatureDoesNotMatch",
+    "TokenRefreshRequired", "AllAccessDisabled", "Forbidden", "301", "401", "403",
+}  # fmt: skip
+_CONDITION_FAILED = ("PreconditionFailed", "ConditionalRequestConflict", "412")
+_CONDITION_UNKNOWN = ("NotImplemented", "501")
+_MISSING = {"NoSuchKey", "404", "NotFound"}
+_BUSY = {
+    "SlowDown",
+    "ServiceUnavailable",
+    "InternalError",
+    "RequestTimeout",
+    "ThrottlingException",
+    "BandwidthLimitExceeded",
+}
+
+
+def can_honour(options: Mapping[str, Any]) -> bool:
+    """Whether these options of s3fs mean the same here; with others s3fs itself is used."""
+    return options.keys() <= _KNOWN_OPTIONS and dict(options.get("client_kwargs") or {}).keys() <= _KNOWN_CLIENT_OPTIONS
+
+
+class S3Client:
+    """An ObjectClient for S3 and what speaks like it. See ObjectClient for the contract."""
+
+    def __init__(self, target: ObjectTarget) -> None:
+        self.target = target
+        self.bucket, _, prefix = target.url.partition("://")[2].partition("/")
+        self.prefix = f"{prefix}/" if prefix else ""
+        self.has_checksums = True
+        try:
+            self.s3 = _botocore_client(target)
+        except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exc:
+            raise ConfigInvalid(f"{target.url}: {target.scrubbed(str(exc))}", "Correct storage_options.") from None
+
+    def listed(self, directory: str) -> Listing:
+        start = self.prefix + directory
+        sizes: dict[str, int] = {}
+        directories: list[str] = []
+        token: dict[str, str] = {}
+        while True:
+            with self.translated("list", directory):
+                page = self.s3.list_objects_v2(Bucket=self.bucket, Prefix=start, Delimiter="/", **token)
+            sizes.update({entry["Key"][len(start) :]: entry["Size"] for entry in page.get("Contents", ())})
+            directories += [entry["Prefix"][len(start) : -1] for entry in page.get("CommonPrefixes", ())]
+            if not page.get("IsTruncated"):
+                return Listing(sizes, tuple(directories))
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def read(self, key: str, offset: int, target: memoryview) -> None:
+        if not target:
+            return
+        span = f"bytes={offset}-{offset + len(target) - 1}"
+        with self.translated("read", key):
+            answer = self.s3.get_object(Bucket=self.bucket, Key=self.prefix + key, Range=span)
+            status = answer["ResponseMetadata"]["HTTPStatusCode"]
+            with contextlib.closing(answer["Body"]) as body:
+                if status != 206 and not (status == 200 and offset == 0 and answer["ContentLength"] == len(target)):
+                    raise self._corrupt(key, f"asked for {span}, answered with status {status}")
+                done = 0
+                while done < len(target):
+                    count = body.readinto(target[done : done + _SLICE_BYTES])
+                    if not count:
+                        raise self._corrupt(key, f"asked for {span}, it ended after {done} bytes")
+                    done += count
+
+    def size_bytes(self, key: str) -> int:
+        with self.translated("look at", key):
+            return int(self.s3.head_object(Bucket=self.bucket, Key=self.prefix + key)["ContentLength"])
+
+    def put(self, key: str, data: bytes) -> None:
+        self._put(key, data, crc32c(data))
+
+    def _put(self, key: str, data: bytes | bytearray, crc: int, **conditions: str) -> None:
+        with self.translated("write", key):
+            self.s3.put_object(
+                Bucket=self.bucket, Key=self.prefix + key, Body=MemoryBody(data), **self.checksum_of(crc), **conditions
+            )
+
+    def version(self, key: str) -> str:
+        try:
+            with self.translated("look at", key):
+                return str(self.s3.head_object(Bucket=self.bucket, Key=self.prefix + key)["ETag"])
+        except ObjectMissing:
+            return ""
+
+    def put_over(self, key: str, data: bytes, version: str) -> bool:
+        condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
+        try:
+            self._put(key, data, crc32c(data), **condition)
+        except StoreError as exc:
+            if any(code in exc.detail for code in _CONDITION_FAILED):
+                return False
+            if not any(code in exc.detail for code in _CONDITION_UNKNOWN):
+                raise
+            self.put(key, data)
+        return True
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), _DELETE_MAX):
+            some = keys[start : start + _DELETE_MAX]
+            with self.translated("delete", some[0]):
+                for key in some:  # DeleteObjects wants checksums that differ between stores; this is not a hot path
+                    self.s3.delete_object(Bucket=self.bucket, Key=self.prefix + key)
+
+    def end_unfinished(self, prefix: str, older_than_s: float) -> int:
+        ended, marker = 0, dict[str, str]()
+        while True:
+            with self.translated("list uploads of", prefix):
+                page = self.s3.list_multipart_uploads(Bucket=self.bucket, Prefix=self.prefix + prefix, **marker)
+                for upload in page.get("Uploads", ()):
+                    if time.time() - upload["Initiated"].timestamp() >= older_than_s:
+                        self.s3.abort_multipart_upload(
+                            Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                        )
+                        ended += 1
+            if not page.get("IsTruncated"):
+                return ended
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def close(self) -> None:
+        self.s3.close()
+
+    # Uploads of shards -------------------------------------------------------------------------------------------
+
+    def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
+        if source.size_bytes <= PART_BYTES:
+            paced(source.size_bytes)
+            data = bytearray(source.size_bytes)
+            self._put(key, data, source.read(0, memoryview(data)))
+            of_parts = ""
+        else:
+            of_parts = MultipartUpload(self, key, source, paced).run()
+        try:
+            self._check_stored(key, source, of_parts)
+        except ObjectCorrupt:
+            self.delete([key])
+            raise
+
+    def begun(self, key: str) -> str:
+        """Begins an upload in parts, with checksums unless the store knows none; returns its id."""
+        where = {"Bucket": self.bucket, "Key": self.prefix + key}
+        if self.has_checksums:
+            try:
+                with self.translated("begin the upload of", key):
+                    return str(self.s3.create_multipart_upload(**where, ChecksumAlgorithm="CRC32C")["UploadId"])
+            except StoreError as exc:
+                if type(exc) is not StoreError:
+                    raise
+                self.has_checksums = False
+        with self.translated("begin the upload of", key):
+            return str(self.s3.create_multipart_upload(**where)["UploadId"])
+
+    def _check_stored(self, key: str, source: UploadSource, of_parts: str) -> None:
+        """Compares with what the store says it holds: a checksum of the whole, or, of an upload in parts, of theirs."""
+        with self.translated("look at", key):
+            found = self.s3.head_object(Bucket=self.bucket, Key=self.prefix + key, ChecksumMode="ENABLED")
+        if found["ContentLength"] != source.size_bytes:
+            raise self._corrupt(key, f"expected {source.size_bytes} bytes, the store holds {found['ContentLength']}")
+        stored, _, parts = str(found.get("ChecksumCRC32C", "")).partition("-")
+        is_whole = not parts and (not of_parts or found.get("ChecksumType") == "FULL_OBJECT")
+        expected = encoded_crc(source.crc32c) if is_whole else of_parts
+        if stored and (is_whole or parts) and stored != expected:  # some stores say something else: moto does
+            raise self._corrupt(key, f"expected CRC32C {expected}, the store says {stored}")
+
+    def checksum_of(self, crc: int) -> dict[str, str]:
+        """Parameters by which the server verifies what it receives."""
+        if not self.has_checksums:
+            return {}
+        return {"ChecksumAlgorithm": "CRC32C", "ChecksumCRC32C": encoded_crc(crc)}
+
+    def _corrupt(self, key: str, detail: str) -> ObjectCorrupt:
+        return ObjectCorrupt(self.target.url, "check", key, detail)
+
+    @contextmanager
+    def translated(self, op: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except botocore.exceptions.ClientError as exc:
+            raise self._error_of(exc, op, key) from None
+        except (botocore.exceptions.NoCredentialsError, botocore.exceptions.PartialCredentialsError) as exc:
+            raise StoreDenied(self.target.url, op, key, self.target.scrubbed(str(exc)), _DENIED_HINT) from None
+        except (botocore.exceptions.BotoCoreError, OSError) as exc:
+            detail = self.target.scrubbed(f"{type(exc).__name__}: {exc}")
+            raise StoreUnavailable(self.target.url, op, key, detail, _AWAY_HINT) from None
+
+    def _error_of(self, exc: botocore.exceptions.ClientError, op: str, key: str) -> StoreError:
+        error = exc.response.get("Error", {})
+        code, status = str(error.get("Code")), exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        detail = self.target.scrubbed(f"{code}: {error.get('Message', '')} (status {status})")[:400]
+        store = self.target.url
+        if code in _MISSING:
+            return ObjectMissing(store, op, key, detail)
+        if code in _DENIED or status in (401, 403):
+            return StoreDenied(store, op, key, detail, _DENIED_HINT)
+        if code in _BUSY or status in (408, 429) or status >= 500:
+            return StoreUnavailable(store, op, key, detail, _AWAY_HINT)
+        if code in ("BadDigest", "XAmzContentChecksumMismatch"):
+            return ObjectCorrupt(store, op, key, detail)
+        return StoreError(store, op, key, detail)
+
+
+_DENIED_HINT = "Check the bucket's name, the credentials and their permissions; local and peer copies are not affected."
+_AWAY_HINT = "It is tried again by itself; local and peer copies are not affected."
+
+
+def _botocore_client(target: ObjectTarget) -> Any:
+    options = dict(target.options)
+    session = botocore.session.Session(profile=options.get("profile"))
+    if options.get("key"):
+        session.set_credentials(options["key"], options.get("secret"), options.get("token"))
+    extra = dict(options.get("client_kwargs") or {})
+    extra.setdefault("endpoint_url", options.get("endpoint_url"))
+    extra.setdefault("use_ssl", options.get("use_ssl", True))
+    settings = botocore.config.Config(
+        connect_timeout=CONNECT_TIMEOUT_S,
+        read_timeout=READ_TIMEOUT_S,
+        max_pool_connections=32,
+        retries={"total_max_attempts": 1},  # the uploader has the one retry loop; retries multiply
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"payload_signing_enabled": False, "addressing_style": "auto"},
+    )
+    if options.get("anon"):
+        settings = settings.merge(botocore.config.Config(signature_version=botocore.UNSIGNED))
+    if options.get("config_kwargs"):
+        settings = settings.merge(botocore.config.Config(**options["config_kwargs"]))
+    client = session.create_client("s3", config=settings, **extra)
+    client.meta.events.register_last("before-call.s3", without_expect)
+    return client

@@ -1,0 +1,95 @@
+"""A shard file on its way to a bucket: every byte is checked against what was saved before it leaves."""
+
+import errno
+from pathlib import Path
+from typing import Self
+
+from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
+from replicated_ckpt.core.integrity.crc_combination import combined
+from replicated_ckpt.errors import ObjectCorrupt
+from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.local.shard_file import ShardFile
+from replicated_ckpt.stores.verified import Expected
+
+_PIECE_BYTES = 4 << 20
+
+
+class UploadSource:
+    """One shard's file, held open. Pieces may be read by several threads at once.
+
+    `resume_path` is where an upload may keep notes by which it goes on after a restart.
+
+    Raises:
+        ObjectCorrupt: the file's size or footer is not what was saved. StoreError
+    """
+
+    def __init__(self, fd: int, store: str, name: str, expected: Expected, *, resume_path: Path) -> None:
+        self.size_bytes = expected.size_bytes
+        self.crc32c = expected.crc32c
+        self.resume_path = resume_path
+        self._fd = fd
+        self._store = store
+        self._name = name
+        self._file = ShardFile(fd, store, name, expected)
+        self._table: BlockTable = self._file.table
+        self._footer = self._table.encoded()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def path(self) -> str:
+        """Names the open file, whatever becomes of its name meanwhile."""
+        return f"/proc/self/fd/{self._fd}"
+
+    def read(self, offset: int, target: memoryview) -> int:
+        """Fills `target` from `offset` on, a multiple of the block size; returns the CRC32C of the piece.
+
+        Raises:
+            ObjectCorrupt: a block differs from its checksum twice in a row. StoreError
+        """
+        problem = ""
+        for _ in range(2):
+            with translated(self._store, "read", self._name):
+                if read_exactly(self._fd, target, offset) != len(target):
+                    raise OSError(errno.EIO, "the file ended early")
+            crc, problem = self._checked(offset, target)
+            if not problem:
+                return crc
+        raise ObjectCorrupt(self._store, "read", self._name, problem)
+
+    def _checked(self, offset: int, piece: memoryview) -> tuple[int, str]:
+        table, total, position = self._table, 0, 0
+        assert offset % table.block_bytes == 0 or offset >= table.data_bytes, "pieces begin where blocks do"
+        while position < len(piece) and offset + position < table.data_bytes:
+            index = (offset + position) // table.block_bytes
+            block = piece[position : position + table.block_size(index)]
+            crc = crc32c(block)
+            if crc != table.crcs[index] and len(block) == table.block_size(index):
+                return 0, f"block {index}: expected CRC32C {table.crcs[index]:08x}, found {crc:08x}"
+            total = combined(total, crc, len(block))
+            position += len(block)
+        rest = piece[position:]
+        start = offset + position - table.data_bytes
+        if rest != self._footer[start : start + len(rest)]:
+            return 0, "its footer differs from the one that was read first"
+        return combined(total, crc32c(rest), len(rest)), ""
+
+    def check_all(self) -> None:
+        """Reads all of it once.
+
+        Raises:
+            ObjectCorrupt, StoreError
+        """
+        step = max(1, _PIECE_BYTES // self._table.block_bytes) * self._table.block_bytes
+        memory = memoryview(bytearray(min(step, self.size_bytes)))
+        for offset in range(0, self.size_bytes, step):
+            self.read(offset, memory[: min(step, self.size_bytes - offset)])
+
+    def piece_bytes(self, least: int) -> int:
+        """The smallest size of pieces, at least `least` bytes, that begin where blocks do."""
+        block = self._table.block_bytes
+        return max(1, -(-least // block)) * block

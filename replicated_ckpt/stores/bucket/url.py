@@ -1,0 +1,112 @@
+"""Where the object tier lies and how to get there: an fsspec URL and the options that fsspec's users give."""
+
+import os
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.bucket.environment import with_environment
+
+SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "file", "local", "memory")
+"""Places for objects. fsspec knows more: archives, caches, shells, other people's servers; none of them is a bucket."""
+PROCESS_LOCAL_SCHEMES = ("memory",)
+_SECRET_CHARS_MIN = 4
+
+
+@dataclass(frozen=True)
+class ObjectTarget:
+    """A bucket, the prefix in it, and how to reach it. Its text never shows the options: they may hold secrets.
+
+    What the environment of the user's process says is among the options; see `Credentials` in docs/design.md.
+    """
+
+    url: str
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def checked(cls, url: str, options: Mapping[str, Any] | None) -> "ObjectTarget":
+        """The target that the user of this process named, with what the environment says of it.
+
+        Raises:
+            ConfigInvalid: it is no URL of a bucket, or carries credentials, which would end up in manifests and logs.
+        """
+        target = cls._plain(url, options)
+        return cls(target.url, with_environment(target.scheme, target.options, os.environ))
+
+    @classmethod
+    def _plain(cls, url: str, options: Mapping[str, Any] | None) -> "ObjectTarget":
+        if not isinstance(url, str) or not url.partition("://")[2].strip("/"):
+            raise ConfigInvalid(f"object_store must be a URL such as s3://bucket/prefix, not {url!r}.")
+        scheme = url.partition("://")[0]
+        if scheme not in SCHEMES:
+            raise ConfigInvalid(f"object_store cannot be {scheme[:80]!r}: it is one of {', '.join(SCHEMES)}.")
+        parts = urllib.parse.urlsplit(url)
+        if "@" in parts.netloc and parts.scheme in ("s3", "s3a", "http", "https", "gs", "memory"):
+            raise ConfigInvalid("object_store must not carry credentials.", "Pass them as storage_options.")
+        if parts.query or parts.fragment:
+            raise ConfigInvalid("object_store must be a plain URL, without ? or #.", "Pass options as storage_options.")
+        return cls(url.rstrip("/"), dict(options or {}))
+
+    @property
+    def scheme(self) -> str:
+        return self.url.partition("://")[0]
+
+    @property
+    def is_process_local(self) -> bool:
+        """Whether what is put there is seen by this process alone."""
+        return self.scheme in PROCESS_LOCAL_SCHEMES
+
+    def scrubbed(self, text: str) -> str:
+        """`text` without any value of the options."""
+        for secret in sorted(self._secrets(), key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return text
+
+    def _secrets(self) -> set[str]:
+        found = set(_texts(self.options))
+        plain = {self.url, *_plain_values(self.options)}
+        return {value for value in found - plain if len(value) >= _SECRET_CHARS_MIN}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"url": self.url, "options": dict(self.options)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "ObjectTarget":
+        """The target as a process of this node's user has named it, and nothing of this process's environment.
+
+        Raises:
+            ConfigInvalid: it names environment variables, which no agent takes; and as `checked`.
+            KeyError, TypeError, ValueError: it is no target.
+        """
+        if fields.get("environment"):
+            raise ConfigInvalid(
+                "An agent takes no environment variables.", "Pass what the client needs as storage_options."
+            )
+        return cls._plain(fields["url"], dict(fields["options"]))
+
+
+def _texts(value: Any) -> "list[str]":
+    """Every text in nested options."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for item in value.values() for text in _texts(item)]
+    if isinstance(value, list | tuple):
+        return [text for item in value for text in _texts(item)]
+    return []
+
+
+_PLAIN_OPTIONS = ("endpoint_url", "region_name", "profile", "protocol", "project", "account_name", "signature_version")
+
+
+def _plain_values(options: Mapping[str, Any]) -> set[str]:
+    """Values that an error must be able to name."""
+    found = set()
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            found |= _plain_values(value)
+        elif name in _PLAIN_OPTIONS and isinstance(value, str):
+            found.add(value)
+    return found

@@ -1,0 +1,1 @@
+"""Files: durable writes, direct I/O, ownership."""

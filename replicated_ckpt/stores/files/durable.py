@@ -1,0 +1,219 @@
+"""Durable file operations: what is done here survives a power loss once the call returns."""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError, StoreFull
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_IS_SHARED = stat.S_ISGID | stat.S_IRGRP | stat.S_IXGRP
+SHARED_MODE = 0o2750
+"""Of a directory that a group may read; what is made in it is of that group, too."""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.contextmanager
+def translated(store: str, op: str, key: str) -> Iterator[None]:
+    """Turns an OSError of the block into the typed error that names store, operation and key."""
+    try:
+        yield
+    except ReplicatedCkptError:
+        raise
+    except OSError as exc:
+        raise store_error_of(exc, store, op, key) from exc
+
+
+def store_error_of(exc: OSError, store: str, op: str, key: str) -> StoreError:
+    detail = f"{type(exc).__name__}: {exc.strerror or exc}"
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreFull(store, op, key, detail)
+    if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return StoreDenied(store, op, key, detail)
+    return StoreError(store, op, key, detail)
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def flush_file(path: Path) -> None:
+    """Makes a file's bytes durable; nothing to do if it was removed meanwhile."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory if it is missing: private to this user, or shared with a group as the directory above is."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    if path.parent.stat().st_mode & _IS_SHARED == _IS_SHARED:
+        path.chmod(SHARED_MODE)
+
+
+def make_directories(path: Path, above: Path) -> None:
+    """Creates `path` below the existing `above`, durably: each name on the way is fsynced in its parent.
+
+    Also a name that is there already: whoever made it may have been killed, or not have come, before its fsync.
+    """
+    if path == above:
+        return
+    make_directories(path.parent, above)
+    make_directory(path)
+    fsync_directory(path.parent)
+
+
+def make_root(path: Path) -> None:
+    """Creates a directory, private to this user, and what is missing above it, durably: names are fsynced up to the mount.
+
+    A directory above that may not be read cannot be fsynced; it was there before, as nobody makes names in it.
+    """
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for inner, outer in zip((path, *path.parents), path.parents, strict=False):
+        if inner.is_mount():
+            return
+        with contextlib.suppress(PermissionError):
+            fsync_directory(outer)
+
+
+def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Replaces `path` by `data` at once: afterwards, and after a crash at any point, it holds the old or the new bytes."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    try:
+        os.fchmod(fd, mode)
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def write_vector(fd: int, pieces: Sequence[memoryview]) -> None:
+    """Writes several pieces one after the other, at most 1024 (the kernel's IOV_MAX), without joining them."""
+    left = [piece for piece in pieces if piece]
+    while left:
+        count = os.writev(fd, left)
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+
+
+def hashed_file(path: Path) -> tuple[int, int]:
+    """Size in bytes and CRC32C of a file."""
+    piece = memoryview(bytearray(1 << 20))
+    size = crc = 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            crc = crc32c(piece[:count], crc)
+            size += count
+    return size, crc
+
+
+def read_exactly(fd: int, target: memoryview, offset: int) -> int:
+    """Fills `target` from `offset` on; returns the bytes read, fewer only at the end of the file."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def publish_directory(staged: Path, final: Path, before: Path, *, is_kept: bool) -> None:
+    """Gives the directory `staged` the name `final` in one step; what had that name goes to `before`, durably if `is_kept`.
+
+    At every instant, and after a crash, `final` names the whole old or the whole new directory. Where the file system
+    cannot exchange names there is an instant at which `final` names nothing; recovery then completes the publication.
+    """
+    fsync_directory(staged)
+    failpoints.reach("commit.staging-fsynced")
+    if not final.exists():
+        staged.rename(final)
+    elif _exchange(staged, final):
+        failpoints.reach("commit.replaced")
+        staged.rename(before)
+    else:
+        final.rename(before)
+        failpoints.reach("commit.replaced")
+        staged.rename(final)
+    failpoints.reach("commit.named")
+    if is_kept and before.is_dir():
+        fsync_directory(before.parent)
+    fsync_directory(final.parent)
+    fsync_directory(staged.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swaps two names atomically; False where kernel or file system cannot. Source: Linux renameat2(2)."""
+    renameat2 = getattr(_libc, "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(first), None, str(second))
+
+
+@contextlib.contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """One thread or process at a time is in the block; nobody is kept out while there is no such directory.
+
+    Two that give the same names to the same directories would undo each other's work.
+    """
+    with contextlib.ExitStack() as held:
+        if directory.is_dir():
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+
+
+def remove_moved(path: Path, *origins: Path) -> None:
+    """Removes the directory `path`, if it is there, that was moved from one of `origins`, once the move is durable.
+
+    Else a power loss could undo the move and not the removals, and leave a part of it under its old name.
+    """
+    if path.is_dir():
+        for directory in {*origins, path.parent}:
+            fsync_directory(directory)
+        remove_tree(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)

@@ -1,0 +1,201 @@
+"""Whose a store is: its root, and what agents keep in it, count only where no other user of the host can have put it."""
+
+import errno
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from replicated_ckpt.errors import ConfigInvalid, StoreDenied
+from replicated_ckpt.stores.files.durable import SHARED_MODE, make_root
+
+GROUP_ENV = "REPLICATED_CKPT_GROUP"
+TRUST_ROOT_ENV = "REPLICATED_CKPT_TRUST_ROOT"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_LINKS_MAX = 40
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
+_UID_MAP = Path("/proc/self/uid_map")
+
+
+def check_root(root: Path) -> None:
+    """The root is this user's, and no other user can have put another directory, or a link, in its place.
+
+    Whoever can write a directory can rename what lies in it, unless it is sticky, as /tmp is.
+
+    Raises:
+        StoreDenied: it is not, naming the path, its owner and its mode. OSError
+    """
+    resolved, owners = Path("/"), _owners_above()
+    for path, status in _steps(root):
+        _check_owner(root, path, status, owners)
+        if not stat.S_ISLNK(status.st_mode):
+            resolved = path
+            if not status.st_mode & stat.S_ISVTX:
+                _check_mode(root, path, status, "; or use a root elsewhere")
+    status = resolved.stat()
+    _check_owner(root, resolved, status, {os.geteuid()})
+    _check_mode(root, resolved, status, "; or use a directory in it as the root, which is then made")
+
+
+def make_private(root: Path, directory: Path, checked: os.stat_result | None = None) -> os.stat_result:
+    """Makes the agent's directory, and the root, where they are missing; what is there is checked first.
+
+    Afterwards `check_root` holds, and the directory, and all that lies in it, is this user's and no link. What is
+    returned is passed as `checked` the next time: while it is the same directory, nobody else can have changed it.
+
+    Raises:
+        StoreDenied: another user can have put something there. ConfigInvalid: as of the group. OSError
+    """
+    if checked is not None and _is_same(directory, checked):
+        return checked
+    if not root.exists():
+        make_root(root)
+    check_root(root)
+    _share(root)
+    directory.mkdir(exist_ok=True, mode=0o700)
+    status = found = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise _denied(root, directory, status, "it is no directory", f"Remove {directory}; it is made again.")
+    _check_owner(root, directory, status, {os.geteuid()})
+    _check_mode(root, directory, status, "")
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # a file that is being replaced, or of a load that has just ended
+                continue
+            _check_file(root, Path(entry.path), status)
+    return found
+
+
+def _is_same(directory: Path, checked: os.stat_result) -> bool:
+    try:
+        found = directory.lstat()
+    except FileNotFoundError:
+        return False
+    return all(getattr(found, name) == getattr(checked, name) for name in ("st_dev", "st_ino", "st_uid", "st_mode"))
+
+
+def read_private(path: Path) -> bytes:
+    """A small file of the agent's directory, if it is this user's, and no link.
+
+    Raises:
+        StoreDenied: it is another user's, or others can write it. OSError: it cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as exc:
+        if exc.errno == errno.ELOOP:
+            raise _denied(path.parent, path, path.lstat(), "it is a symbolic link", f"Remove {path}.") from exc
+        raise
+    with os.fdopen(fd, "rb") as file:
+        _check_file(path.parent, path, os.fstat(fd))
+        return file.read()
+
+
+def _share(root: Path) -> None:
+    """Lets the group that REPLICATED_CKPT_GROUP names, if any, read what is saved under the root from now on.
+
+    Raises:
+        ConfigInvalid: there is no such group, or this user is no member of it.
+    """
+    name = os.environ.get(GROUP_ENV)
+    if not name:
+        return
+    gid = _gid(name)
+    status = root.stat()
+    if status.st_gid == gid and stat.S_IMODE(status.st_mode) == SHARED_MODE:
+        return
+    try:
+        os.chown(root, -1, gid)
+        root.chmod(SHARED_MODE)
+    except PermissionError as exc:
+        hint = f"Name a group of this user (see `id`) in {GROUP_ENV} or --group."
+        raise ConfigInvalid(f"{root} cannot be shared with the group {name!r}: {exc.strerror}.", hint) from exc
+
+
+def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Each directory and each link on the way to `path`, and `path` itself, links followed one by one."""
+    at, left, links = Path("/"), list(reversed(path.parts[1:])), 0
+    yield at, at.lstat()
+    while left:
+        part = left.pop()
+        if part == "..":
+            at = at.parent
+            continue
+        step = at / part
+        status = step.lstat()
+        yield step, status
+        if not stat.S_ISLNK(status.st_mode):
+            at = step
+            continue
+        links += 1
+        if links > _LINKS_MAX:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target = step.readlink()
+        at = Path("/") if target.is_absolute() else at
+        left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+
+
+def _check_file(root: Path, path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISSOCK(status.st_mode):
+        raise _denied(root, path, status, "it is no plain file", f"Remove {path}; it is made again.")
+    _check_owner(root, path, status, {os.geteuid()})
+    if stat.S_ISREG(status.st_mode):
+        _check_mode(root, path, status, "")
+
+
+def _check_owner(root: Path, path: Path, status: os.stat_result, owners: set[int]) -> None:
+    if status.st_uid not in owners and not _is_trusted():
+        why = f"expected it to be of {' or '.join(_user(uid) for uid in sorted(owners))}"
+        hint = (
+            f"Another user chooses what lies there. Use a root of your own; if {path} is yours, look at what lies in it, "
+            f"then `chown` it. {TRUST_ROOT_ENV}=1 believes all users of this host."
+        )
+        raise _denied(root, path, status, why, hint)
+
+
+def _check_mode(root: Path, path: Path, status: os.stat_result, otherwise: str) -> None:
+    open_to = status.st_mode & _OTHERS_WRITE
+    if open_to & stat.S_IWGRP and status.st_gid in (0, status.st_uid):
+        open_to &= ~stat.S_IWGRP  # the owner's own group, as systems make it that let groups write by default
+    if open_to and not _is_trusted():
+        hint = (
+            f"Look at what lies in it, then `chmod go-w {path}`{otherwise}. {TRUST_ROOT_ENV}=1 believes all users of "
+            "this host."
+        )
+        raise _denied(root, path, status, "other users can write it", hint)
+
+
+def _denied(root: Path, path: Path, status: os.stat_result, why: str, hint: str) -> StoreDenied:
+    found = f"{why}; it is of {_user(status.st_uid)} and has mode {stat.S_IMODE(status.st_mode):04o}"
+    return StoreDenied(str(root), "believe", str(path), found, hint)
+
+
+def _is_trusted() -> bool:
+    return os.environ.get(TRUST_ROOT_ENV, "") not in ("", "0")
+
+
+def _owners_above() -> set[int]:
+    """Who may own the directories above: this user and root, who is seen as nobody where a container does not map it."""
+    owners = {0, os.geteuid()}
+    ranges = [tuple(map(int, line.split())) for line in _UID_MAP.read_text().splitlines()] if _UID_MAP.exists() else []
+    if ranges and not any(first <= 0 < first + count for first, _, count in ranges):
+        owners.add(int(_OVERFLOW_UID.read_text()))
+    return owners
+
+
+def _gid(name: str) -> int:
+    try:
+        return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
+    except KeyError as exc:
+        raise ConfigInvalid(f"{GROUP_ENV} (or --group) names {name!r}, and this host has no such group.") from exc
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return f"user {uid}"

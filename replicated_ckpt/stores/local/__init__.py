@@ -1,0 +1,1 @@
+"""The store of one node: intents, staged saves, committed checkpoints."""

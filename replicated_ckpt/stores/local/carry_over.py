@@ -1,0 +1,92 @@
+"""What goes along when a staged adoption replaces the directory that it was made from: nothing that lay there is lost."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR, ShardName, is_checkpoint_file
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.errors import SaveAborted
+from replicated_ckpt.stores.files.durable import hashed_file
+from replicated_ckpt.stores.local.committed import committed_directory
+
+_BROKEN_OFF = re.compile(r"(.+?)(\.part|\.[0-9]+\.tmp)")
+Signature = list[int]
+
+
+def carry_over(root: Path, manifest: Manifest, staging: Path) -> None:
+    """Puts into the staged save what else lies in the directory that it is about to replace. May be done again.
+
+    Other files go along under their names; shards that `.metadata` does not name are kept in the quarantine.
+
+    Raises:
+        SaveAborted: somebody has changed the checkpoint since it was staged; nothing is replaced.
+    """
+    for leftover in list(staging.iterdir()):
+        match = _BROKEN_OFF.fullmatch(leftover.name)
+        if match is not None and is_checkpoint_file(match[1]):
+            leftover.unlink()
+    final = root / manifest.checkpoint_id
+    if not final.is_dir():
+        return
+    link_others(final, staging)
+    originals = _originals(root, manifest.save_id)
+    for entry in list(os.scandir(final)):
+        if entry.name == METADATA_NAME:
+            if hashed_file(Path(entry.path)) != (manifest.metadata_bytes, manifest.metadata_crc32c):
+                raise _changed(entry.path)
+        elif ShardName.parse(entry.name) is None:
+            continue
+        elif not (staging / entry.name).exists():
+            _keep_aside(root, manifest.checkpoint_id, entry.name)
+        elif originals.get(entry.name) != signature(entry.stat(follow_symlinks=False)):
+            raise _changed(entry.path)
+    failpoints.reach("adopt.carried")
+
+
+def _keep_aside(root: Path, checkpoint_id: str, name: str) -> None:
+    with committed_directory(root, checkpoint_id) as directory:
+        directory.keep_aside(
+            name, "the checkpoint was adopted, and this file is none of the shards that were taken over"
+        )
+
+
+def link_others(directory: Path, staging: Path) -> None:
+    """Gives files that are none of DCP's a second name in the staged save, as they are now.
+
+    Raises:
+        OSError: the file system cannot.
+    """
+    for entry in list(os.scandir(directory)):
+        if is_checkpoint_file(entry.name):
+            continue
+        target = staging / entry.name
+        if target.exists() and not target.samefile(entry.path):
+            target.unlink()
+        if not target.exists():
+            os.link(entry.path, target, follow_symlinks=False)
+
+
+def signature(status: os.stat_result) -> Signature:
+    return [status.st_ino, status.st_mtime_ns, status.st_size]
+
+
+def originals_path(root: Path, save_id: str) -> Path:
+    """Beside the intent, which goes with it: which files the staged ones are copies of."""
+    return root / STAGING_DIR / f"{save_id}.originals.json"
+
+
+def _originals(root: Path, save_id: str) -> Mapping[str, Signature]:
+    try:
+        return dict(json.loads(originals_path(root, save_id).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _changed(path: str) -> SaveAborted:
+    return SaveAborted(
+        f"{path} was changed while the checkpoint was being adopted.", "It stays as it is: repair again."
+    )

@@ -1,0 +1,274 @@
+"""The catalog: which committed checkpoints lie under a root, as the disk shows them now."""
+
+import errno
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from stat import S_ISREG
+
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, footer_bytes_of
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    REPLACED_DIR,
+    SHARD_SUFFIX,
+    ShardName,
+    is_checkpoint_file,
+    is_checkpoint_id,
+    is_save_id,
+)
+from replicated_ckpt.core.lineage import History, histories_of
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
+from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
+from replicated_ckpt.stores.files.containment import leads_out
+from replicated_ckpt.stores.files.durable import translated
+
+_DEPTH_MAX = 8
+_UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
+
+
+class Catalog:
+    """Looks up committed checkpoints. Parsed manifests are kept until their file changes. Safe to use concurrently."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._parsed: dict[Path, tuple[tuple[int, int, int], Manifest]] = {}
+
+    def manifest(self, checkpoint_id: str) -> Manifest:
+        """Manifest of a committed checkpoint.
+
+        Raises:
+            ObjectMissing, ManifestInvalid
+        """
+        path = self.root / checkpoint_id / MANIFEST_NAME
+        key = f"{checkpoint_id}/{MANIFEST_NAME}"
+        if leads_out(self.root, checkpoint_id):
+            raise ObjectMissing(str(self.root), "read", key, "a symbolic link leads out of the root")
+        with translated(str(self.root), "read", key), manifest_readable(path):
+            try:
+                stat = path.stat()
+                if stat.st_size > MANIFEST_BYTES_MAX:
+                    raise ManifestInvalid(f"{path} has {stat.st_size} bytes, more than a manifest has.")
+                signature = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+                known = self._parsed.get(path)
+                if known is None or known[0] != signature:
+                    known = (signature, decoded_manifest(path.read_bytes(), str(path)))
+                    self._parsed[path] = known
+            except (FileNotFoundError, NotADirectoryError) as exc:
+                raise ObjectMissing(str(self.root), "read", key) from exc
+        return known[1]
+
+    def save_id_of(self, checkpoint_id: str) -> str:
+        """The save that a checkpoint is of; empty where its manifest is damaged or gone.
+
+        Raises:
+            ManifestVersionUnknown: only a newer version knows. ObjectMissing: a symbolic link leads out of the root.
+        """
+        if leads_out(self.root, checkpoint_id):
+            raise ObjectMissing(str(self.root), "open", checkpoint_id, "a symbolic link leads out of the root")
+        try:
+            return self.manifest(checkpoint_id).save_id
+        except ManifestVersionUnknown:
+            raise
+        except (ObjectMissing, ManifestInvalid):
+            return ""
+
+    def committed(self) -> Iterator[tuple[str, Manifest]]:
+        """Checkpoint id and manifest of every checkpoint whose manifest is believed; a bad one is left to `verify`."""
+        seen = set()
+        for checkpoint_id in self._checkpoint_ids(self.root, 0):
+            seen.add(self.root / checkpoint_id / MANIFEST_NAME)
+            try:
+                yield checkpoint_id, self.manifest(checkpoint_id)
+            except (ObjectMissing, ManifestInvalid):
+                continue
+        for path in list(self._parsed):
+            if path not in seen:  # the checkpoint was retired
+                self._parsed.pop(path, None)
+
+    def replaced(self) -> Iterator[Manifest]:
+        """Manifests of the versions that newer saves have replaced here and that are kept until those are seen whole."""
+        for name in self.replaced_names():
+            manifest = self._replaced_manifest(name)
+            if manifest is not None:
+                yield manifest
+
+    def replaced_names(self) -> list[str]:
+        """Directories of replaced versions. One whose manifest is not believed goes by the save that replaced it."""
+        try:
+            return sorted(entry.name for entry in os.scandir(self.root / REPLACED_DIR) if is_save_id(entry.name))
+        except FileNotFoundError:
+            return []
+
+    def is_replaced(self, save_id: str) -> bool:
+        """Whether the save is kept here although a newer one has its name."""
+        return self._replaced_manifest(save_id) is not None
+
+    def _replaced_manifest(self, save_id: str) -> Manifest | None:
+        try:
+            manifest = self.manifest(f"{REPLACED_DIR}/{save_id}")
+        except (ObjectMissing, ManifestInvalid):
+            return None
+        return manifest if manifest.save_id == save_id else None
+
+    def directory_of(self, checkpoint_id: str, save_id: str) -> str | None:
+        """Where under the root a save lies that was committed here under this id: published, or replaced. None: nowhere.
+
+        Raises:
+            ManifestInvalid: what is published is not believed, and the save is not among those that were replaced.
+        """
+        problem: ManifestInvalid | None = None
+        try:
+            if self.manifest(checkpoint_id).save_id == save_id:
+                return checkpoint_id
+        except ObjectMissing:
+            pass
+        except ManifestInvalid as exc:
+            problem = exc
+        found = self._replaced_manifest(save_id)
+        if found is not None and found.checkpoint_id == checkpoint_id:
+            return f"{REPLACED_DIR}/{save_id}"
+        if problem is not None:
+            raise problem
+        return None
+
+    def checkpoint_of(self, save_id: str) -> str | None:
+        """Under which id a save is or was committed here; None: it is not, or not any more."""
+        named = ((name, manifest.save_id) for name, manifest in self.committed())
+        replaced = ((manifest.checkpoint_id, manifest.save_id) for manifest in self.replaced())
+        return next((name for name, found in itertools.chain(named, replaced) if found == save_id), None)
+
+    def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
+        """What the store holds of one checkpoint, or of all. A renamed checkpoint goes by its new name."""
+        found = self.committed() if checkpoint_id is None else self._one(checkpoint_id)
+        published = [self._holding(node_id, name, name, manifest) for name, manifest in found]
+        replaced = [
+            self._holding(node_id, manifest.checkpoint_id, f"{REPLACED_DIR}/{manifest.save_id}", manifest)
+            for manifest in self.replaced()
+            if checkpoint_id in (None, manifest.checkpoint_id)
+        ]
+        return (*published, *replaced)
+
+    def _holding(self, node_id: str, checkpoint_id: str, directory: str, manifest: Manifest) -> Holding:
+        return Holding(
+            node_id,
+            checkpoint_id,
+            manifest.save_id,
+            manifest.sequence,
+            self.size_of(directory, METADATA_NAME) == manifest.metadata_bytes,
+            self.shard_sizes(directory),
+            created_unix_s=manifest.created_unix_s,
+            lineage=manifest.lineage,
+            is_replaced=directory != checkpoint_id,
+        )
+
+    def _one(self, checkpoint_id: str) -> Iterator[tuple[str, Manifest]]:
+        try:
+            yield checkpoint_id, self.manifest(checkpoint_id)
+        except (ObjectMissing, ManifestInvalid):
+            return
+
+    def histories(self, scope: str) -> dict[str, History]:
+        """The lineages of which checkpoints of this directory of ids are committed here."""
+        return histories_of(manifest.version for name, manifest in self.committed() if scope_of(name) == scope)
+
+    def size_of(self, checkpoint_id: str, name: str) -> int | None:
+        """Bytes of one plain file of a checkpoint; None if it is not there."""
+        try:
+            status = (self.root / checkpoint_id / name).lstat()
+        except OSError:
+            return None
+        return status.st_size if S_ISREG(status.st_mode) else None
+
+    def shard_sizes(self, checkpoint_id: str) -> Mapping[str, int]:
+        """Bytes of each shard file of a checkpoint; empty if the checkpoint is just being replaced or removed."""
+        try:
+            return {
+                entry.name: entry.stat().st_size
+                for entry in os.scandir(self.root / checkpoint_id)
+                if ShardName.parse(entry.name) is not None and entry.is_file(follow_symlinks=False)
+            }
+        except FileNotFoundError:
+            return {}
+
+    def directories(self) -> Iterator[str]:
+        """Every directory that has files of a checkpoint in it, its manifest believed, damaged or missing."""
+        yield from self._checkpoint_ids(self.root, 0, _looks_like_a_checkpoint)
+
+    def unbelieved(self) -> Iterator[str]:
+        """Directories with shards of this package whose manifest is damaged or missing."""
+        for checkpoint_id in self.directories():
+            try:
+                self.manifest(checkpoint_id)
+            except ManifestVersionUnknown:
+                continue
+            except (ObjectMissing, ManifestInvalid):
+                yield checkpoint_id
+
+    def without_manifest(self) -> Iterator[str]:
+        """Directories that hold DCP's metadata or shards and no manifest, whoever wrote them."""
+        for checkpoint_id in self._checkpoint_ids(self.root, 0, _holds_a_checkpoint):
+            if is_checkpoint_id(checkpoint_id) and not (self.root / checkpoint_id / MANIFEST_NAME).exists():
+                yield checkpoint_id
+
+    def _checkpoint_ids(
+        self,
+        directory: Path,
+        depth: int,
+        is_one: "Callable[[Path], bool]" = lambda path: (path / MANIFEST_NAME).exists(),
+    ) -> Iterator[str]:
+        if depth > _DEPTH_MAX:
+            return
+        try:
+            entries = sorted(os.scandir(directory), key=lambda found: found.name)
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
+                continue
+            path = Path(entry.path)
+            if is_one(path):
+                yield str(path.relative_to(self.root))
+            else:
+                yield from self._checkpoint_ids(path, depth + 1, is_one)
+
+
+@contextmanager
+def manifest_readable(path: Path) -> Iterator[None]:
+    """Takes a manifest that the disk cannot give for a damaged one: the node's other checkpoints are as good as before."""
+    try:
+        yield
+    except (OSError, StoreError) as exc:
+        cause = exc if isinstance(exc, OSError) else exc.__cause__
+        if isinstance(cause, OSError) and cause.errno in _UNREADABLE:
+            raise ManifestInvalid(f"{path} cannot be read: {cause.strerror}.") from exc
+        raise
+
+
+def _holds_a_checkpoint(path: Path) -> bool:
+    """Whether any file of a checkpoint lies there."""
+    try:
+        return any(is_checkpoint_file(entry.name) for entry in os.scandir(path))
+    except OSError:
+        return False
+
+
+def _looks_like_a_checkpoint(path: Path) -> bool:
+    """Whether a manifest lies there, or a shard that ends as this package ends its shards; stock DCP writes neither."""
+    if (path / MANIFEST_NAME).exists():
+        return True
+    return any(_has_footer(file) for file in path.glob(f"*{SHARD_SUFFIX}"))
+
+
+def _has_footer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - FOOTER_TAIL_BYTES))
+            return footer_bytes_of(file.read(), size) is not None
+    except OSError:
+        return False

@@ -1,0 +1,239 @@
+"""One committed checkpoint on this node's disk, held by its directory: what is put into it or set aside stays with it.
+
+An overwrite exchanges whole directories by name. Whoever changes a committed checkpoint therefore works relative to the
+opened directory, and only after its manifest was seen to be of the save that is meant.
+"""
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import (
+    INCOMING_DIR,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    QUARANTINE_DIR,
+    REPLACED_DIR,
+    ShardName,
+    is_checkpoint_file,
+    is_checkpoint_id,
+    is_save_id,
+)
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing
+from replicated_ckpt.stores.files.containment import leads_out
+from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translated, write_file
+from replicated_ckpt.stores.local.catalog import manifest_readable
+
+
+class Committed:
+    """A checkpoint directory that is held open. One thread."""
+
+    def __init__(self, root: Path, checkpoint_id: str, fd: int) -> None:
+        self._root = root
+        self._fd = fd
+        self.checkpoint_id = checkpoint_id
+
+    def manifest(self) -> Manifest:
+        """The manifest in the directory.
+
+        Raises:
+            ObjectMissing, ManifestInvalid
+        """
+        path = self._root / self.checkpoint_id / MANIFEST_NAME
+        with manifest_readable(path):
+            return decoded_manifest(self.read_small(MANIFEST_NAME), str(path))
+
+    def names(self) -> list[str]:
+        """The files of a checkpoint that lie in the directory."""
+        with self._translated("list", ""):
+            return sorted(
+                name
+                for name in os.listdir(self._fd)  # noqa: PTH208 - of an open directory, not of a path
+                if is_checkpoint_file(name)
+            )
+
+    def shards(self) -> list[str]:
+        return [name for name in self.names() if ShardName.parse(name) is not None]
+
+    def open(self, name: str) -> int:
+        """File descriptor for reading one file; the caller closes it.
+
+        Raises:
+            ObjectMissing: it is not there, or no plain file.
+        """
+        if not is_checkpoint_file(name):
+            raise ConfigInvalid(f"{name[:200]!r} is no file of a checkpoint.")
+        with self._translated("open", name):
+            try:
+                return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+            except FileNotFoundError as exc:
+                raise ObjectMissing(str(self._root), "open", f"{self.checkpoint_id}/{name}") from exc
+
+    def read_small(self, name: str) -> bytes:
+        with self._translated("read", name), os.fdopen(self.open(name), "rb") as file:
+            return file.read(MANIFEST_BYTES_MAX + 1)
+
+    def read_checked(self, name: str, size_bytes: int, crc: int) -> bytes:
+        """A file of exactly this size and CRC32C.
+
+        Raises:
+            ObjectCorrupt: it is another. ObjectMissing, StoreError
+        """
+        with self._translated("read", name), os.fdopen(self.open(name), "rb") as file:
+            raw = file.read(size_bytes + 1)
+        if len(raw) != size_bytes or crc32c(raw) != crc:
+            detail = f"expected {size_bytes} bytes of CRC32C {crc:08x}, found {len(raw)} of {crc32c(raw):08x}"
+            raise ObjectCorrupt(str(self._root), "read", f"{self.checkpoint_id}/{name}", detail)
+        return raw
+
+    def set_aside(self, name: str, why: str) -> Path | None:
+        """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there."""
+        return self._quarantined(name, why, self._moved)
+
+    def keep_aside(self, name: str, why: str) -> Path | None:
+        """As `set_aside`, and the file stays where it is, too."""
+        return self._quarantined(name, why, self._linked)
+
+    def _quarantined(self, name: str, why: str, into: Callable[[str, Path], None]) -> Path | None:
+        save = self._save_id_or_unknown()
+        folder = self._root / QUARANTINE_DIR / save
+        with self._translated("set aside", name):
+            make_directories(folder, self._root)
+            target = folder / f"{name}.{uuid.uuid4().hex[:8]}"
+            note = {"checkpoint_id": self.checkpoint_id, "save_id": save, "name": name, "why": why}
+            try:
+                into(name, target)
+            except FileNotFoundError:
+                return None
+            write_file(target.with_name(f"{target.name}.json"), json.dumps(note).encode())
+        return target
+
+    def _moved(self, name: str, target: Path) -> None:
+        os.rename(name, target, src_dir_fd=self._fd)
+        fsync_directory(target.parent)
+        os.fsync(self._fd)
+
+    def _linked(self, name: str, target: Path) -> None:
+        """Gives the file a second name, so that the first is never without a file; moves it where that cannot be."""
+        try:
+            os.link(name, target, src_dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            self._moved(name, target)
+
+    def _save_id_or_unknown(self) -> str:
+        try:
+            save_id = str(json.loads(self.read_small(MANIFEST_NAME))["manifest"]["save_id"])
+        except (ObjectMissing, ValueError, KeyError, TypeError, RecursionError):
+            return "unknown"
+        return save_id if is_save_id(save_id) else "unknown"
+
+    def place(self, incoming: Path, name: str) -> None:
+        """Gives a file that is complete and durable its name in the checkpoint, durably. What was there is set aside."""
+        self._quarantined(name, "a verified copy replaces it", self._linked)
+        with self._translated("place", name):
+            os.rename(incoming, name, dst_dir_fd=self._fd)
+            os.fsync(self._fd)
+            fsync_directory(incoming.parent)
+
+    def put_small(self, name: str, data: bytes) -> None:
+        """Writes a small file into the checkpoint, durably. What was there is set aside."""
+        path = incoming_path(self._root)
+        with self._translated("write", name):
+            write_file(path, data)
+        self.place(path, name)
+
+    @contextmanager
+    def _translated(self, op: str, name: str) -> Iterator[None]:
+        with translated(str(self._root), op, f"{self.checkpoint_id}/{name}"):
+            yield
+
+
+@contextmanager
+def committed_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
+    """Holds the directory of a checkpoint, whatever is in it.
+
+    Raises:
+        ObjectMissing: there is none.
+    """
+    if not is_checkpoint_id(checkpoint_id):
+        raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+    if leads_out(root, checkpoint_id):
+        raise ObjectMissing(str(root), "open", checkpoint_id, "a symbolic link leads out of the root")
+    with translated(str(root), "open", checkpoint_id):
+        try:
+            fd = os.open(root / checkpoint_id, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError) as exc:
+            raise ObjectMissing(str(root), "open", checkpoint_id) from exc
+    try:
+        yield Committed(root, checkpoint_id, fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterator[tuple[Committed, Manifest]]:
+    """Holds the directory of one committed save, with its manifest.
+
+    Raises:
+        ObjectMissing: the checkpoint is not here, or is of another save. ManifestInvalid
+    """
+    with contextlib.ExitStack() as held:
+        directory = held.enter_context(committed_directory(root, checkpoint_id))
+        problem: ManifestInvalid | None = None
+        try:
+            manifest = directory.manifest()
+        except ManifestInvalid as exc:
+            problem = exc
+        if problem is not None or manifest.save_id != save_id:
+            try:
+                fd = _open_replaced(root, checkpoint_id, save_id)
+            except ObjectMissing as exc:
+                raise problem or exc from exc
+            held.callback(os.close, fd)
+            directory = Committed(root, checkpoint_id, fd)
+            manifest = directory.manifest()
+            if (manifest.save_id, manifest.checkpoint_id) != (save_id, checkpoint_id):
+                raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}")
+        yield directory, manifest
+
+
+def _open_replaced(root: Path, checkpoint_id: str, save_id: str) -> int:
+    """Descriptor of the directory of a version that a newer save has replaced."""
+    if not is_save_id(save_id):
+        raise ObjectMissing(str(root), "open", checkpoint_id, f"{save_id[:80]!r} is no save id")
+    path = root / REPLACED_DIR / save_id
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as exc:
+        raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}") from exc
+
+
+def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes]:
+    """The bytes of manifest and metadata as they go to the bucket, from a directory that is still this save's.
+
+    Raises:
+        ObjectMissing: it is another's by now. ObjectCorrupt: they are not what was saved.
+    """
+    raw_manifest = directory.read_small(MANIFEST_NAME)
+    if directory.manifest().save_id != manifest.save_id or manifest.upload is None:
+        raise ManifestInvalid(f"{manifest.checkpoint_id} was replaced meanwhile.")
+    raw_metadata = directory.read_checked(METADATA_NAME, manifest.metadata_bytes, manifest.metadata_crc32c)
+    return raw_manifest, manifest.bucket_metadata(raw_metadata)
+
+
+def incoming_path(root: Path) -> Path:
+    """A new name for a file on its way into a committed checkpoint; what a crash leaves there is worth nothing."""
+    folder = root / INCOMING_DIR
+    with translated(str(root), "create", INCOMING_DIR):
+        if not folder.is_dir():
+            make_directories(folder, root)
+            fsync_directory(root)
+    return folder / uuid.uuid4().hex

@@ -1,0 +1,52 @@
+"""A node's identity: made once, durably, in a file of its store's root."""
+
+import json
+import os
+import uuid
+from pathlib import Path
+
+from replicated_ckpt.core.layout import NODE_NAME
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translated, write_file
+from replicated_ckpt.stores.files.ownership import check_root
+
+
+def made_identity(root: Path) -> str:
+    """The identity of the store under `root`, made if there is none; racing callers get the same one. It is durable.
+
+    Raises:
+        ConfigInvalid, StoreError
+    """
+    path = root / NODE_NAME
+    with translated(str(root), "identify", NODE_NAME):
+        if not path.exists():
+            make_root(root)
+            check_root(root)
+            fresh = path.with_name(f".{NODE_NAME}.{uuid.uuid4().hex}")
+            write_file(fresh, json.dumps({"node_id": uuid.uuid4().hex[:12]}).encode())
+            try:
+                os.link(fresh, path)
+            except FileExistsError:
+                pass  # another rank of this node was first; its identity is the node's
+            finally:
+                fresh.unlink()
+        fsync_directory(root)  # also the name that another process has just made
+    return read_identity(root)
+
+
+def read_identity(root: Path) -> str:
+    """The identity of the store under `root`; never writes.
+
+    Raises:
+        ConfigInvalid: node.json is there and holds no identity.
+        StoreError: it cannot be read.
+    """
+    path = root / NODE_NAME
+    with translated(str(root), "identify", NODE_NAME):
+        raw = path.read_bytes()
+    try:
+        return str(json.loads(raw)["node_id"])
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ConfigInvalid(
+            f"{path} holds no node identity: {raw[:80]!r}.", "Remove the file if the store is a fresh one."
+        ) from exc

@@ -1,0 +1,208 @@
+"""Inspection: reads what lies on this node's disk in full, holds it against manifests, and changes nothing."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest, ShardEntry
+from replicated_ckpt.core.upkeep.finding import Finding, Problem
+from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
+from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.local.committed import Committed, committed_directory, committed_save
+from replicated_ckpt.stores.local.remains import crc_of_footer, read_remains, tell_crc
+from replicated_ckpt.stores.local.shard_file import ShardFile
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.verified import Expected
+
+PIECE_BYTES = 1 << 20
+Paced = Callable[[int], None]
+"""Told how many bytes are read next; may wait."""
+
+
+def at_once(size_bytes: int) -> None:
+    """No pace: reads as fast as the disk does."""
+    del size_bytes
+
+
+class Inspector:
+    """Reads the checkpoints of one store. A file that fails its checksum is read again once before it counts.
+
+    `holdings` tells afterwards what lies there of each checkpoint that was inspected, bad shards marked as damaged, and
+    `remains` what lies where no manifest is believed.
+    """
+
+    def __init__(self, store: LocalStore, node_id: str, paced: Paced = at_once) -> None:
+        self._store = store
+        self._node_id = node_id
+        self._paced = paced
+        self._scratch = memoryview(bytearray(PIECE_BYTES))
+        self.holdings: list[Holding] = []
+        self.remains: list[Remains] = []
+        self.bytes_read = 0
+
+    def inspected(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
+        """What is wrong with one checkpoint, or with any. One that disappears meanwhile is passed over.
+
+        Raises:
+            StoreError: the disk cannot be listed.
+        """
+        catalog = self._store.catalog
+        every = {*catalog.directories(), *catalog.without_manifest()} if checkpoint_id is None else {checkpoint_id}
+        for found in sorted(every):
+            with contextlib.suppress(ObjectMissing), committed_directory(self._store.root, found) as directory:
+                yield from self._of_directory(directory)
+        for manifest in list(catalog.replaced()):
+            if checkpoint_id in (None, manifest.checkpoint_id):
+                place = manifest.checkpoint_id, manifest.save_id
+                with contextlib.suppress(ObjectMissing), committed_save(self._store.root, *place) as (directory, _):
+                    yield from self._of_save(directory, manifest)
+
+    def _of_directory(self, directory: Committed) -> Iterator[Finding]:
+        try:
+            manifest = directory.manifest()
+        except ManifestVersionUnknown:
+            return
+        except (ManifestInvalid, ObjectMissing) as exc:
+            yield from self._of_remains(directory, exc)
+        else:
+            yield from self._of_save(directory, manifest)
+
+    def _of_save(self, directory: Committed, manifest: Manifest) -> Iterator[Finding]:
+        """What is wrong with a save that is published here, or was replaced."""
+        problem = self.metadata_problem(directory, manifest)
+        if problem is not None:
+            yield problem
+        damaged, footless = [], []
+        for shard in sorted(manifest.shards):
+            found = self.shard_problem(directory, manifest, shard)
+            if found is not None:
+                yield found
+                damaged.append(shard)
+                footless += [shard] if self.is_footless(directory, manifest, shard) else []
+        for name in sorted(set(directory.shards()) - set(manifest.shards)):
+            yield self._finding(directory, manifest.save_id, name, Problem.UNKNOWN, "no such file", "one")
+        place = self._store.catalog.directory_of(directory.checkpoint_id, manifest.save_id)
+        sizes = {} if place is None else self._store.catalog.shard_sizes(place)
+        bad = tuple(name for name in damaged if name in sizes)
+        self.holdings.append(
+            Holding(
+                self._node_id,
+                directory.checkpoint_id,
+                manifest.save_id,
+                manifest.sequence,
+                problem is None,
+                sizes,
+                bad,
+                manifest.created_unix_s,
+                manifest.lineage,
+                is_replaced=place != directory.checkpoint_id,
+                footless=tuple(footless),
+            )
+        )
+
+    def _of_remains(self, directory: Committed, why: ManifestInvalid | ObjectMissing) -> Iterator[Finding]:
+        """A directory without a manifest that is believed; of stock torch's, which has none, nothing is said."""
+        remains = read_remains(directory, self._node_id, tell_crc, lambda fd, crc: self._hash_open(fd)[1] == crc)
+        if remains is None:
+            return
+        self.remains.append(remains)
+        if isinstance(why, ManifestInvalid):
+            found = Problem.CORRUPT, "a manifest that is believed", why.message
+        else:
+            found = Problem.MISSING, "a manifest", "none"
+        if remains.is_ours:
+            yield self._finding(directory, "", MANIFEST_NAME, *found)
+
+    def is_footless(self, directory: Committed, manifest: Manifest, shard: str) -> bool:
+        """Whether the data of a damaged shard is intact and its footer alone is not, or is not there."""
+        entry, label = manifest.shards[shard], f"{directory.checkpoint_id}/{shard}"
+        expected = Expected(entry.size_bytes, entry.crc32c, is_footless=True)
+        try:
+            fd = directory.open(shard)
+        except StoreError:
+            return False
+        try:
+            with translated(str(self._store.root), "read", label):
+                if crc_of_footer(fd) == entry.crc32c:
+                    return False  # it is the footer that was saved: the data is damaged
+                self._paced(entry.size_bytes)
+                found = ShardFile(os.dup(fd), str(self._store.root), label, expected)
+        except StoreError:
+            return False
+        finally:
+            os.close(fd)
+        found.close()
+        self.bytes_read += found.bytes_read
+        return True
+
+    def _absent(self, directory: Committed, manifest: Manifest, shard: str) -> Finding | None:
+        if self._node_id not in manifest.shards[shard].holders:
+            return None
+        expected = f"a copy of {manifest.shards[shard].size_bytes} bytes"
+        return self._finding(directory, manifest.save_id, shard, Problem.MISSING, expected, "none")
+
+    def metadata_problem(self, directory: Committed, manifest: Manifest) -> Finding | None:
+        """What is wrong with `.metadata`; None if it is intact."""
+        expected = f"{manifest.metadata_bytes} bytes of CRC32C {manifest.metadata_crc32c:08x}"
+        try:
+            size, crc = self._hashed(directory, METADATA_NAME)
+        except ObjectMissing:
+            return self._finding(directory, manifest.save_id, METADATA_NAME, Problem.MISSING, expected, "none")
+        except StoreError as exc:
+            return self._finding(directory, manifest.save_id, METADATA_NAME, Problem.CORRUPT, expected, exc.detail)
+        if (size, crc) == (manifest.metadata_bytes, manifest.metadata_crc32c):
+            return None
+        found = f"{size} bytes of CRC32C {crc:08x}"
+        return self._finding(directory, manifest.save_id, METADATA_NAME, Problem.CORRUPT, expected, found)
+
+    def shard_problem(self, directory: Committed, manifest: Manifest, shard: str) -> Finding | None:
+        """What is wrong with the file of one shard; None if it is intact."""
+        entry: ShardEntry = manifest.shards[shard]
+        expected = f"{entry.size_bytes} bytes of CRC32C {entry.crc32c:08x}"
+        found = ""
+        for _ in range(2):
+            try:
+                size, crc = self._hashed(directory, shard)
+            except ObjectMissing:
+                return self._absent(directory, manifest, shard)
+            except StoreError as exc:
+                found = exc.detail
+                continue
+            if (size, crc) == (entry.size_bytes, entry.crc32c):
+                return None
+            found = f"{size} bytes of CRC32C {crc:08x}"
+        return self._finding(directory, manifest.save_id, shard, Problem.CORRUPT, expected, found)
+
+    def _hashed(self, directory: Committed, name: str) -> tuple[int, int]:
+        """Size and CRC32C of a file, as the disk has it now."""
+        fd = directory.open(name)
+        try:
+            with translated(str(self._store.root), "read", f"{directory.checkpoint_id}/{name}"):
+                return self._hash_open(fd)
+        finally:
+            os.close(fd)
+
+    def _hash_open(self, fd: int) -> tuple[int, int]:
+        size = crc = 0
+        while True:
+            self._paced(PIECE_BYTES)
+            count = read_exactly(fd, self._scratch, size)
+            crc = crc32c(self._scratch[:count], crc)
+            size += count
+            self.bytes_read += count
+            if count < len(self._scratch):
+                break
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return size, crc
+
+    def _finding(
+        self, directory: Committed, save_id: str, name: str, problem: Problem, expected: str, found: str
+    ) -> Finding:
+        path = self._store.root / directory.checkpoint_id / name
+        if save_id:
+            path = self._store.path_of(directory.checkpoint_id, save_id, name)
+        return Finding(self._node_id, directory.checkpoint_id, save_id, name, str(path), problem, expected, found)

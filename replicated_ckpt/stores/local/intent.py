@@ -1,0 +1,50 @@
+"""The intent: what a save that is not committed yet is about."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
+
+
+@dataclass(frozen=True)
+class Intent:
+    """One attempt at one save; lies with its staging directory.
+
+    `nodes` are all nodes of the save, `coordinator` the one whose store has the decision before any other; "" where none
+    has, as in an adoption. `replaces` is the save that lay under the name here when this one was opened.
+    """
+
+    save_id: str
+    checkpoint_id: str
+    session: str
+    overwrite: bool
+    adopts: bool = False
+    """It replaces, with its own bytes, a checkpoint that stock torch wrote."""
+    nodes: tuple[str, ...] = ()
+    coordinator: str = ""
+    replaces: str = ""
+    announced: Announced = NOTHING_ANNOUNCED
+    """What peers may bring of it."""
+
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def read(cls, save_id: str, path: Path) -> "Intent":
+        """The intent at `path`; one that names no checkpoint if it cannot be believed."""
+        try:
+            fields = json.loads(path.read_bytes())
+            return cls(
+                save_id,
+                str(fields["checkpoint_id"]),
+                str(fields["session"]),
+                bool(fields["overwrite"]),
+                bool(fields.get("adopts", False)),
+                tuple(map(str, fields.get("nodes", ()))),
+                str(fields.get("coordinator", "")),
+                str(fields.get("replaces", "")),
+                announced=Announced.from_json(fields.get("announced", {})),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls(save_id, "", "", overwrite=False)

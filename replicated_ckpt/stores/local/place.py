@@ -1,0 +1,44 @@
+"""Places: which lineage and sequence a staged save has, noted by its ranks before any decision is known here."""
+
+import contextlib
+import json
+import math
+from operator import index
+from pathlib import Path
+
+from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, STAGING_DIR, is_lineage, is_save_id
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.stores.files.durable import translated
+
+_SUFFIX = ".place.json"
+
+
+class PlaceNotes:
+    """The notes under one root; each goes with its save's intent. Safe to use from several processes."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def note(self, save_id: str, lineage: str, sequence: int) -> None:
+        """Keeps the place of an open save, so that saves which are opened meanwhile are newer.
+
+        It need not survive a power loss: then the coordinators' clocks decide.
+
+        Raises:
+            StoreError
+        """
+        path = self._root / STAGING_DIR / f"{save_id}{_SUFFIX}"
+        with translated(str(self._root), "write", save_id), contextlib.suppress(FileNotFoundError):
+            path.write_text(json.dumps({"lineage": lineage, "sequence": sequence}))
+
+    def known(self) -> dict[str, Version]:
+        """The places of staged saves, by save id. One that cannot be read is left out."""
+        places = {}
+        for path in (self._root / STAGING_DIR).glob(f"*{_SUFFIX}"):
+            save_id = path.name.removesuffix(_SUFFIX)
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                fields = json.loads(path.read_bytes())
+                lineage, sequence = str(fields["lineage"]), index(fields["sequence"])
+                if is_save_id(save_id) and is_lineage(lineage) and 0 <= sequence <= HEARD_SEQUENCE_MAX:
+                    places[save_id] = Version(lineage, sequence, math.inf, save_id)
+        return places

@@ -1,0 +1,116 @@
+"""A look at directories whose manifest is damaged or gone: which files lie there, and which bytes they say they are."""
+
+import os
+from collections.abc import Callable, Iterable
+from stat import S_ISREG
+
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decoded_footer, footer_bytes_of
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_id
+from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.errors import ManifestVersionUnknown, ObjectMissing, StoreError
+from replicated_ckpt.stores.files.durable import read_exactly
+from replicated_ckpt.stores.local.committed import Committed, committed_directory
+from replicated_ckpt.stores.local.store import LocalStore
+
+_PIECE_BYTES = 1 << 20
+_KEPT_MAX = 4096
+Tell = Callable[[str, int], int | None]
+"""The CRC32C that the file of this name, behind this descriptor, has by what it says itself; None: it does not tell."""
+Holds = Callable[[int, int], bool]
+
+
+class RemainsShelf:
+    """Reads the footers of shards, and `.metadata` in full. What was read is kept until its file changes.
+
+    Changes nothing. Safe for concurrent use.
+    """
+
+    def __init__(self, store: LocalStore, node_id: str) -> None:
+        self._store = store
+        self._node_id = node_id
+        self._crcs: dict[tuple[int, int, int, int], int | None] = {}
+
+    def found(self, checkpoint_id: str | None = None) -> tuple[Remains, ...]:
+        """What lies in the directory of one checkpoint, or in any, without a manifest that is believed.
+
+        Raises:
+            StoreError: the disk cannot be read.
+        """
+        return tuple(remains for name in self._ids(checkpoint_id) if (remains := self._of(name)) is not None)
+
+    def _ids(self, checkpoint_id: str | None) -> Iterable[str]:
+        if checkpoint_id is not None:
+            return [checkpoint_id]
+        return sorted({*self._store.catalog.unbelieved(), *self._store.catalog.without_manifest()})
+
+    def _of(self, checkpoint_id: str) -> Remains | None:
+        try:
+            if not is_checkpoint_id(checkpoint_id) or self._store.catalog.save_id_of(checkpoint_id):
+                return None
+            with committed_directory(self._store.root, checkpoint_id) as directory:
+                return read_remains(directory, self._node_id, self._crc)
+        except (ManifestVersionUnknown, ObjectMissing):
+            return None
+
+    def _crc(self, name: str, fd: int) -> int | None:
+        status = os.fstat(fd)
+        key = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        if key not in self._crcs:
+            if len(self._crcs) >= _KEPT_MAX:
+                self._crcs.clear()
+            self._crcs[key] = tell_crc(name, fd)
+        return self._crcs[key]
+
+
+def read_remains(directory: Committed, node_id: str, tell: Tell, holds: Holds = lambda _, __: True) -> Remains | None:
+    """What lies in a directory; None: nothing of a checkpoint. A file that cannot be opened is not there.
+
+    `holds` says of a file, behind a descriptor, whether it has the CRC32C that it tells.
+    """
+    names = directory.names()
+    sizes: dict[str, int] = {}
+    crcs: dict[str, int] = {}
+    is_ours = MANIFEST_NAME in names
+    for name in (name for name in names if name != MANIFEST_NAME):
+        try:
+            fd = directory.open(name)
+        except StoreError:
+            continue
+        try:
+            status = os.fstat(fd)
+            if S_ISREG(status.st_mode):
+                sizes[name] = status.st_size
+                told = tell(name, fd)
+                is_ours = is_ours or (name != METADATA_NAME and told is not None)
+                crcs |= {name: told} if told is not None and holds(fd, told) else {}
+        except OSError:
+            continue  # it cannot be read: it is there, and damaged
+        finally:
+            os.close(fd)
+    return Remains(node_id, directory.checkpoint_id, is_ours, sizes, crcs) if names else None
+
+
+def tell_crc(name: str, fd: int) -> int | None:
+    """The CRC32C that a file has by what it says itself: `.metadata` by its bytes, a shard by its footer."""
+    return _hashed(fd) if name == METADATA_NAME else crc_of_footer(fd)
+
+
+def crc_of_footer(fd: int) -> int | None:
+    """The CRC32C that a shard's file has if all its blocks are as its footer says; None if the footer is damaged."""
+    size = os.fstat(fd).st_size
+    footer_bytes = footer_bytes_of(_end(fd, size, FOOTER_TAIL_BYTES), size)
+    table = None if footer_bytes is None else decoded_footer(_end(fd, size, footer_bytes), size)
+    return None if table is None else table.file_crc()
+
+
+def _end(fd: int, size: int, count: int) -> memoryview:
+    target = memoryview(bytearray(min(count, size)))
+    return target[: read_exactly(fd, target, size - len(target))]
+
+
+def _hashed(fd: int) -> int:
+    piece, offset, crc = memoryview(bytearray(_PIECE_BYTES)), 0, 0
+    while count := read_exactly(fd, piece, offset):
+        crc = crc32c(piece[:count], crc)
+        offset += count
+    return crc

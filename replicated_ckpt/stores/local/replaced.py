@@ -1,0 +1,69 @@
+"""Replaced versions: what had a checkpoint's name before a newer save took it, kept until the newer one is seen whole."""
+
+from pathlib import Path
+
+from replicated_ckpt.core.layout import MANIFEST_NAME, REPLACED_DIR
+from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.protocol.settlement import may_publish
+from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded
+from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree
+from replicated_ckpt.stores.local.catalog import Catalog
+from replicated_ckpt.stores.local.intent import Intent
+
+
+def check_order(manifest: Manifest, before: Manifest | None, intent: Intent) -> None:
+    """Of one lineage the newer save has the name, on whatever path it is published.
+
+    Raises:
+        SaveSuperseded
+    """
+    if before is not None and not may_publish(manifest.version, before.version, intent.replaces):
+        raise SaveSuperseded(
+            f"Save {manifest.save_id} of {manifest.checkpoint_id!r} (lineage {manifest.lineage or 'none'}, sequence "
+            f"{manifest.sequence}) is not published: save {before.save_id} (lineage {before.lineage or 'none'}, sequence "
+            f"{before.sequence}) has the name."
+        )
+
+
+def replaced_path(root: Path, before: Manifest | None, save_id: str) -> Path:
+    """Where the version goes that save `save_id` replaces. One whose manifest is not believed goes by that save."""
+    directory = root / REPLACED_DIR
+    make_directories(directory, root)
+    return directory / (save_id if before is None else before.save_id)
+
+
+def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:
+    """A version that was replaced here and is published again has its shards back."""
+    if not catalog.is_replaced(save_id):
+        return
+    path = catalog.root / REPLACED_DIR / save_id
+    for name in catalog.shard_sizes(f"{REPLACED_DIR}/{save_id}"):
+        if not (staging / name).exists():
+            (path / name).rename(staging / name)
+    remove_tree(path)
+
+
+def keep_replaced(root: Path, staging: Path, save_id: str) -> bool:
+    """Keeps what save `save_id` has replaced where a crash left that under the save's staged name; False if none did."""
+    try:
+        before = decoded_manifest((staging / MANIFEST_NAME).read_bytes(), str(staging))
+    except (OSError, ManifestInvalid):
+        return False
+    if before.save_id == save_id:
+        return False
+    path = replaced_path(root, before, save_id)
+    staging.rename(path)
+    fsync_directory(path.parent)
+    return True
+
+
+def holds_all_shards(directory: Path, manifest: Manifest) -> bool:
+    """Whether every shard of a save lies there with the right size: then what it replaces need not wait for others."""
+    return all(_size_of(directory / name) == entry.size_bytes for name, entry in manifest.shards.items())
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,63 @@
+"""Retiring a committed checkpoint: it goes in one step, durably, and only then its files; a crash leaves all or nothing."""
+
+from pathlib import Path
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.layout import MANIFEST_NAME, STAGING_DIR, TRASH_DIR, is_checkpoint_id
+from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing
+from replicated_ckpt.stores.files.durable import exclusive, make_directories, make_directory, remove_moved, translated
+from replicated_ckpt.stores.local.catalog import Catalog
+
+
+def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
+    """Removes a committed checkpoint; False, and nothing changed, if it is not here or is of another save by now.
+
+    At every instant, and after a crash at any point, the checkpoint is there with all its files, or it is no checkpoint.
+    Files of it that are open stay readable.
+
+    Raises:
+        ConfigInvalid: no checkpoint id. StoreError
+    """
+    if not is_checkpoint_id(checkpoint_id):
+        raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
+    staging = root / STAGING_DIR
+    with translated(str(root), "retire", checkpoint_id):
+        make_directories(staging, root)
+        with exclusive(staging):
+            place = _place_of(root, checkpoint_id, save_id)
+            if place is None:
+                return False
+            trash = root / TRASH_DIR / save_id
+            make_directory(trash.parent)
+            remove_moved(trash, place.parent, staging)
+            place.rename(trash)
+            failpoints.reach("retire.trashed")
+            remove_moved(trash, place.parent)
+    return True
+
+
+def _place_of(root: Path, checkpoint_id: str, save_id: str) -> Path | None:
+    """Where the save lies, published or replaced; None: not here, or in a directory that somebody has renamed."""
+    catalog = Catalog(root)
+    try:
+        directory = catalog.directory_of(checkpoint_id, save_id)
+        if directory is None or catalog.manifest(directory).checkpoint_id != checkpoint_id:
+            return None
+    except (ObjectMissing, ManifestInvalid):
+        return None
+    return root / directory
+
+
+def origins(root: Path) -> list[Path]:
+    """The directories out of which what lies in the trash has come, as far as its manifests tell.
+
+    They are fsynced before it is removed. One whose manifest is gone was being removed already.
+    """
+    found = set()
+    for path in (root / TRASH_DIR).glob(f"*/{MANIFEST_NAME}"):
+        try:
+            found.add((root / decoded_manifest(path.read_bytes(), str(path)).checkpoint_id).parent)
+        except (OSError, ManifestInvalid):
+            continue
+    return [directory for directory in sorted(found) if directory.is_dir()]

@@ -1,0 +1,117 @@
+"""A shard as a local file: written through a sink, read by verified ranges."""
+
+import os
+from pathlib import Path
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.integrity.checksum import BlockTable
+from replicated_ckpt.errors import ObjectCorrupt, SaveAborted
+from replicated_ckpt.stores.files.direct import is_worthwhile, switched, write_direct
+from replicated_ckpt.stores.files.durable import fsync_directory, read_exactly, translated, write_vector
+from replicated_ckpt.stores.local.store import PART_SUFFIX
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
+
+
+class FileSink:
+    """Writes one shard file into a staging directory. The file has its name only once it is complete and durable.
+
+    `direct_io`: "auto", "on" or "off", see `replicated_ckpt.stores.files.direct`. `is_direct` says what became of it: while it
+    holds, single pieces of whole pages in page-aligned memory go past the page cache. The first other one ends it.
+    """
+
+    def __init__(self, path: Path, direct_io: str = "off") -> None:
+        self._path = path
+        self._part = path.with_name(path.name + PART_SUFFIX)
+        with translated(str(path.parent), "create", path.name):
+            try:
+                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._fd = os.open(self._part, flags, 0o640)
+                os.fchmod(self._fd, 0o640)  # whatever the umask: who may come this far is said by the directories
+            except FileNotFoundError as exc:
+                raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
+            self.is_direct = is_worthwhile(path.parent, direct_io) and switched(self._fd, on=True)
+
+    @property
+    def label(self) -> str:
+        return "own store"
+
+    def write(self, *pieces: memoryview) -> None:
+        with translated(str(self._path.parent), "write", self._path.name):
+            if self.is_direct:
+                pieces = self._rest_of(pieces)
+            write_vector(self._fd, pieces)
+
+    def _rest_of(self, pieces: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
+        """Writes what can go past the page cache; what is left, if anything, ends direct I/O for this file."""
+        done = write_direct(self._fd, pieces[0]) if len(pieces) == 1 else 0
+        if len(pieces) == 1 and done == len(pieces[0]):
+            return ()
+        self.is_direct = switched(self._fd, on=False)
+        return (pieces[0][done:], *pieces[1:])
+
+    def finish(self, table: BlockTable) -> None:  # noqa: ARG002 - the file carries the table as its footer already
+        self.finish_durably()
+
+    def finish_durably(self) -> None:
+        """Fsyncs the file, then gives it its name, durably."""
+        self.sync()
+        self.publish()
+
+    def sync(self) -> None:
+        with translated(str(self._path.parent), "fsync", self._path.name):
+            os.fsync(self._fd)
+
+    def read_back(self, size_bytes: int) -> memoryview:
+        """The last bytes that were written; nothing is written directly afterwards."""
+        if self.is_direct:
+            self.is_direct = switched(self._fd, on=False)
+        target = memoryview(bytearray(size_bytes))
+        read_exactly(self._fd, target, os.fstat(self._fd).st_size - size_bytes)
+        return target
+
+    def publish(self) -> None:
+        with translated(str(self._path.parent), "rename", self._path.name):
+            os.close(self._fd)
+            self._fd = -1
+            failpoints.reach("store.shard-fsynced")
+            try:
+                self._part.rename(self._path)
+                fsync_directory(self._path.parent)
+                failpoints.reach("store.shard-named")
+            except FileNotFoundError as exc:
+                raise SaveAborted(f"The save that {self._path} belongs to was aborted.") from exc
+
+    def discard(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._part.unlink(missing_ok=True)
+
+
+class ShardFile(VerifiedShard):
+    """Reads a shard file by verified ranges. The file descriptor is taken over. One thread."""
+
+    def __init__(self, fd: int, store: str, name: str, expected: Expected) -> None:
+        self._fd = fd
+        try:
+            if expected.needs_footer:
+                _check_size(os.fstat(fd).st_size, expected, store, name)
+            super().__init__(store, name, expected)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        with translated(self._store, "read", self._name):
+            if read_exactly(self._fd, target, offset) != len(target):
+                raise self._corrupt("the file ended early")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _check_size(found: int, expected: Expected, store: str, name: str) -> None:
+    if found != expected.size_bytes:
+        raise ObjectCorrupt(store, "read", name, f"expected {expected.size_bytes} bytes, found {found}")

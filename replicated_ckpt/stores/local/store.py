@@ -1,0 +1,379 @@
+"""The local store: one directory on one node's disk, its identity, staged saves and committed checkpoints."""
+
+import fcntl
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.layout import (
+    AGENT_DIR,
+    INCOMING_DIR,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    NODE_NAME,
+    REPLACED_DIR,
+    STAGING_DIR,
+    TRASH_DIR,
+    is_checkpoint_file,
+    is_checkpoint_id,
+    is_save_id,
+)
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
+from replicated_ckpt.errors import (
+    ConfigInvalid,
+    ManifestInvalid,
+    ManifestVersionUnknown,
+    ObjectCorrupt,
+    ObjectMissing,
+    SaveAborted,
+)
+from replicated_ckpt.stores.files.durable import (
+    exclusive,
+    fsync_directory,
+    hashed_file,
+    make_directories,
+    make_directory,
+    publish_directory,
+    remove_moved,
+    remove_tree,
+    translated,
+    write_file,
+)
+from replicated_ckpt.stores.files.ownership import make_private
+from replicated_ckpt.stores.local.carry_over import carry_over
+from replicated_ckpt.stores.local.catalog import Catalog
+from replicated_ckpt.stores.local.identity import made_identity, read_identity
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.place import PlaceNotes
+from replicated_ckpt.stores.local.replaceable import check_free
+from replicated_ckpt.stores.local.replaced import check_order, holds_all_shards, keep_replaced, replaced_path, take_back
+from replicated_ckpt.stores.local.retire import origins
+
+PART_SUFFIX = ".part"
+NOWHERE = "/proc/self/replicated-ckpt-nowhere"
+"""A root that is empty and stays so: for those who have no store."""
+
+
+NO_NODE = "none"
+"""Stands for the identity of a store that has none yet."""
+
+
+def is_nowhere(store: "LocalStore") -> bool:
+    """Whether it is the store of those who have none."""
+    return str(store.root) == NOWHERE
+
+
+class LocalStore:
+    """One node's store under `root`.
+
+    Methods may be called from several threads and processes at once; the methods that end a save (`commit`, `abort`)
+    are idempotent. Every OSError is translated to a StoreError.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - a symbolic link stays what the user called it
+        self.catalog = Catalog(self.root)
+        self.places = PlaceNotes(self.root)
+        self._private: os.stat_result | None = None
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self.root)!r})"
+
+    def node_id(self) -> str:
+        """This store's identity, made once; racing callers get the same one.
+
+        Raises:
+            ConfigInvalid: node.json is there and holds no identity.
+            StoreError: the root cannot be created or written.
+        """
+        return made_identity(self.root)
+
+    def known_node_id(self) -> str:
+        """This store's identity as `node_id` gives it, or NO_NODE where none was made; never writes."""
+        return read_identity(self.root) if (self.root / NODE_NAME).exists() else NO_NODE
+
+    def agent_directory(self) -> Path:
+        """The agent's directory, private to this user; created if need be.
+
+        Raises:
+            StoreDenied: another user of the host can have put it there, or something in it. StoreError
+        """
+        path = self.root_agent_directory()
+        with translated(str(self.root), "create", AGENT_DIR):
+            self._private = make_private(self.root, path, self._private)
+        return path
+
+    def root_agent_directory(self) -> Path:
+        """Where the agent's directory is or would be."""
+        return self.root / AGENT_DIR
+
+    def staging(self, save_id: str) -> Path:
+        if not is_save_id(save_id):
+            raise ConfigInvalid(f"{save_id!r} is no save id.")
+        return self.root / STAGING_DIR / save_id
+
+    def final(self, checkpoint_id: str) -> Path:
+        if not is_checkpoint_id(checkpoint_id):
+            raise ConfigInvalid(f"{checkpoint_id!r} is no checkpoint id.")
+        return self.root / checkpoint_id
+
+    def staged_file(self, save_id: str, name: str) -> Path:
+        """Path of a file of a staged save. Nothing outside the staging directory can be named."""
+        if not is_checkpoint_file(name):
+            raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")
+        return self.staging(save_id) / name
+
+    def begin(self, intent: Intent) -> None:
+        """Opens a save: its staging directory exists afterwards, and nothing of it counts until `commit`.
+
+        Raises:
+            CheckpointExists: the checkpoint is committed here and the save may not overwrite it.
+            StoreError
+        """
+        self.final(intent.checkpoint_id)  # refuses what is no id
+        check_free(self.root, intent.checkpoint_id, intent)
+        staging = self.staging(intent.save_id)
+        with translated(str(self.root), "begin", intent.checkpoint_id):
+            make_directories(staging.parent, self.root)
+            replaces = self.published(intent.checkpoint_id)
+            intent = replace(intent, replaces="" if replaces is None else replaces.save_id)
+            if not self._is_intent_kept(intent):
+                write_file(self.intent_path(intent.save_id), intent.encoded())
+            failpoints.reach("store.intent-written")
+            make_directory(staging)
+            fsync_directory(staging.parent)
+        failpoints.reach("store.opened")
+
+    def _is_intent_kept(self, intent: Intent) -> bool:
+        """Whether the save is staged here already, and its intent names nodes that the new one does not know."""
+        return bool(self.intent_of(intent.save_id).nodes) and not intent.nodes
+
+    def held(self, save_id: str) -> int:
+        """Marks an open save as being worked on, for as long as the returned file descriptor is open.
+
+        Raises:
+            SaveAborted: it is not open.
+        """
+        try:
+            fd = os.open(self.intent_path(save_id), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as exc:
+            raise SaveAborted(f"Save {save_id} is not open any more in {self.root}.") from exc
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd
+
+    def is_held(self, save_id: str) -> bool:
+        """Whether a process marks a staged save as being worked on."""
+        try:
+            fd = os.open(self.intent_path(save_id), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def put_small(self, save_id: str, name: str, data: bytes) -> None:
+        """Writes a small file into a staged save, durably."""
+        path = self.staged_file(save_id, name)
+        with translated(str(self.root), "write", name):
+            if not path.parent.is_dir():
+                raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
+            write_file(path, data)
+
+    def commit(self, save_id: str) -> tuple[str, ...]:
+        """Publishes a staged save under its checkpoint id, in one step and durably; returns the shards held here.
+
+        Everything staged must be fsynced before. Committing again what is committed changes nothing.
+
+        Raises:
+            SaveAborted: the save is neither staged nor committed here.
+            ManifestInvalid, ObjectCorrupt: what was staged as the decision is not believed; nothing changed.
+        """
+        staging = self.staging(save_id)
+        with translated(str(self.root), "commit", save_id), exclusive(self.root / STAGING_DIR):
+            if not staging.is_dir() or self._is_published(save_id):
+                held = self._already_committed(save_id)
+                self._discard(save_id)  # after a crash, what it replaced may still be staged under its name
+                return held
+            manifest = self._decision(save_id)
+            final = self.final(manifest.checkpoint_id)
+            intent = self.intent_of(save_id)
+            check_free(self.root, manifest.checkpoint_id, intent)
+            before = self.published(manifest.checkpoint_id)
+            check_order(manifest, before, intent)
+            failpoints.reach("commit.checked")
+            if intent.adopts:
+                carry_over(self.root, manifest, staging)
+            else:
+                for leftover in (path for path in staging.iterdir() if not is_checkpoint_file(path.name)):
+                    leftover.unlink()
+            make_directories(final.parent, self.root)
+            trash = self._trash(save_id)
+            remove_moved(trash, final.parent, staging.parent)
+            take_back(self.catalog, save_id, staging)
+            is_whole = holds_all_shards(staging, manifest)
+            place = trash if is_whole else replaced_path(self.root, before, save_id)
+            publish_directory(staging, final, place, is_kept=not is_whole)
+            failpoints.reach("commit.durable")
+            remove_tree(trash)  # a part of it that came back under this save's staged name would be no decision of it
+            self._forget(save_id)
+        failpoints.reach("commit.done")
+        return tuple(sorted(self.catalog.shard_sizes(manifest.checkpoint_id)))
+
+    def _is_published(self, save_id: str) -> bool:
+        checkpoint_id = self.intent_of(save_id).checkpoint_id
+        if not checkpoint_id:  # who committed it forgot it while somebody else was opening it again, to complete it
+            return self.catalog.checkpoint_of(save_id) is not None
+        try:
+            return self.catalog.manifest(checkpoint_id).save_id == save_id
+        except (ObjectMissing, ManifestInvalid):
+            return False
+
+    def path_of(self, checkpoint_id: str, save_id: str, name: str) -> Path:
+        """Where a file of a save lies that is or was committed here under this id; under the id's name where none does."""
+        return self.root / (self._directory_with(checkpoint_id, save_id) or checkpoint_id) / name
+
+    def _directory_with(self, checkpoint_id: str, save_id: str) -> str | None:
+        """Where files of a save lie or, where the manifest under its name is damaged or gone, may lie; None: nowhere.
+
+        Raises:
+            ManifestVersionUnknown
+        """
+        try:
+            directory = self.catalog.directory_of(checkpoint_id, save_id)
+        except ManifestVersionUnknown:
+            raise
+        except ManifestInvalid:
+            return checkpoint_id
+        return directory or (None if self.catalog.save_id_of(checkpoint_id) else checkpoint_id)
+
+    def published(self, checkpoint_id: str) -> Manifest | None:
+        """The manifest under that name; None where none lies, or none that is believed."""
+        try:
+            return self.catalog.manifest(checkpoint_id)
+        except (ObjectMissing, ManifestInvalid):
+            return None
+
+    def drop_replaced(self, name: str) -> None:
+        """Removes a version that a newer save has replaced. The caller has seen the newer one whole."""
+        if not is_save_id(name):
+            raise ConfigInvalid(f"{name!r} is no save id.")
+        with translated(str(self.root), "remove", f"{REPLACED_DIR}/{name}"), exclusive(self.root / STAGING_DIR):
+            path = self.root / REPLACED_DIR / name
+            if path.is_dir():
+                trash = self._trash(name)
+                remove_tree(trash)
+                path.rename(trash)
+                remove_moved(trash, path.parent)
+
+    def _trash(self, save_id: str) -> Path:
+        """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""
+        directory = self.root / TRASH_DIR
+        make_directory(directory)
+        return directory / save_id
+
+    def _forget(self, save_id: str) -> None:
+        """Removes the intent, and what a process left that died while it wrote it."""
+        for path in (self.root / STAGING_DIR).glob(f"{save_id}.*"):
+            path.unlink(missing_ok=True)
+
+    def _already_committed(self, save_id: str) -> tuple[str, ...]:
+        checkpoint_id = self.catalog.checkpoint_of(save_id)
+        if checkpoint_id is None:
+            raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
+        return tuple(sorted(self.catalog.shard_sizes(checkpoint_id)))
+
+    def _decision(self, save_id: str) -> Manifest:
+        """The manifest staged there, believed only if it is this save's, and together with the metadata that it names."""
+        staging = self.staging(save_id)
+        path = staging / MANIFEST_NAME
+        with path.open("rb") as file:
+            manifest = decoded_manifest(file.read(MANIFEST_BYTES_MAX + 1), str(path))
+        if manifest.save_id != save_id:
+            raise ManifestInvalid(f"The manifest in {staging} is of save {manifest.save_id}.")
+        found = hashed_file(staging / METADATA_NAME)
+        if found != (manifest.metadata_bytes, manifest.metadata_crc32c):
+            expected = f"{manifest.metadata_bytes} bytes of CRC32C {manifest.metadata_crc32c:08x}"
+            detail = f"expected {expected}, found {found[0]} bytes of {found[1]:08x}"
+            raise ObjectCorrupt(str(staging), "commit", METADATA_NAME, detail)
+        return manifest
+
+    def is_decided(self, save_id: str) -> bool:
+        """Whether a staged save holds the coordinator's decision, so that it must be committed, not removed."""
+        try:
+            self._decision(save_id)
+        except (OSError, ManifestInvalid, ObjectCorrupt):
+            return False
+        return True
+
+    def abort(self, save_id: str) -> None:
+        """Removes a staged save. What is committed stays. Aborting what is not there changes nothing."""
+        with translated(str(self.root), "abort", save_id), exclusive(self.root / STAGING_DIR):
+            self._discard(save_id)
+
+    def _discard(self, save_id: str) -> None:
+        staging = self.staging(save_id)
+        for place in self._places([self.intent_of(save_id)]):
+            fsync_directory(place)  # a commit that was cut off may be seen and not be durable: the intent goes last
+        if staging.is_dir() and keep_replaced(self.root, staging, save_id):
+            fsync_directory(staging.parent)
+        elif staging.is_dir():
+            trash = self._trash(save_id)
+            remove_moved(trash, staging.parent)
+            staging.rename(trash)
+            failpoints.reach("abort.trashed")
+            remove_moved(trash, staging.parent)
+        self._forget(save_id)
+
+    def empty_trash(self) -> None:
+        """Removes what a crash kept from being removed, and what it kept from getting into a checkpoint."""
+        with translated(str(self.root), "remove", TRASH_DIR):
+            remove_tree(self.root / INCOMING_DIR)
+            trash = self.root / TRASH_DIR
+            remove_moved(trash, trash, *self._places(self.staged()), *origins(self.root))
+
+    def _places(self, intents: Iterable[Intent]) -> list[Path]:
+        """The directories in which these saves may have moved names: the staging area, and where their checkpoints lie."""
+        named = [intent.checkpoint_id for intent in intents if is_checkpoint_id(intent.checkpoint_id)]
+        places = (self.root / STAGING_DIR, *(self.final(checkpoint_id).parent for checkpoint_id in named))
+        return [place for place in places if place.is_dir()]
+
+    def staged(self) -> tuple[Intent, ...]:
+        """The saves that are not committed. An unreadable intent counts as one without a name."""
+        directory = self.root / STAGING_DIR
+        names = {path.name.partition(".")[0] for path in directory.iterdir()} if directory.is_dir() else set()
+        return tuple(self.intent_of(save_id) for save_id in sorted(names) if is_save_id(save_id))
+
+    def intent_of(self, save_id: str) -> Intent:
+        """The intent of a staged save; one without a name where it cannot be believed."""
+        return Intent.read(save_id, self.intent_path(save_id))
+
+    def intent_path(self, save_id: str) -> Path:
+        """The file that describes a staged save; each rank that works on it holds a shared flock on this file."""
+        return self.root / STAGING_DIR / f"{save_id}.json"
+
+    def open_file(self, checkpoint_id: str, save_id: str, name: str) -> int:
+        """File descriptor for reading one file of one save; the caller closes it, and checks what it reads.
+
+        Where the manifest is damaged or gone, only the file's checksums tell which save it is of.
+
+        Raises:
+            ObjectMissing: it is not here, or the checkpoint here is of another save. ManifestVersionUnknown
+        """
+        if not is_checkpoint_file(name):
+            raise ObjectMissing(str(self.root), "open", name, "no file of a checkpoint")
+        self.final(checkpoint_id)  # refuses what is no id
+        directory = self._directory_with(checkpoint_id, save_id)
+        if directory is None:
+            raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", f"not of save {save_id}")
+        path = self.root / directory / name
+        with translated(str(self.root), "open", f"{checkpoint_id}/{name}"):
+            try:
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError as exc:
+                raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}") from exc

@@ -1,0 +1,1 @@
+"""What the ranks of one node fetch for each other during a load."""

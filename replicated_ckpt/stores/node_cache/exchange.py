@@ -1,0 +1,195 @@
+"""The exchange: what the ranks of one node need from elsewhere, one fetches, and the others take it from its spool.
+
+docs/design.md, "Each block comes to a node once", has its invariants.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+
+from replicated_ckpt.core.reading.windows import CELL_BYTES, Unit, Window
+from replicated_ckpt.stores.node_cache.cache import OVER, SLOTS, OtherSpool, Spool
+from replicated_ckpt.stores.node_cache.patience import Patience, Pause, Wait
+
+log = logging.getLogger(__name__)
+
+
+class Found(Enum):
+    """What became of a piece that another rank fetches."""
+
+    THERE = "there"
+    NOT_YET = "not yet"
+    NEVER = "never"
+
+
+class Exchange:
+    """One rank's part in what its node shares during one load.
+
+    The rank's own thread takes; the threads that fetch ahead call `wait_for_slot`, `slot` and `put`. The rank waits for
+    another one only in `take`, `wait_for_slot` and `wait_until_opened`.
+    """
+
+    def __init__(self, rank: int, spool: Spool, others: Mapping[int, OtherSpool], units: Sequence[Unit]) -> None:
+        """`others`: the spools that could be opened. `units`: those of the node, the same for all of its ranks."""
+        self._rank = rank
+        self._spool = spool
+        self._others = others
+        self._lost = {taker for unit in units for taker in unit.takers} - {rank, *others}
+        self._lock = threading.Lock()
+        self._patience = Patience()
+        self._memory: memoryview | None = None
+        self._unit_by_cell = {unit.window.cell: unit for unit in units if rank in unit.takers}
+        self._number_by_window: dict[Window, int] = {}
+        takers_by_fetcher: dict[int, list[Sequence[int]]] = {rank: []}
+        for unit in units:
+            takers = takers_by_fetcher.setdefault(unit.fetcher, [])
+            self._number_by_window[unit.window] = len(takers)
+            takers.append(unit.takers)
+        self._takers = takers_by_fetcher[rank]
+        self._gives = True
+
+    def begin(self) -> None:
+        """Takes the room for what this rank gives, and tells the others that it has opened their spools."""
+        try:
+            self._spool.reserve(len(self._takers))
+        except OSError as exc:
+            log.warning("this rank fetches nothing for the others of its node: %s", exc)
+            self._gives = False
+        self._spool.board.pass_pieces(self._rank, 0 if self._gives else OVER)
+        for other in self._others:
+            self._spool.board.pass_pieces(other, 0)
+        for other in self._lost:
+            self._spool.board.pass_pieces(other, OVER)
+
+    def unit_of(self, cell: tuple[str, int]) -> Unit | None:
+        """The unit that is shared of a cell, if this rank takes it from another, or gives it."""
+        unit = self._unit_by_cell.get(cell)
+        return None if unit is None or (self.is_own(unit) and not self._gives) else unit
+
+    def is_own(self, unit: Unit) -> bool:
+        return unit.fetcher == self._rank
+
+    def number_of(self, unit: Unit) -> int:
+        """Its number in the spool of its fetcher."""
+        return self._number_by_window[unit.window]
+
+    # Giving --------------------------------------------------------------------------------------------------------
+
+    def slot_awaits(self, number: int) -> list[int]:
+        """The ranks that still need what lies in the slot of this rank's piece `number`."""
+        before = number - SLOTS
+        takers = self._takers[before] if before >= 0 else ()
+        return [taker for taker in takers if not self._has_passed(taker, before)]
+
+    def _has_passed(self, taker: int, number: int) -> bool:
+        if taker == self._rank:
+            return self._spool.board.passed(taker) > number
+        if taker in self._lost:
+            return True
+        board = self._others[taker].board
+        return board.has_left or board.passed(self._rank) > number
+
+    def wait_for_slot(self, number: int, is_stopped: Callable[[], bool]) -> bool:
+        """Returns when the slot of piece `number` may be used; False: it is not needed any more."""
+        wait, pause = Wait(self._patience), Pause()
+        while awaited := self.slot_awaits(number):
+            if is_stopped():
+                return False
+            self._wait_for([taker for taker in awaited if taker != self._rank], wait)
+            pause()
+        return True
+
+    def slot(self, number: int) -> memoryview:
+        return self._spool.slot(number)
+
+    def put(self, number: int, piece: memoryview | None) -> memoryview:
+        """Gives piece `number` to the others; returns it as it lies in its slot. None: each of them has to fetch it."""
+        return self._spool.put(number, piece)
+
+    def done(self, unit: Unit) -> None:
+        """This rank has used a piece of its own: its slot may be used again as far as this rank goes."""
+        self._spool.board.pass_pieces(self._rank, self.number_of(unit) + 1)
+
+    # Taking --------------------------------------------------------------------------------------------------------
+
+    def find(self, unit: Unit) -> Found:
+        """What became of a piece of another rank."""
+        if unit.fetcher in self._lost:
+            return Found.NEVER
+        board, number = self._others[unit.fetcher].board, self.number_of(unit)
+        is_over = board.has_left or board.passed(unit.fetcher) > number  # written after the entry, so read before it
+        there = board.entry(number)[0]
+        if there == number:
+            return Found.THERE
+        return Found.NEVER if is_over or there > number else Found.NOT_YET
+
+    def take(self, unit: Unit) -> memoryview | None:
+        """What another rank has fetched, valid until the next call; None: it does not come, this rank has to fetch it."""
+        wait, pause = Wait(self._patience), Pause()
+        while (found := self.find(unit)) is Found.NOT_YET:
+            self._wait_for([unit.fetcher], wait)
+            pause()
+        if self._memory is None:
+            self._memory = memoryview(bytearray(CELL_BYTES))
+        number = self.number_of(unit)
+        piece = self._others[unit.fetcher].copy(number, self._memory) if found is Found.THERE else None
+        with self._lock:
+            if unit.fetcher not in self._lost:
+                self._spool.board.pass_pieces(unit.fetcher, number + 1)
+        return piece
+
+    # Signs of life -------------------------------------------------------------------------------------------------
+
+    def pulse(self) -> None:
+        """This rank works, or waits for what is no rank."""
+        self._spool.board.pulse(time.monotonic_ns())
+
+    def _wait_for(self, ranks: Sequence[int], wait: Wait) -> None:
+        """One look at the ranks that are waited for. A rank is as fresh as those that it waits for, and no fresher."""
+        spools = {rank: self._others[rank] for rank in ranks}
+        for rank in wait.lost(spools):
+            self.give_up(rank)
+        for spool in spools.values():
+            self._spool.board.pulse(spool.board.pulse_ns)
+
+    def give_up(self, rank: int) -> None:
+        """From now on nothing is taken from a rank, and it is waited for no more."""
+        with self._lock:
+            is_new = rank not in self._lost
+            self._lost.add(rank)
+            self._spool.board.pass_pieces(rank, OVER)
+        if is_new:
+            log.warning("rank %d of this node is not waited for any more: it gives no sign of life", rank)
+
+    def tell_silent(self, node: str) -> None:
+        """Tells the other ranks that a node let a time-out pass."""
+        self._spool.board.tell_silent(node)
+
+    def is_silent(self, node: str) -> bool:
+        """Whether another rank was told nothing by a node within its time-out."""
+        return any(other.board.says_silent(node) for other in self._others.values())
+
+    # The end -------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """This rank takes and gives nothing more. What lies in its spool can be taken as long as it is open anywhere."""
+        self._spool.board.leave()
+
+    def not_opened_by(self) -> list[int]:
+        """The ranks that take from this one and have not opened its spool yet, as they do before anything else."""
+        takers = {taker for takers in self._takers for taker in takers} - {self._rank}
+        return [taker for taker in sorted(takers) if not self._has_passed(taker, -1)]
+
+    def wait_until_opened(self) -> None:
+        """After that the spool's name is needed no more."""
+        wait, pause = Wait(self._patience), Pause()
+        while awaited := self.not_opened_by():
+            self._wait_for(awaited, wait)
+            pause()
+
+    def close(self) -> None:
+        self.leave()
+        for other in self._others.values():
+            other.close()

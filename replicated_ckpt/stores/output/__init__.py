@@ -1,0 +1,1 @@
+"""Where an export writes: a directory or a URL."""

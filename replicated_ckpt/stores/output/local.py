@@ -1,0 +1,146 @@
+"""The output of a conversion on a file system: written into a directory beside its place, then renamed."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from replicated_ckpt.errors import ConfigInvalid, StoreFull
+from replicated_ckpt.stores.files.durable import fsync_directory, publish_directory, remove_tree, translated, write_all
+from replicated_ckpt.stores.output.output import READ_BYTES, Output, Stream
+
+
+class _FileStream(Stream):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._store, self._name = str(path.parent), path.name
+        with translated(self._store, "write", self._name):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+    def _append(self, view: memoryview) -> None:
+        with translated(self._store, "write", self._name):
+            write_all(self._fd, view)
+
+    def close(self) -> None:
+        with translated(self._store, "write", self._name):
+            os.fsync(self._fd)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read back from the disk
+        os.close(self._fd)
+        self._fd = -1
+
+    def give_up(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class LocalOutput(Output):
+    """A file or a directory at `path`.
+
+    What is written lies in `.<name>.part/` beside it, under a lock: what a killed conversion has left there is removed
+    by the next one of the same name. Everything is fsynced before it gets its name.
+
+    Args:
+        size_bytes: about what will be written; if there is less room, nothing is.
+        may_replace: None: nothing may have that name. Else an existing file is replaced, and a directory if it has no
+            file but such for whose names this is true.
+
+    Raises:
+        ConfigInvalid: the place cannot be used. StoreFull, StoreDenied, StoreError
+    """
+
+    def __init__(
+        self, path: Path, *, is_directory: bool, size_bytes: int, may_replace: Callable[[str], bool] | None = None
+    ) -> None:
+        super().__init__()
+        self.label = str(path)
+        self._path = path
+        self._is_directory = is_directory
+        self._may_replace = may_replace
+        self._part = path.parent / f".{path.name}.part"
+        self._lock = -1
+        self._check()
+        self._begin()
+        try:
+            self._check_room(size_bytes)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _check(self) -> None:
+        if not self._path.parent.is_dir():
+            raise ConfigInvalid(f"{self._path.parent} is no directory.", "Make it first.")
+        if not os.path.lexists(self._path):
+            return
+        if self._may_replace is None:
+            raise ConfigInvalid(f"{self._path} exists; nothing was written.", "Name another place, or --overwrite.")
+        if self._path.is_symlink() or self._path.is_dir() != self._is_directory:
+            raise ConfigInvalid(f"{self._path} is no {'directory' if self._is_directory else 'file'}.", "Remove it.")
+        others = [p.name for p in self._path.iterdir() if not self._may_replace(p.name)] if self._is_directory else []
+        if others:
+            raise ConfigInvalid(f"{self._path} holds other files, too: {', '.join(sorted(others)[:5])}.", "Move them.")
+
+    def _begin(self) -> None:
+        """Takes the place beside `path`, and removes what a killed conversion left there."""
+        with translated(str(self._path.parent), "write", self._part.name):
+            self._part.mkdir(exist_ok=True)
+            self._lock = os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = self._is_there()
+        except BlockingIOError:
+            is_ours = False
+        if not is_ours:
+            self._close()
+            raise ConfigInvalid(f"Another process is writing {self._path}.", "Wait for its end.")
+        for leftover in self._part.iterdir():
+            leftover.unlink()
+
+    def _is_there(self) -> bool:
+        """Whether the directory that is locked still has its name."""
+        found, held = self._part.stat(), os.fstat(self._lock)
+        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+
+    def _check_room(self, size_bytes: int) -> None:
+        status = os.statvfs(self._part)
+        free = status.f_bavail * status.f_frsize
+        if size_bytes > free:
+            detail = f"it takes about {size_bytes} bytes, {free} are free"
+            raise StoreFull(
+                str(self._path.parent), "write", self._path.name, detail, "Free space, or name another place."
+            )
+
+    def part(self, name: str) -> Path:
+        """Where a file lies until it is published."""
+        return self._part / name
+
+    def _opened(self, name: str) -> Stream:
+        return _FileStream(self.part(name))
+
+    def _pieces(self, name: str) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(READ_BYTES))
+        with translated(self.label, "read back", name), self.part(name).open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                yield buffer[:count]
+
+    def _give_names(self) -> None:
+        self._check()
+        with translated(self.label, "publish", self._path.name):
+            if self._is_directory:
+                replaced = self._path.with_name(f".{self._path.name}.replaced")
+                publish_directory(self._part, self._path, replaced, is_kept=False)
+                remove_tree(replaced)
+            else:
+                (name,) = self.written
+                self.part(name).replace(self._path)
+                self._part.rmdir()
+            fsync_directory(self._path.parent)
+
+    def _remove_parts(self) -> None:
+        with contextlib.suppress(OSError):
+            remove_tree(self._part)
+
+    def _close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

@@ -1,0 +1,128 @@
+"""What a conversion writes: files that get their names only when all of them were written and read back."""
+
+import abc
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.errors import ObjectCorrupt
+
+READ_BYTES = 4 << 20
+
+
+class Stream(abc.ABC):
+    """One file on its way. Used by one thread, written from its beginning to its end."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.crc = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Appends bytes; returns how many."""
+        view = memoryview(data).cast("B")
+        self._append(view)
+        self.crc = crc32c(view, self.crc)
+        self.position += len(view)
+        return len(view)
+
+    def flush(self) -> int:
+        """Writers call it, and nothing is promised before `close`. Returns the position."""
+        return self.position
+
+    @abc.abstractmethod
+    def _append(self, view: memoryview) -> None: ...
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Everything was written; it is there, and durable where that can be had, when this returns."""
+
+    @abc.abstractmethod
+    def give_up(self) -> None:
+        """Ends it however far it got. Never raises."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written to a file."""
+
+    size_bytes: int
+    crc32c: int
+
+
+class Output(abc.ABC):
+    """A file, or a directory of files, that appears at once by `publish`; leaving the block without that removes all.
+
+    The last file that is created is the last to appear, where they cannot appear together.
+    """
+
+    label: str
+
+    def __init__(self) -> None:
+        self.written: dict[str, Written] = {}
+        self._is_published = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_published:
+            self._remove_parts()
+        self._close()
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[Stream]:
+        """Writes one file.
+
+        Raises:
+            StoreError
+        """
+        stream = self._opened(name)
+        try:
+            yield stream
+            stream.close()
+        except BaseException:
+            stream.give_up()
+            raise
+        self.written[name] = Written(stream.position, stream.crc)
+
+    def verify(self) -> None:
+        """Reads everything back.
+
+        Raises:
+            ObjectCorrupt: it is not what was written. StoreError
+        """
+        for name, written in self.written.items():
+            crc = size_bytes = 0
+            for piece in self._pieces(name):
+                crc = crc32c(piece, crc)
+                size_bytes += len(piece)
+            if (size_bytes, crc) != (written.size_bytes, written.crc32c):
+                expected = f"expected {written.size_bytes} bytes of CRC32C {written.crc32c:08x}"
+                raise ObjectCorrupt(self.label, "read back", name, f"{expected}, found {size_bytes} of {crc:08x}")
+
+    def publish(self) -> None:
+        """Gives everything its name.
+
+        Raises:
+            ConfigInvalid: something has that name by now. StoreError
+        """
+        self._give_names()
+        self._is_published = True
+
+    @abc.abstractmethod
+    def _opened(self, name: str) -> Stream: ...
+
+    @abc.abstractmethod
+    def _pieces(self, name: str) -> Iterator[memoryview | bytes]: ...
+
+    @abc.abstractmethod
+    def _give_names(self) -> None: ...
+
+    @abc.abstractmethod
+    def _remove_parts(self) -> None:
+        """Removes what was not published. Never raises a StoreError."""
+
+    @abc.abstractmethod
+    def _close(self) -> None: ...

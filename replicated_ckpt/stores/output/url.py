@@ -1,0 +1,122 @@
+"""The output of a conversion at any URL that fsspec knows: written under part names, in one pass, then moved."""
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ReplicatedCkptError
+from replicated_ckpt.stores.bucket.client import PART_BYTES
+from replicated_ckpt.stores.bucket.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.output.output import READ_BYTES, Output, Stream
+
+
+class _UrlStream(Stream):
+    def __init__(self, files: "_Files", path: str) -> None:
+        super().__init__()
+        self._files = files
+        self._path = path
+        self._file = files.opened(path, "wb")
+
+    def _append(self, view: memoryview) -> None:
+        with self._files.translated("write", self._path):
+            for start in range(0, len(view), PART_BYTES):
+                self._file.write(bytes(view[start : start + PART_BYTES]))
+
+    def close(self) -> None:
+        with self._files.translated("write", self._path):
+            self._file.close()
+
+    def give_up(self) -> None:
+        with contextlib.suppress(ReplicatedCkptError):
+            self.close()  # there is no way back that all back ends know; it has a part's name, and is removed
+
+
+class _Files(FsspecClient):
+    """The few operations on files that an output needs. Paths are relative to the directory of the output."""
+
+    def opened(self, path: str, mode: str) -> Any:
+        with self._translated("open", path):
+            return self._fs.open(self._path(path), mode, block_size=PART_BYTES)
+
+    def translated(self, op: str, path: str) -> contextlib.AbstractContextManager[None]:
+        return self._translated(op, path)
+
+    def has(self, path: str) -> bool:
+        with self._translated("look at", path):
+            return bool(self._fs.exists(self._path(path)))
+
+    def move(self, path: str, to: str) -> None:
+        with self._translated("publish", to):
+            self._fs.mv(self._path(path), self._path(to))
+
+    def remove(self, path: str) -> None:
+        with self._translated("remove", path), contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._path(path), recursive=True)
+
+
+class UrlOutput(Output):
+    """A file or a directory at a URL. Its parts lie beside it under `.<name>.part-<8 digits>/`.
+
+    A bucket cannot rename: `publish` copies there and removes the part, the file that was created last being the last.
+
+    Raises:
+        ConfigInvalid: the place cannot be used. StoreDenied, StoreUnavailable, StoreError
+    """
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] | None,
+        *,
+        is_directory: bool,
+        may_replace: Callable[[str], bool] | None = None,
+    ) -> None:
+        super().__init__()
+        parent, _, name = url.rstrip("/").rpartition("/")
+        self.label = url
+        self._files = _Files(ObjectTarget.checked(parent, storage_options))
+        self._name = name
+        self._is_directory = is_directory
+        self._may_replace = may_replace
+        self._part = f".{name}.part-{uuid.uuid4().hex[:8]}"
+        self._check()
+
+    def _check(self) -> None:
+        if self._may_replace is None and self._files.has(self._name):
+            raise ConfigInvalid(f"{self.label} exists; nothing was written.", "Name another place, or --overwrite.")
+        if self._may_replace is not None and self._is_directory:
+            found = self._files.listed(f"{self._name}/")
+            others = [name for name in (*found.sizes, *found.directories) if not self._may_replace(name)]
+            if others:
+                listed = ", ".join(sorted(others)[:5])
+                raise ConfigInvalid(f"{self.label} holds other files, too: {listed}.", "Move them.")
+
+    def _opened(self, name: str) -> Stream:
+        return _UrlStream(self._files, f"{self._part}/{name}")
+
+    def _pieces(self, name: str) -> Iterator[bytes]:
+        path = f"{self._part}/{name}"
+        file = self._files.opened(path, "rb")
+        with self._files.translated("read back", path), file:
+            while piece := file.read(READ_BYTES):
+                yield piece
+
+    def _give_names(self) -> None:
+        self._check()
+        if self._is_directory and self._may_replace is not None:
+            self._files.remove(self._name)
+        for name, written in self.written.items():
+            final = f"{self._name}/{name}" if self._is_directory else self._name
+            self._files.move(f"{self._part}/{name}", final)
+            if self._files.size_bytes(final) != written.size_bytes:
+                raise ObjectCorrupt(self.label, "publish", name, f"it has not {written.size_bytes} bytes there")
+        self._remove_parts()
+
+    def _remove_parts(self) -> None:
+        with contextlib.suppress(ReplicatedCkptError):
+            self._files.remove(self._part)
+
+    def _close(self) -> None:
+        self._files.close()

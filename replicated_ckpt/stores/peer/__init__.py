@@ -1,0 +1,1 @@
+"""Another node's agent, as its client sees it."""

@@ -1,0 +1,300 @@
+"""Speaks HTTP/1.1 to one agent. Every wait has a deadline; every failure is a typed error that names the peer.
+
+Deadlines: a socket time-out on each slice sent and on each piece received is the only thing that notices every fault
+(a stopped process, a cut link, a host that died while we wait for its answer); keep-alive and TCP_USER_TIMEOUT miss some.
+While an agent works on a long request (an fsync) it sends `100 Continue` at least once a second, so the deadline is one
+on progress, not on the work.
+"""
+
+import errno
+import http.client
+import json
+import re
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from operator import index
+from typing import Any, Self
+
+from replicated_ckpt.errors import (
+    ManifestInvalid,
+    ObjectCorrupt,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    StoreUnavailable,
+)
+from replicated_ckpt.stores.peer.answer import document_in, refusal
+from replicated_ckpt.stores.peer.deadline import given_up_after
+from replicated_ckpt.stores.peer.tls import PinnedConnection, PlainConnection
+
+PROGRESS_TIMEOUT_S = 5.0
+ACK_TIMEOUT_S = 120.0
+"""A peer that lives and has not made a shard durable by then is given up: its disk hangs."""
+ANSWER_BYTES_MAX = 64 << 20
+FILE_BYTES_MAX = 8 << 30
+_SLICE_BYTES = 1 << 20
+_ACK_BYTES_MAX = 1 << 16
+_PIECE_BYTES = 16 << 20
+_NODE_ID = re.compile(r"[0-9A-Za-z._-]{1,64}")
+_HOST = re.compile(r"[0-9A-Za-z.:%_-]{0,255}")
+_TOKEN = re.compile(r"[ -~]{0,256}")
+_SHA256 = re.compile(r"([0-9a-f]{64})?")
+
+
+@dataclass(frozen=True)
+class AgentAddress:
+    """Where an agent listens and the token that opens it. The token never appears in `repr`, logs or errors.
+
+    `incarnation` counts the starts of the node's agents: of two addresses of one node the larger one is the later one.
+    `domain` is the node's failure domain, if it is known. `tls_sha256` is the fingerprint of its certificate; empty: it
+    speaks plain HTTP, and is talked to only on this host, or where the user trusts the network.
+    """
+
+    node_id: str
+    host: str
+    port: int
+    token: str
+    incarnation: int = 0
+    domain: str | None = None
+    tls_sha256: str = ""
+
+    def __repr__(self) -> str:
+        return f"AgentAddress({self.label})"
+
+    @property
+    def label(self) -> str:
+        return f"node {self.node_id} at {self.host}:{self.port}"
+
+    def to_json(self) -> dict[str, Any]:
+        """With the token: for those who are to talk to the agent, and no list that others read."""
+        return asdict(self)
+
+    def shown(self) -> dict[str, Any]:
+        """The same without the token."""
+        return {name: value for name, value in asdict(self).items() if name != "token"}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "AgentAddress":
+        """The address in `fields`, validated: one that cannot be talked to would be met again and again.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none; the caller names who said so.
+        """
+        fields = dict(fields)
+        domain = fields.get("domain")
+        address = cls(
+            str(fields["node_id"]),
+            str(fields["host"]),
+            index(fields["port"]),
+            str(fields["token"]),
+            index(fields.get("incarnation", 0)),
+            None if domain is None else str(domain),
+            str(fields.get("tls_sha256", "")),
+        )
+        texts = (address.node_id, address.host, address.token, address.tls_sha256)
+        patterns = (_NODE_ID, _HOST, _TOKEN, _SHA256)
+        if not all(pattern.fullmatch(text) for pattern, text in zip(patterns, texts, strict=True)):
+            raise ValueError(f"no address of an agent: {address.label!r}"[:400])
+        if not 0 <= address.port <= 65535 or not 0 <= address.incarnation <= 1 << 62:
+            raise ValueError(f"no address of an agent: {address.label!r}"[:400])
+        return address
+
+
+def opened_connection(address: AgentAddress, timeout_s: float) -> http.client.HTTPConnection:
+    """A connection to an agent, by TLS if its address says so; it connects when it is first used."""
+    if address.tls_sha256:
+        return PinnedConnection(
+            address.host, address.port, timeout=timeout_s, sha256=address.tls_sha256, label=address.label
+        )
+    return PlainConnection(address.host, address.port, timeout=timeout_s, label=address.label)
+
+
+class AgentClient:
+    """One connection to one agent, reopened when it broke. Not safe for concurrent use: one client a thread."""
+
+    def __init__(self, address: AgentAddress, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
+        self.address = address
+        self._connection = opened_connection(address, timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def call(self, method: str, path: str, document: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Sends a JSON request and returns the JSON answer.
+
+        Raises:
+            StoreUnavailable: no answer in time. PeerProtocolError: no sensible one. And what the agent refused with.
+        """
+        body = None if document is None else json.dumps(document).encode()
+        return self.put(method, path, body)
+
+    def put(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
+        """As `call`, with a body of bytes."""
+        return document_in(self.fetch(method, path, body), f"{self.address.label} answered {method} {path}")
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """The requests of the block, the peer's work included, end within so many seconds or raise StoreUnavailable."""
+        if self._connection.sock is None:
+            with self.translated("CONNECT", "/"):
+                self._connection.connect()
+        with given_up_after(self._connection.sock, seconds):
+            yield
+
+    def fetch(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Body of the answer to a request, as bytes, at most ANSWER_BYTES_MAX of them."""
+        with self.translated(method, path):
+            self._connection.request(method, path, body, self._headers())
+            response = self._connection.getresponse()
+            raw = self.body_of(response, ANSWER_BYTES_MAX, f"{method} {path}")
+            self.raise_for(response.status, raw, method, path)
+            return raw
+
+    def body_of(self, response: http.client.HTTPResponse, size_max: int, request: str) -> bytes:
+        """The whole body of an answer whose end is known from its head: one cut short is not taken for a whole one."""
+        if response.length is None and not response.chunked:
+            self._connection.close()
+            raise PeerProtocolError(f"{self.address.label} answered {request} without a length.")
+        raw = response.read(size_max)
+        if len(raw) < size_max and response.length:
+            raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection in the middle")
+        if response.read(1):
+            self._connection.close()
+            raise PeerProtocolError(f"{self.address.label} answered {request} with too many bytes.")
+        return raw
+
+    def fetch_file(self, path: str, size_bytes: int) -> bytes:
+        """A file of exactly `size_bytes`, in pieces: memory grows with what comes, not with what was promised.
+
+        Raises:
+            ManifestInvalid: it would be larger than any. ObjectCorrupt: the file is shorter. And as `read_range`.
+        """
+        if size_bytes > FILE_BYTES_MAX:
+            raise ManifestInvalid(f"{path} at {self.address.label} is said to have {size_bytes} bytes.")
+        whole = bytearray()
+        while len(whole) < size_bytes:
+            piece = bytearray(min(_PIECE_BYTES, size_bytes - len(whole)))
+            self.read_range(path, len(whole), memoryview(piece))
+            whole += piece
+        return bytes(whole)
+
+    def read_range(self, path: str, offset: int, target: memoryview) -> None:
+        """Fills `target` with the bytes of a file from `offset` on.
+
+        Raises:
+            ObjectCorrupt: the peer's file is shorter. StoreUnavailable, ObjectMissing, PeerProtocolError
+        """
+        with self.translated("GET", path):
+            headers = {**self._headers(), "Range": f"bytes={offset}-{offset + len(target) - 1}"}
+            self._connection.request("GET", path, headers=headers)
+            response = self._connection.getresponse()
+            if response.status not in (200, 206):
+                self.raise_for(response.status, response.read(ANSWER_BYTES_MAX), "GET", path)
+            if response.status == 206 and response.length is not None and response.length < len(target):
+                self._connection.close()
+                detail = f"it ends {len(target) - response.length} bytes before byte {offset + len(target)}"
+                raise ObjectCorrupt(self.address.label, "GET", path, detail)
+            if response.status != 206 or response.length != len(target):
+                self._connection.close()
+                raise PeerProtocolError(
+                    f"{self.address.label} answered a range of {len(target)} bytes of {path} with status "
+                    f"{response.status} and {response.length} bytes."
+                )
+            done = 0
+            while done < len(target):
+                count = response.readinto(target[done:])
+                if count == 0:
+                    raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection in the middle")
+                done += count
+            response.read()
+
+    def start_upload(self, path: str, headers: Mapping[str, str]) -> "Upload":
+        """A PUT whose body is sent piece by piece, its size not known beforehand."""
+        with self.translated("PUT", path):
+            self._connection.putrequest("PUT", path, skip_accept_encoding=True)
+            for name, value in {**self._headers(), **headers, "Transfer-Encoding": "chunked"}.items():
+                self._connection.putheader(name, value)
+            self._connection.endheaders()
+        return Upload(self, self._connection, path)
+
+    @contextmanager
+    def translated(self, method: str, path: str) -> Iterator[None]:
+        """Turns transport errors of the block into typed ones, and drops the connection, whose state is unknown then."""
+        try:
+            yield
+        except ReplicatedCkptError:
+            raise
+        except (OSError, http.client.HTTPException, UnicodeError) as exc:  # a host's name may be none
+            self._connection.close()
+            detail = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+            raise StoreUnavailable(self.address.label, method, path, detail) from exc
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.address.token}"}
+
+    def raise_for(self, status: int, raw: bytes, method: str, path: str) -> None:
+        if 200 <= status < 300:
+            return
+        raise refusal(status, raw, self.address.label, method, path)
+
+    def raise_refusal(self, path: str) -> None:
+        """After a send broke: raises what the agent answered before it closed, if it did."""
+        try:
+            response = self._connection.getresponse()
+            self.raise_for(response.status, response.read(1 << 16), "PUT", path)
+        except (OSError, http.client.HTTPException):
+            return  # it closed without an answer: the caller reports the broken send itself
+
+
+class Upload:
+    """The body of one PUT under way."""
+
+    def __init__(self, client: AgentClient, connection: http.client.HTTPConnection, path: str) -> None:
+        self._client = client
+        self._connection = connection
+        self._path = path
+
+    def send(self, *pieces: memoryview) -> None:
+        """Sends the next bytes, which may lie in several places, as one chunk."""
+        with self._client.translated("PUT", self._path):
+            try:
+                self._connection.send(b"%x\r\n" % sum(map(len, pieces)))
+                for piece in pieces:
+                    for start in range(0, len(piece), _SLICE_BYTES):
+                        self._connection.send(piece[start : start + _SLICE_BYTES])
+                self._connection.send(b"\r\n")
+            except OSError as exc:
+                if not isinstance(exc, TimeoutError):
+                    self._client.raise_refusal(self._path)
+                raise
+
+    def finish(self) -> dict[str, Any]:
+        """Ends the body and returns the agent's JSON answer, which comes within ACK_TIMEOUT_S."""
+        with self._client.translated("PUT", self._path), given_up_after(self._connection.sock, ACK_TIMEOUT_S):
+            try:
+                self._connection.send(b"0\r\n\r\n")
+            except ConnectionError:
+                self._client.raise_refusal(self._path)
+                raise
+            response = self._connection.getresponse()
+            raw = self._client.body_of(response, _ACK_BYTES_MAX, f"PUT {self._path}")
+            self._client.raise_for(response.status, raw, "PUT", self._path)
+            return document_in(raw, f"{self._client.address.label} answered PUT {self._path}")
+
+
+def file_path(checkpoint_id: str, save_id: str, name: str) -> str:
+    """URL path of one file of one committed save."""
+    return f"/v1/files/{save_id}/{name}?{urllib.parse.urlencode({'checkpoint_id': checkpoint_id})}"
+
+
+def stock_path(checkpoint_id: str, name: str, size_bytes: int) -> str:
+    """URL path of one file, of this size, of a checkpoint without a manifest."""
+    query = urllib.parse.urlencode({"checkpoint_id": checkpoint_id, "size_bytes": size_bytes})
+    return f"/v1/stock/{name}?{query}"

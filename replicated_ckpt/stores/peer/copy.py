@@ -1,0 +1,80 @@
+"""A peer's store, through its agent: a sink for copies, and a source of verified ranges."""
+
+import time
+
+from replicated_ckpt.core.integrity.checksum import BlockTable
+from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, StoreUnavailable
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload, file_path
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
+
+SLOW_WINDOW_S = 10.0
+SLOW_BYTES_PER_S = 1 << 20
+
+
+class PeerSink:
+    """Sends one shard into a peer's staging area, and checks that the peer received what was hashed here.
+
+    `durable`: `finish` returns when the peer has fsynced it; otherwise when the peer has it in memory.
+    """
+
+    def __init__(self, address: AgentAddress, save_id: str, name: str, *, durable: bool) -> None:
+        self.address = address
+        self._client = AgentClient(address)
+        self._path = f"/v1/saves/{save_id}/{name}"
+        self._headers = {"X-Rckpt-Ack": "durable" if durable else "memory"}
+        self._upload: Upload | None = None
+        self._blocked_s = 0.0
+        self._taken_bytes = 0
+
+    @property
+    def label(self) -> str:
+        return self.address.label
+
+    def write(self, *pieces: memoryview) -> None:
+        if self._upload is None:
+            self._upload = self._client.start_upload(self._path, self._headers)
+        started = time.monotonic()
+        self._upload.send(*pieces)
+        self._check_rate(time.monotonic() - started, sum(map(len, pieces)))
+
+    def _check_rate(self, blocked_s: float, size_bytes: int) -> None:
+        """A peer that takes bytes, and too slowly, would hold the whole save up: it is given up like one that is gone."""
+        self._blocked_s += blocked_s
+        self._taken_bytes += size_bytes
+        if self._blocked_s < SLOW_WINDOW_S:
+            return
+        if self._taken_bytes < SLOW_BYTES_PER_S * self._blocked_s:
+            rate = self._taken_bytes / self._blocked_s / 1024
+            raise StoreUnavailable(
+                self.label, "PUT", self._path, f"too slow: {rate:.0f} KiB/s over the last {self._blocked_s:.0f} s"
+            )
+        self._blocked_s, self._taken_bytes = 0.0, 0
+
+    def finish(self, table: BlockTable) -> None:
+        if self._upload is None:
+            raise PeerProtocolError(f"Nothing was sent to {self.label}.")
+        answer = self._upload.finish()
+        expected = {"size_bytes": table.file_bytes, "crc32c": table.file_crc()}
+        found = {key: answer.get(key) for key in expected}
+        if found != expected:
+            raise ObjectCorrupt(self.label, "PUT", self._path, f"expected {expected}, the peer received {found}")
+        self._client.close()
+
+    def discard(self) -> None:
+        """Breaks the connection: the agent drops a body that did not end."""
+        self._client.close()
+
+
+class PeerShard(VerifiedShard):
+    """Reads one shard from a peer by verified ranges. One thread. The client is taken over."""
+
+    def __init__(self, client: AgentClient, checkpoint_id: str, save_id: str, name: str, expected: Expected) -> None:
+        self._client = client
+        self._path = file_path(checkpoint_id, save_id, name)
+        super().__init__(client.address.label, f"{checkpoint_id}/{name}", expected)
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        self._client.read_range(self._path, offset, target)
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,1 @@
+"""Directories without a manifest on a node's disk."""

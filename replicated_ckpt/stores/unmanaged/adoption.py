@@ -1,0 +1,124 @@
+"""Making a checkpoint of stock torch one of ours on this node: its shards are copied into a staged save, with footers.
+
+The commit of that save then exchanges the directories (see carry_over); until then the original stays as it is.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.integrity.checksum import BlockHasher, BlockTable
+from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, checked_item
+from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR
+from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
+from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt
+from replicated_ckpt.stores.files.durable import read_exactly, translated, write_file
+from replicated_ckpt.stores.local.carry_over import Signature, link_others, originals_path, signature
+from replicated_ckpt.stores.local.committed import committed_directory
+from replicated_ckpt.stores.local.inspection import Paced, at_once
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.shard_file import FileSink
+
+PIECE_BYTES = 4 << 20
+CLOCKS_DIFFER_S = 86400.0
+
+
+def check_adopted(root: Path, intent: Intent, raw_manifest: bytes) -> None:
+    """Holds the manifest of a save against what it was opened for: an adoption is as old as the files that it adopts.
+
+    So it comes before all that was saved since, in its lineage by the sequence and among lineages by the time: it takes no
+    other save's place, neither for "latest" nor in what a policy keeps. `.metadata` is of another node's clock.
+
+    Raises:
+        ManifestInvalid: it is no adoption's.
+    """
+    if not intent.adopts:
+        return
+    manifest = decoded_manifest(raw_manifest, "what was brought")
+    with translated(str(root), "look at", intent.checkpoint_id):
+        newest_s = max((entry.stat().st_mtime for entry in os.scandir(root / intent.checkpoint_id)), default=0.0)
+    if manifest.sequence != 0 or manifest.created_unix_s > newest_s + CLOCKS_DIFFER_S:
+        raise ManifestInvalid(f"Save {intent.save_id} adopts what stock torch wrote, and its manifest says otherwise.")
+
+
+def stage_shards(
+    root: Path, checkpoint_id: str, save_id: str, names: Sequence[str], paced: Paced = at_once
+) -> Mapping[str, BlockTable]:
+    """Copies these shards of a checkpoint without a manifest into the staged save, each with a footer, durably.
+
+    `.metadata` must be staged. Each item of the copy is read back and held against its CRC32, where it has one. Other
+    files that lie there get a second name: what cannot be linked is found now, not when the adoption is decided.
+
+    Raises:
+        ObjectMissing, ObjectCorrupt, StoreFull, StoreError: the original is as it was.
+    """
+    staging = root / STAGING_DIR / save_id
+    if not names:
+        return {}
+    with translated(str(root), "link", checkpoint_id):
+        link_others(root / checkpoint_id, staging)
+    with translated(str(root), "read", METADATA_NAME):
+        ranges = item_ranges((staging / METADATA_NAME).read_bytes())
+    tables: dict[str, BlockTable] = {}
+    signatures: dict[str, Signature] = {}
+    with committed_directory(root, checkpoint_id) as directory:
+        for name in names:
+            fd = directory.open(name)
+            try:
+                signatures[name] = signature(os.fstat(fd))
+                tables[name] = footed(fd, FileSink(staging / name), f"{root}/{checkpoint_id}/{name}", paced)
+            finally:
+                os.close(fd)
+            _check_items(staging / name, ranges.get(name, ()), tables[name].data_bytes)
+            failpoints.reach("adopt.shard-staged")
+    with translated(str(root), "write", save_id):
+        write_file(originals_path(root, save_id), json.dumps(signatures).encode())
+    return tables
+
+
+def footed(fd: int, sink: FileSink, path: str, paced: Paced) -> BlockTable:
+    """Copies a file into a sink and puts a footer behind it; the sink's file is whole and durable afterwards.
+
+    Raises:
+        StoreFull, StoreError: the sink's file is not there.
+    """
+    hasher, piece, position = BlockHasher(), memoryview(bytearray(PIECE_BYTES)), 0
+    try:
+        while True:
+            paced(PIECE_BYTES)
+            with translated(path, "read", ""):
+                count = read_exactly(fd, piece, position)
+            hasher.update(piece[:count])
+            sink.write(piece[:count])
+            position += count
+            if count < len(piece):
+                break
+        table = hasher.table()
+        sink.write(memoryview(table.encoded()))
+        sink.finish_durably()
+    except BaseException:
+        sink.discard()
+        raise
+    return table
+
+
+def _check_items(path: Path, items: Sequence[ByteRange], data_bytes: int) -> None:
+    with path.open("rb", buffering=0) as file:
+        for item in items:
+
+            def fetch(offset: int, length: int, start: int = item.offset) -> memoryview:
+                target = memoryview(bytearray(length))
+                read_exactly(file.fileno(), target, start + offset)
+                return target
+
+            where = f"item at bytes {item.offset} to {item.end}"
+            if item.end > data_bytes:
+                raise ObjectCorrupt(str(path.parent), "adopt", path.name, f"{where}: it has {data_bytes} bytes")
+            try:
+                checked_item(fetch, item.length)
+            except ItemDamaged as exc:
+                raise ObjectCorrupt(str(path.parent), "adopt", path.name, f"{where}: {exc}") from exc

@@ -1,0 +1,132 @@
+"""Checkpoints without a manifest on this node's disk, as stock torch's FileSystemWriter leaves them there: only read."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from replicated_ckpt.core.integrity.checksum import crc32c, footed_bytes
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.unmanaged.survey import StockFile, StockHolding
+from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, StoreError
+from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.local.catalog import Catalog
+from replicated_ckpt.stores.local.committed import Committed, committed_directory
+
+_PRINT_BYTES = 64 << 10
+_PIECE_BYTES = 1 << 20
+_Signature = tuple[int, int, int]
+
+
+class StockShelf:
+    """Lists and opens what lies in directories without a manifest. Prints are kept until a file changes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._prints: dict[tuple[str, str], tuple[_Signature, int]] = {}
+
+    def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[StockHolding, ...]:
+        """What lies here of one such checkpoint, or of all. A file that vanishes meanwhile is not there."""
+        names = [checkpoint_id] if checkpoint_id else list(Catalog(self.root).without_manifest())
+        return tuple(holding for name in names for holding in self._holding(node_id, name))
+
+    def _holding(self, node_id: str, checkpoint_id: str) -> Iterator[StockHolding]:
+        try:
+            with committed_directory(self.root, checkpoint_id) as directory:
+                names = directory.names()
+                if MANIFEST_NAME in names:
+                    return
+                found = {name: file for name in names if (file := self._file(directory, name)) is not None}
+        except ObjectMissing:
+            return
+        metadata = found.pop(METADATA_NAME, None)
+        if found or metadata is not None:
+            yield StockHolding(node_id, checkpoint_id, metadata, found)
+
+    def _file(self, directory: Committed, name: str) -> StockFile | None:
+        key = directory.checkpoint_id, name
+        try:
+            fd = directory.open(name)
+        except StoreError:
+            return None
+        try:
+            with translated(str(self.root), "read", "/".join(key)):
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    return None
+                signature = status.st_ino, status.st_mtime_ns, status.st_size
+                known = self._prints.get(key)
+                if known is None or known[0] != signature:
+                    known = self._prints[key] = signature, _print_of(fd, status.st_size, is_whole=name == METADATA_NAME)
+        finally:
+            os.close(fd)
+        return StockFile(status.st_size, known[1], status.st_mtime)
+
+    def open(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
+        """File descriptor for reading one file of a checkpoint without a manifest; the caller closes it.
+
+        If it was adopted meanwhile, it is the same bytes, and a footer follows: a load that began before goes on.
+
+        Raises:
+            ObjectMissing: it is not here, is no plain file, has another size, or is of a checkpoint of ours by now.
+        """
+        try:
+            return self._opened(checkpoint_id, name, size_bytes)
+        except ObjectMissing:
+            return self._opened(checkpoint_id, name, size_bytes)  # its directory may have been exchanged at that moment
+
+    def _opened(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
+        with committed_directory(self.root, checkpoint_id) as directory:
+            sizes = {size_bytes}
+            if MANIFEST_NAME in directory.names():
+                sizes = _sizes_adopted(directory, name, size_bytes)
+                if not sizes:
+                    raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", "it has a manifest by now")
+            fd = directory.open(name)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size not in sizes:
+            os.close(fd)
+            detail = f"expected a file of {size_bytes} bytes, found {status.st_size}"
+            raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", detail)
+        return fd
+
+    def read(self, checkpoint_id: str, name: str, size_bytes: int) -> bytes:
+        """A small file of this size; otherwise as `open`."""
+        with os.fdopen(self.open(checkpoint_id, name, size_bytes), "rb") as file:
+            return file.read(size_bytes)
+
+
+def _sizes_adopted(directory: Committed, name: str, size_bytes: int) -> set[int]:
+    """Sizes that a file of this size may have since its adoption; none if the manifest there is another's.
+
+    No save has the sequence 0. A shard may still be without its footer.
+    """
+    try:
+        manifest = directory.manifest()
+    except ManifestInvalid:
+        return set()
+    if manifest.sequence != 0:
+        return set()
+    if name == METADATA_NAME:
+        return {size_bytes} if manifest.metadata_bytes == size_bytes else set()
+    entry, footed = manifest.shards.get(name), footed_bytes(size_bytes)
+    return {size_bytes, footed} if entry is not None and entry.size_bytes == footed else set()
+
+
+def _print_of(fd: int, size_bytes: int, *, is_whole: bool) -> int:
+    """CRC32C of a file, or of its beginning and its end, where the containers of items have the CRC32 of their data."""
+    if not is_whole and size_bytes > 2 * _PRINT_BYTES:
+        ends = [(0, _PRINT_BYTES), (size_bytes - _PRINT_BYTES, size_bytes)]
+    else:
+        ends = [(0, size_bytes)]
+    crc = 0
+    piece = memoryview(bytearray(_PIECE_BYTES))
+    for start, end in ends:
+        position = start
+        while position < end:
+            count = read_exactly(fd, piece[: min(_PIECE_BYTES, end - position)], position)
+            if count == 0:
+                break
+            crc = crc32c(piece[:count], crc)
+            position += count
+    return crc

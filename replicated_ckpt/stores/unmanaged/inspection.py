@@ -1,0 +1,86 @@
+"""Reads the shards of one checkpoint that stock torch wrote on this node, and holds them against what is in them."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, checked_item
+from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.upkeep.finding import Finding, Problem
+from replicated_ckpt.errors import ObjectMissing
+from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.local.committed import Committed, committed_directory
+from replicated_ckpt.stores.local.inspection import Paced, at_once
+from replicated_ckpt.stores.local.store import LocalStore
+
+
+class StockInspector:
+    """Checks structure, sizes, and the CRC32 that torch.save left in its containers. Changes nothing.
+
+    `unchecked` counts afterwards the items that have no CRC32, or are no containers.
+    """
+
+    def __init__(self, store: LocalStore, node_id: str, paced: Paced = at_once) -> None:
+        self._store = store
+        self._node_id = node_id
+        self._paced = paced
+        self.bytes_read = 0
+        self.unchecked = 0
+
+    def inspected(self, checkpoint_id: str, ranges: Mapping[str, Sequence[ByteRange]]) -> Iterator[Finding]:
+        """What is wrong with the shards that lie here, where `.metadata` has items at `ranges`."""
+        try:
+            with committed_directory(self._store.root, checkpoint_id) as directory:
+                names = directory.shards()
+                if MANIFEST_NAME in directory.names():
+                    return
+                for name in names:
+                    if name not in ranges:
+                        yield self._finding(directory, name, Problem.UNKNOWN, "no such file", "one")
+                    elif (finding := self.shard_problem(directory, name, ranges[name])) is not None:
+                        yield finding
+        except ObjectMissing:
+            return
+
+    def shard_problem(self, directory: Committed, name: str, items: Sequence[ByteRange]) -> Finding | None:
+        """What is wrong with one shard; None if every item of it is whole, and as its CRC32 says if it has one."""
+        fd = directory.open(name)
+        try:
+            with translated(str(self._store.root), "read", f"{directory.checkpoint_id}/{name}"):
+                size, needed = os.fstat(fd).st_size, max((item.end for item in items), default=0)
+                if size < needed:
+                    expected = f"at least {needed} bytes"
+                    return self._finding(directory, name, Problem.CORRUPT, expected, f"{size} bytes")
+                for item in items:
+                    found = self._item_problem(fd, item)
+                    if found is not None:
+                        where = f"item at bytes {item.offset} to {item.end}"
+                        return self._finding(directory, name, Problem.CORRUPT, f"{where} as torch.save wrote it", found)
+        finally:
+            os.close(fd)
+        return None
+
+    def _item_problem(self, fd: int, item: ByteRange) -> str | None:
+        """Why an item is not believed; it is read a second time before it counts."""
+        problem = None
+        for _ in range(2):
+            try:
+                verdict = checked_item(lambda offset, length: self._read(fd, item.offset + offset, length), item.length)
+            except ItemDamaged as exc:
+                problem = str(exc)
+                continue
+            self.unchecked += verdict is Verdict.UNCHECKED
+            return None
+        return problem
+
+    def _read(self, fd: int, offset: int, length: int) -> memoryview:
+        self._paced(length)
+        target = memoryview(bytearray(length))
+        if read_exactly(fd, target, offset) != length:
+            raise ItemDamaged("the file ended early")
+        self.bytes_read += length
+        return target
+
+    def _finding(self, directory: Committed, name: str, problem: Problem, expected: str, found: str) -> Finding:
+        path = str(self._store.root / directory.checkpoint_id / name)
+        return Finding(self._node_id, directory.checkpoint_id, "", name, path, problem, expected, found)

@@ -1,0 +1,102 @@
+"""One shard that stock torch wrote, at one source: each item is held against the CRC32 in its own container."""
+
+import os
+from collections.abc import Sequence
+
+from replicated_ckpt.core.integrity.checksum import BlockTable
+from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, checked_item
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.peer.client import AgentClient, stock_path
+from replicated_ckpt.stores.unmanaged.directory import StockShelf
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
+
+
+class StockShard(VerifiedShard):
+    """Reads a shard without a footer. An item is checked before the first byte of it is given out, if it has checksums.
+
+    `items` are the places of the items that may be read. One thread.
+    """
+
+    def __init__(self, store: str, name: str, expected: Expected, items: Sequence[ByteRange]) -> None:
+        self._unchecked = sorted(items, key=lambda item: item.offset)
+        super().__init__(store, name, expected)
+
+    def _checked_table(self, expected: Expected) -> BlockTable:
+        """One block. Whoever opened the file has looked at its size; a footer behind it is not read."""
+        return BlockTable(expected.size_bytes or 1, expected.size_bytes, (0,))
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """Bytes [offset, offset + length) of the file; otherwise as VerifiedShard.read."""
+        if length < 0 or offset < 0 or offset + length > self.table.data_bytes:
+            raise self._corrupt(f"bytes {offset} to {offset + length} lie outside its {self.table.data_bytes} bytes")
+        span = self._reused(length)
+        if span:
+            self._fill(span, offset)
+        touched = [item for item in self._unchecked if item.offset < offset + length and item.end > offset]
+        for item in touched:
+            self._check(item, span, ByteRange(offset, length))
+            self._unchecked.remove(item)
+        return span
+
+    def _check(self, item: ByteRange, span: memoryview, there: ByteRange) -> None:
+        """Checks one item, from memory where all of it is there; read a second time before it counts as damaged."""
+        is_inside = there.offset <= item.offset and item.end <= there.end
+
+        def in_span(offset: int, length: int) -> memoryview:
+            start = item.offset - there.offset + offset
+            return span[start : start + length]
+
+        def at_source(offset: int, length: int) -> memoryview:
+            return self._fetched(item.offset + offset, item.offset + offset + length)
+
+        try:
+            checked_item(in_span if is_inside else at_source, item.length)
+        except ItemDamaged:
+            if is_inside:
+                self._fill(span, there.offset)
+            try:
+                checked_item(in_span if is_inside else at_source, item.length)
+            except ItemDamaged as exc:
+                raise self._corrupt(f"item at bytes {item.offset} to {item.end}: {exc}") from exc
+
+
+class StockFileShard(StockShard):
+    """On this node's disk."""
+
+    def __init__(
+        self, shelf: StockShelf, checkpoint_id: str, name: str, expected: Expected, items: Sequence[ByteRange]
+    ) -> None:
+        self._fd = shelf.open(checkpoint_id, name, expected.size_bytes)
+        try:
+            super().__init__(str(shelf.root), f"{checkpoint_id}/{name}", expected, items)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        with translated(self._store, "read", self._name):
+            if read_exactly(self._fd, target, offset) != len(target):
+                raise self._corrupt("the file ended early")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class StockPeerShard(StockShard):
+    """On a peer's disk, through its agent, which refuses a file of another size. The client is taken over."""
+
+    def __init__(
+        self, client: AgentClient, checkpoint_id: str, name: str, expected: Expected, items: Sequence[ByteRange]
+    ) -> None:
+        self._client = client
+        self._path = stock_path(checkpoint_id, name, expected.size_bytes)
+        super().__init__(client.address.label, f"{checkpoint_id}/{name}", expected, items)
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        self._client.read_range(self._path, offset, target)
+
+    def close(self) -> None:
+        self._client.close()
