@@ -41,7 +41,7 @@ AGENT_ROUTES = {  # module of the agent and method -> path that its patterns go 
     ("routes", "answer"): "/",
     ("routes", "_save"): "/v1/saves/{save_id}/",
     ("object_routes", "answer"): "/v1/object/",
-    ("stock_routes", "answer"): "/v1/stock/",
+    ("unmanaged_routes", "answer"): "/v1/stock/",
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # DCP says that there is no process group
@@ -105,7 +105,7 @@ def subclasses(kind: type[BaseException]) -> Iterator[type[BaseException]]:
 
 def routes_of(name: str, method: str, path: str) -> Iterator[str]:
     """The verbs in one `match` of the agent's routes, as `METHOD /path/{name}`; one that hands on is left out."""
-    module = ast.parse(text_of(f"replicated_ckpt/agent/{name}.py"))
+    module = ast.parse(text_of(f"replicated_ckpt/agent/http/{name}.py"))
     function = next(n for n in ast.walk(module) if isinstance(n, ast.FunctionDef) and n.name == method)
     for case in (node for node in ast.walk(function) if isinstance(node, ast.match_case)):
         assert isinstance(case.pattern, ast.MatchSequence)

@@ -29,9 +29,9 @@ def agent_environment() -> dict[str, str]:
 
 def isolated_python() -> list[str]:
     """The command that runs this very package's agent in this Python; the agent's own arguments follow."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     homes = [str(package.parent), *filter(None, map(_home, _DEPENDENCIES))]
-    return [sys.executable, "-I", str(package / "agent" / "isolated.py"), *dict.fromkeys(homes), "--"]
+    return [sys.executable, "-I", str(Path(__file__).with_name("isolated.py")), *dict.fromkeys(homes), "--"]
 
 
 def _home(module: str) -> str | None:

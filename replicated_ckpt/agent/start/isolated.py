@@ -1,6 +1,6 @@
 """The agent as ranks start it, `python -I` and the path of this file: of the rank's Python this package and no more.
 
-    python -I .../replicated_ckpt/agent/isolated.py FOLDER ... -- ARGUMENT ...
+    python -I .../replicated_ckpt/agent/start/isolated.py FOLDER ... -- ARGUMENT ...
 
 The folders are searched last: there the rank found what this package needs. What the user's own paths hold is not run.
 """
@@ -9,7 +9,7 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 
 def main() -> int:

@@ -15,8 +15,8 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 class FileSink:
     """Writes one shard file into a staging directory. The file has its name only once it is complete and durable.
 
-    `direct_io`: "auto", "on" or "off", see `replicated_ckpt.stores.files.direct`. `is_direct` says what became of it: while it
-    holds, single pieces of whole pages in page-aligned memory go past the page cache. The first other one ends it.
+    `direct_io`: "auto", "on" or "off", see `replicated_ckpt.stores.files.direct`. `is_direct` says what became of it: while
+    it holds, single pieces of whole pages in page-aligned memory go past the page cache. The first other one ends it.
     """
 
     def __init__(self, path: Path, direct_io: str = "off") -> None:
