@@ -7,10 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.rank.choice import way_of
 from benchmarks.rank.cost import Sample, as_json, measured
 from benchmarks.rank.probes import Probes, is_one_medium
 from benchmarks.rank.state import BUILDERS, State
-from benchmarks.rank.ways import Ours, Way, agent_root, is_first_of_node, way_of, write_back
+from benchmarks.rank.ways import Ours, Way, agent_root, is_first_of_node, write_back
 from tests.multiprocess.context import Context
 
 _WARM_BYTES = 1 << 20

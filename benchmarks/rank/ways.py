@@ -181,19 +181,3 @@ def cool_files(folder: Path) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-
-
-def way_of(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
-    """By the name that a case has in a suite: the options are what the way takes."""
-    match kind:
-        case "stock":
-            return Stock(context)
-        case "ours":
-            return Ours(context, options)
-        case "stock bucket":
-            return StockBucket(**options)
-        case "ours bucket":
-            return OursBucket(context, **options)
-    from benchmarks.peers import adapters
-
-    return adapters.way_of(context, kind, options)

@@ -43,7 +43,7 @@ def _beside(options: Options, peer: Peer, seconds: float) -> list[Row]:
     cases = [{**stock_case(), "loses": False}, *({**case, "loses": peer.recovers} for case in (*losing, theirs))]
     with cluster_on(options, setup, size_bytes * 6) as cluster:
         step = call(
-            "benchmarks.rank.beside.compare",
+            "benchmarks.rank.comparison.compare",
             size_bytes=size_bytes,
             cases=cases,
             rounds=options.rounds,

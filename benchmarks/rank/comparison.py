@@ -6,12 +6,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.rank.choice import way_of
 from benchmarks.rank.cost import measured
 from benchmarks.rank.losing import Losing
 from benchmarks.rank.probes import Probes
 from benchmarks.rank.rounds import Case, Taken, all_agree, built, loaded, shuffled, slug, take, total
 from benchmarks.rank.state import State
-from benchmarks.rank.ways import Way, agent_root, way_of
+from benchmarks.rank.ways import Way, agent_root
 from tests.multiprocess.context import Context
 
 

@@ -1,13 +1,35 @@
-"""Adapters of peers by name; each imports its peer only when it is made, in the ranks."""
+"""Ways to save, ours and others', by the names that they have in suites. A peer is imported only where it is chosen."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.rank.ways import Way
+from benchmarks.rank.ways import Ours, OursBucket, Stock, StockBucket, Way
 from tests.multiprocess.context import Context
 
 
 def way_of(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
+    """`options` are what the way takes.
+
+    Raises:
+        ValueError: no way is called that.
+    """
+    match kind:
+        case "stock":
+            return Stock(context)
+        case "ours":
+            return Ours(context, options)
+        case "stock bucket":
+            return StockBucket(**options)
+        case "ours bucket":
+            return OursBucket(context, **options)
+        case "ours that lose a node":
+            from benchmarks.rank.losing import LosingOurs
+
+            return LosingOurs(context, options)
+    return _peer(context, kind, options)
+
+
+def _peer(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
     match kind:
         case "torchsnapshot":
             from benchmarks.peers.snapshot import Torchsnapshot
@@ -29,8 +51,4 @@ def way_of(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
             from benchmarks.peers.s3connector import S3Connector
 
             return S3Connector(**options)
-        case "ours that lose a node":
-            from benchmarks.rank.losing import LosingOurs
-
-            return LosingOurs(context, options)
     raise ValueError(f"no way to save is called {kind!r}")
