@@ -47,7 +47,8 @@ def check_flat(footprints: list[dict[str, dict[str, int]]], cycles: int) -> None
 
 
 @pytest.mark.parametrize(
-    "count", [CYCLES, pytest.param(MANY_CYCLES, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
+    "count",
+    [CYCLES, pytest.param(MANY_CYCLES, marks=[pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(3000)])],
 )
 @pytest.mark.parametrize("is_alone", [False, True], ids=["2x2 ranks", "alone"])
 def test_new_writers_readers_and_managers_leave_nothing_behind(

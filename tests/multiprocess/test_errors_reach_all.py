@@ -55,7 +55,8 @@ def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf) -> None:
             is_told_by_dcp = place not in BEFORE_DCP
             assert outcome["seconds"] < SOON_S, (case, at, outcome)
             assert (outcome["caught"] == "CheckpointException") == is_told_by_dcp, (case, at, outcome)
-            assert outcome["told"] == {str(rank if is_told_by_dcp else at): expected(case, at)}, (case, at, outcome)
+            told = {who: what for who, what in outcome["told"].items() if what != "SaveAborted"}  # given up meanwhile
+            assert told == {str(rank if is_told_by_dcp else at): expected(case, at)}, (case, at, outcome)
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,15 @@ def test_copies_follow_a_save_that_did_not_wait_for_them(cluster_of: ClusterOf, 
 @pytest.mark.fault
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_a_damaged_copy_is_passed_over_for_a_peers(cluster_of: ClusterOf, damage: str) -> None:
-    """A flipped bit, a short file or none in the own store: the bytes come from the peer, and the report says so."""
+    """A flipped bit, a short file or none in the own store: the bytes come from the peer, and the report says so.
+
+    The agent sees by itself that a file is short or gone, and may have mended it before the load.
+    """
     cluster = cluster_of(2)
     cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=COUNT)], nodes=[0, 1])
     path = cluster.nodes[0].disk / "step-1" / "__0_0.distcp"
-    raw = bytearray(path.read_bytes())
+    saved = path.read_bytes()
+    raw = bytearray(saved)
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw if damage == "flip" else raw[:-1])
     if damage == "remove":
@@ -48,7 +52,8 @@ def test_a_damaged_copy_is_passed_over_for_a_peers(cluster_of: ClusterOf, damage
     here, there = results.of(0)
     assert here["same"]
     assert there["same"]
-    assert here["report"]["bytes_peer"] > 0
+    is_mended = damage != "flip" and path.exists() and path.read_bytes() == saved
+    assert here["report"]["bytes_peer"] > 0 or is_mended
     assert there["report"]["bytes_peer"] == 0
     assert bool(here["report"]["bad_copies"]) == (damage == "flip")
     assert all("expected CRC32C" in text for text in here["report"]["bad_copies"])

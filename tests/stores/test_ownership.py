@@ -28,17 +28,20 @@ def root_of_another(base: Path) -> Path:
 
 
 def root_for_all(base: Path) -> Path:
+    (base / "root" / "notes").touch()
     (base / "root").chmod(0o777)
     return base / "root"
 
 
 def root_for_a_group(base: Path) -> Path:
+    (base / "root" / "notes").touch()
     os.chown(base / "root", -1, STRANGERS)
     (base / "root").chmod(0o770)
     return base / "root"
 
 
 def sticky_root(base: Path) -> Path:
+    (base / "root" / "notes").touch()
     (base / "root").chmod(0o1777)
     return base / "root"
 
@@ -129,6 +132,17 @@ HOSTILE: list[Scene] = [
 def base(tmp_path: Path) -> Path:
     (tmp_path / "base" / "root").mkdir(parents=True, mode=0o700)
     return tmp_path / "base"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_an_empty_root_of_ours_is_made_private(tmp_path: Path, mode: int) -> None:
+    """A fresh mount is often open to all: nobody has put anything there, and from now on nobody can."""
+    root = tmp_path / "root"
+    root.mkdir()
+    os.chown(root, -1, STRANGERS)
+    root.chmod(mode)
+    LocalStore(root).agent_directory()
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("scene", HOSTILE)

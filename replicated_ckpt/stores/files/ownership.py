@@ -52,6 +52,7 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
         return checked
     if not root.exists():
         make_root(root)
+    _close_empty(root)
     check_root(root)
     _share(root)
     directory.mkdir(exist_ok=True, mode=0o700)
@@ -68,6 +69,22 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
                 continue
             _check_file(root, Path(entry.path), status)
     return found
+
+
+def _close_empty(root: Path) -> None:
+    """An empty root of this user that others can write, as a mount often is, is made private like one that we make.
+
+    Raises:
+        StoreDenied: another user was faster and has put something there.
+    """
+    status = root.stat()
+    if status.st_uid != os.geteuid() or not status.st_mode & _OTHERS_WRITE or _is_trusted() or any(root.iterdir()):
+        return
+    root.chmod(0o700)
+    if any(root.iterdir()):
+        raise _denied(
+            root, root, status, "other users could write it, and have", "Look at what lies in it, and remove it."
+        )
 
 
 def _is_same(directory: Path, checked: os.stat_result) -> bool:

@@ -24,12 +24,13 @@ class FileSink:
         self._part = path.with_name(path.name + PART_SUFFIX)
         with translated(str(path.parent), "create", path.name):
             try:
+                wants_direct = is_worthwhile(path.parent, direct_io)
                 flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._fd = os.open(self._part, flags, 0o640)
                 os.fchmod(self._fd, 0o640)  # whatever the umask: who may come this far is said by the directories
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
-            self.is_direct = is_worthwhile(path.parent, direct_io) and switched(self._fd, on=True)
+            self.is_direct = wants_direct and switched(self._fd, on=True)
 
     @property
     def label(self) -> str:
