@@ -18,7 +18,7 @@ from tests.agent.agents import stop_agent
 TALKER = """
 import logging, os, sys
 from pathlib import Path
-from replicated_ckpt.agent import log_file
+from replicated_ckpt.agent.state import log_file
 log_file.LOG_BYTES_MAX = 20_000
 folder = Path(sys.argv[1])
 fd = log_file.open_log(folder)
