@@ -1,6 +1,7 @@
 # `make test` and `make drill` need Python 3.11+, git, make and a package index; they make their own virtual environment.
 #   make test [TORCH=2.13.0] [ARGS="-k placement"]     the whole suite, pytest's closing line last
 #   make drill [ARGS="--scenario replace"]             several nodes on this machine, broken on purpose
+#   make fuzz [SECONDS=60]                             hostile bytes for all that reads bytes of others
 #   make torture [SEEDS=200] [REAL_SEEDS=20] [FIRST=0] random schedules of faults: simulated, then with real processes
 #   make bench [ARGS="--quick"]                        saves and loads, ours beside stock torch's and others': tables, JSON, plots
 #   make bench-peers                                   installs the others that `make bench` compares with, without what they need
@@ -16,6 +17,7 @@ ARGS   ?=
 # Files of tests that run at once. Most wait for processes and time-outs; with three, some time-outs are met on two cores.
 JOBS   ?= 2
 SEEDS  ?= 1000
+SECONDS ?= 60
 FIRST  ?= 0
 REAL_SEEDS ?= $(shell expr $(SEEDS) / 10)
 
@@ -29,7 +31,7 @@ FAST    := not multiprocess and not fault and not slow and not radosgw
 # more packages than the rest together: `make frameworks`.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill torture bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee audit
+.PHONY: test drill torture fuzz bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee audit
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -41,6 +43,9 @@ drill: $(STAMP)
 torture: $(STAMP)
 	@$(BIN)/python -m tests.fault.torture --first $(FIRST) --seeds $(SEEDS)
 	@$(BIN)/python -m tests.fault.torture --first $(FIRST) --seeds $(REAL_SEEDS) --processes
+
+fuzz: $(STAMP)
+	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks $(ARGS)
