@@ -10,6 +10,8 @@
 #   make frameworks                                  installs Lightning, Transformers, Ray, ... and runs their examples
 #   make referee [TORCH_TESTS=~/pytorch]               torch's own checkpoint tests, with stock storage and with ours
 #   make audit [ARGS="-s osv"]                         known vulnerabilities of the pinned dependencies, where the index knows
+#   make docs                                          the documentation's site into build/site; a warning is an error
+#   make dist                                          wheel and sdist, checked, and README's ten lines from the wheel alone
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
@@ -31,7 +33,7 @@ FAST    := not multiprocess and not fault and not slow and not radosgw
 # more packages than the rest together: `make frameworks`.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill torture fuzz bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee audit
+.PHONY: test drill torture fuzz bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee audit docs dist
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -73,6 +75,19 @@ frameworks: $(STAMP)
 audit:
 	@test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install --quiet pip-audit; }
 	@.venv-audit/bin/python tools/audit.py $(ARGS)
+
+# Both in environments of their own, outside the one that is tested; the site needs the package's text, not torch.
+docs:
+	@test -x .venv-docs/bin/mkdocs || { $(PYTHON) -m venv .venv-docs && .venv-docs/bin/pip install --quiet \
+	  $$($(PYTHON) -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])'); }
+	@.venv-docs/bin/mkdocs build --strict --quiet $(ARGS)
+
+dist:
+	@rm -rf dist .venv-dist .venv-wheel && $(PYTHON) -m venv .venv-dist && .venv-dist/bin/pip install --quiet build twine
+	@.venv-dist/bin/python -m build --outdir dist . && .venv-dist/bin/twine check --strict dist/*
+	@$(PYTHON) -m venv .venv-wheel && .venv-wheel/bin/pip install --quiet dist/*.whl
+	@cd .venv-wheel && bin/python ../tools/ten_lines.py ../README.md
 
 check: lint types fast
 

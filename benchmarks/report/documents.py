@@ -10,6 +10,7 @@ from benchmarks.suites.results import Results, Row, distinct
 
 BEGIN, END = "<!-- figures of a run: begin -->", "<!-- figures of a run: end -->"
 PLOTS = Path("benchmarks/plots")
+SUMMARY, WHOLE = Path("docs/measurements.md"), Path("benchmarks/README.md")
 COMMAND = "python -m benchmarks --write-readme"
 
 
@@ -18,15 +19,15 @@ class NoMarks(Exception):
 
 
 def written(results: Results, root: Path) -> list[Path]:
-    """Fills README.md and benchmarks/README.md and draws the plots; returns what was written."""
+    """Fills docs/measurements.md and benchmarks/README.md and draws the plots; returns what was written."""
     folder = root / PLOTS
     folder.mkdir(parents=True, exist_ok=True)
     drawn = plots(results)
     for name, text in drawn.items():
         (folder / name).write_text(text, encoding="utf-8")
-    _fill(root / "benchmarks" / "README.md", whole(results, sorted(drawn)))
-    _fill(root / "README.md", summary(results, sorted(drawn)))
-    return [*(folder / name for name in sorted(drawn)), root / "benchmarks" / "README.md", root / "README.md"]
+    _fill(root / WHOLE, whole(results, sorted(drawn)))
+    _fill(root / SUMMARY, summary(results, sorted(drawn)))
+    return [*(folder / name for name in sorted(drawn)), root / WHOLE, root / SUMMARY]
 
 
 def whole(results: Results, drawn: Sequence[str]) -> str:
@@ -50,7 +51,9 @@ def summary(results: Results, drawn: Sequence[str]) -> str:
             table = [(case, *_ratios(results, rows, case, setups)) for case in distinct(row.case for row in rows)]
             what = f"{'small tensors, ' if suite == 'small' else ''}{work}: time, stock = 1"
             lines += [*_markdown((what, *setups), table), ""]
-    lines += [f"![{name.removesuffix('.svg')}]({PLOTS}/{name})\n" for name in ("save.svg", "load.svg") if name in drawn]
+    lines += [
+        f"![{name.removesuffix('.svg')}](../{PLOTS}/{name})\n" for name in ("save.svg", "load.svg") if name in drawn
+    ]
     return "\n".join(lines)
 
 

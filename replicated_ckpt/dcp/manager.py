@@ -105,7 +105,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointException, ReplicatedCkptError: this save failed, or the asynchronous one before it, upon which
-            nothing was saved now. The checkpoints before stand.
+                nothing was saved now. The checkpoints before stand.
         """
         checkpoint_id = _id_of(step)
         self._settle()

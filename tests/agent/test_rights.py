@@ -22,7 +22,7 @@ OPENING = {"checkpoint_id": "step-1", "session": "s", "overwrite": False, "peers
 
 def rights_in_the_design() -> dict[str, str]:
     """The right of each verb, as the table of verbs has it."""
-    table = [row for row in rows(section("docs/design.md", "The agent's verbs")) if "/" in row[0]]
+    table = [row for row in rows(section("docs/verbs.md", "The agent's verbs")) if "/" in row[0]]
     return {quoted(row[0]): row[1] for row in table}
 
 

@@ -42,7 +42,7 @@ def test_it_runs_and_its_figures_reach_the_documents(tmp_path: Path, capsys: pyt
         assert row.case in printed or row.work == "probe"
         assert row.note if not row.samples else row.seconds > 0
     assert [name for name in ("emulated:", "peers:") if name not in printed and not results.of(name[:-1])] == []
-    for path in (tmp_path / "README.md", tmp_path / "benchmarks" / "README.md"):
+    for path in (tmp_path / "docs" / "measurements.md", tmp_path / "benchmarks" / "README.md"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     for path in written(results, tmp_path):

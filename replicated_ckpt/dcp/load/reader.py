@@ -137,7 +137,7 @@ class ReplicatedReader(StorageReader):
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted, CheckpointIdMismatch, ShardLost, ConfigInvalid, StoreError: on
-            every rank alike. What went wrong on this rank alone is raised later, where DCP tells all ranks.
+                every rank alike. What went wrong on this rank alone is raised later, where DCP tells all ranks.
         """
         if checkpoint_id is not None:
             self._given_id = checkpoint_id
@@ -166,7 +166,7 @@ class ReplicatedReader(StorageReader):
         metadata before: DCP would take it for metadata that every rank has for itself, and raise an AssertionError.
 
         Raises:
-            ReplicatedCkptError
+            ReplicatedCkptError: as above.
         """
         del args
         try:
@@ -220,8 +220,8 @@ class ReplicatedReader(StorageReader):
 
         Raises:
             ShardLost: no intact copy is left. ObjectUnsafe: an object names what nothing allows. Tensors that were not read
-            yet keep what they held. One that was being read holds bytes of the checkpoint, each verified, up to some place
-            in it, and what it held from there on.
+                yet keep what they held. One that was being read holds bytes of the checkpoint, each verified, up to some
+                place in it, and what it held from there on.
         """
         try:
             traffic = self._load.read(plan, planner, self._opened_bucket())

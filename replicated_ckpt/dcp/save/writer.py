@@ -243,7 +243,7 @@ class ReplicatedWriter(StorageWriter):
         """Coordinator: accounts for every shard, makes the decision durable, and has every node publish the save.
 
         Raises:
-            SaveAborted, AckNotReached, StoreError
+            SaveAborted, AckNotReached, StoreError: at the coordinator; DCP tells all ranks.
         """
         board, receipts = self._world.blackboard, [self._receipt]
         if board is not None:

@@ -14,7 +14,7 @@ def opened_client(target: ObjectTarget) -> ObjectClient:
     """A client for a bucket. Nothing is asked of the bucket yet.
 
     S3 by botocore, which s3fs brings along, wherever the options are ones that it can honour: fewer copies and less CPU
-    time than s3fs (docs/design.md has the figures). Anything else by fsspec. What fsspec's configuration has for the
+    time than s3fs (docs/measurements.md has the figures). Anything else by fsspec. What fsspec's configuration has for the
     scheme, in its files, holds where no option is given.
 
     Raises:

@@ -19,7 +19,7 @@ _SECRET_CHARS_MIN = 4
 class ObjectTarget:
     """A bucket, the prefix in it, and how to reach it. Its text never shows the options: they may hold secrets.
 
-    What the environment of the user's process says is among the options; see `Credentials` in docs/design.md.
+    What the environment of the user's process says is among the options; see `Credentials` in docs/object-store.md.
     """
 
     url: str

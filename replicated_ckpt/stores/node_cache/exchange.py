@@ -1,6 +1,6 @@
 """The exchange: what the ranks of one node need from elsewhere, one fetches, and the others take it from its spool.
 
-docs/design.md, "Each block comes to a node once", has its invariants.
+docs/reading.md, "Each block comes to a node once", has its invariants.
 """
 
 import logging

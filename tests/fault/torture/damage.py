@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.fault.torture.disks import MANIFEST, METADATA, SHARD
 
 FOOTER_TAIL_BYTES = 24
-"""Of a shard's last bytes, by docs/design.md: magic, sizes and a checksum, behind the checksums of the blocks."""
+"""Of a shard's last bytes, by docs/format.md: magic, sizes and a checksum, behind the checksums of the blocks."""
 
 
 def damage(place: Path, name: str, how: str, chance: random.Random) -> set[str]:

@@ -1,0 +1,141 @@
+"""Code in the documents: each block of Python or shell is run here, or says why not."""
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from tests.agent.agents import stop_agent
+from tests.docs.test_docs import DOCUMENTS, text_of
+
+RUN_HERE = {"README.md", "docs/getting-started.md", "docs/object-store.md", "docs/conversions.md", "docs/runbook.md"}
+HELD_ELSEWHERE = {  # document -> the test that runs its commands
+    "examples/README.md": "tests/multiprocess/test_examples.py",
+    "benchmarks/README.md": "tests/benchmarks",
+}
+RUNNABLE, NOT_RUN = "runnable", "not run: "
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),  # DCP says that there is no process group
+    pytest.mark.filterwarnings("ignore:.*1 node:replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block; `mark` is the comment on the line before it, empty where there is none."""
+
+    mark: str
+    language: str
+    code: str
+
+    @property
+    def is_marked(self) -> bool:
+        if self.language == "text":
+            return True
+        return self.mark == RUNNABLE or (self.mark.startswith(NOT_RUN) and len(self.mark) > len(NOT_RUN))
+
+
+@pytest.fixture(autouse=True)
+def no_agent_stays(tmp_path: Path) -> Iterator[None]:
+    """The agents that examples start leave after a minute; here they are asked to."""
+    yield
+    for endpoint in tmp_path.glob("*/.agent/endpoint.json"):
+        stop_agent(endpoint.parents[1])
+
+
+def blocks_of(text: str) -> Iterator[Block]:
+    for mark, language, code in re.findall(
+        r"(?:^<!-- ([^\n]*) -->\n)?^ *```(\w*)[^\n]*\n(.*?)^ *```$", text, flags=re.DOTALL | re.MULTILINE
+    ):
+        yield Block(mark, language, code)
+
+
+def runnable_code(document: str) -> list[str]:
+    return [block.code for block in blocks_of(text_of(document)) if block.mark == RUNNABLE]
+
+
+def run(document: str, folder: Path) -> dict[str, object]:
+    """Runs a document's blocks in turn, word for word but for the places."""
+    names: dict[str, object] = {}
+    for code in runnable_code(document):
+        placed = code.replace('"/nvme', f'"{folder}').replace("s3://bucket", f"file://{folder}/bucket")
+        exec(placed, names)
+    return names
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in HELD_ELSEWHERE])
+def test_each_block_is_run_or_says_why_not(document: str) -> None:
+    """A block of code without a mark is an error, and so is a mark without a test."""
+    blocks = list(blocks_of(text_of(document)))
+    assert [block for block in blocks if not block.is_marked] == []
+    assert any(block.mark == RUNNABLE for block in blocks) == (document in RUN_HERE)
+    assert all(block.language == "python" for block in blocks if block.mark == RUNNABLE)
+
+
+@pytest.mark.parametrize("mark", ["", "<!-- not run: -->\n", "<!-- not run:  -->\n", "<!-- some comment -->\n"])
+def test_a_block_without_a_reason_is_found(mark: str) -> None:
+    """The test above can fail."""
+    (block,) = blocks_of(f"text\n\n{mark}```sh\nrm -r /\n```\n")
+    assert not block.is_marked
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/getting-started.md"])
+def test_the_ten_lines_run(tmp_path: Path, document: str) -> None:
+    """The first example saves and loads on one process."""
+    assert text_of(document).count('"/nvme/ckpt")') == 2
+    reader = run(document, tmp_path)["reader"]
+    assert isinstance(reader, ReplicatedReader)
+    assert reader.last_load is not None
+    assert reader.last_load.checkpoint_id == "step-1000"
+    assert (tmp_path / "ckpt" / "step-1000" / ".metadata").exists()
+
+
+def test_the_readmes_manager_saves_at_its_interval(tmp_path: Path) -> None:
+    """The second example runs to its last step, with a checkpoint every hundred."""
+    assert run("README.md", tmp_path)["step"] == 300
+    saved = {path.parent.name for path in (tmp_path / "managed").glob("*/.metadata")}
+    assert "300" in {name.rpartition("-")[2] for name in saved}
+
+
+def test_the_object_stores_example_runs(tmp_path: Path) -> None:
+    """What was saved is in the bucket once `wait` has returned, and loads from there alone."""
+    state = {"model": torch.arange(4)}
+    (code,) = runnable_code("docs/object-store.md")
+    assert "writer.wait()" in code
+    names = run("docs/object-store.md", tmp_path)
+    assert isinstance(names["writer"], ReplicatedWriter)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "bucket" / "run-42" / "step-1000"))
+    assert state["model"].tolist() == [4, 3, 2, 1]
+
+
+def test_the_conversions_from_python_run(tmp_path: Path) -> None:
+    """The example exports, imports and loads on one process."""
+    run("docs/conversions.md", tmp_path)
+    assert {"model.pth", "weights.pth"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(("damage", "said"), [(False, "intact"), (True, "MISSING OR DAMAGED")])
+def test_the_runbooks_check_tells_intact_from_damaged(tmp_path: Path, *, damage: bool, said: str) -> None:
+    """What is run by hand at 3 a.m. was run before, and what was gathered by hand loads as a root."""
+    writer = ReplicatedWriter(tmp_path, copies=1)
+    dcp.save({"a": torch.arange(4)}, checkpoint_id="step-1000", storage_writer=writer)
+    shard = tmp_path / "step-1000" / "__0_0.distcp"
+    if damage:
+        shard.write_bytes(shard.read_bytes()[:-1])
+    (code,) = runnable_code("docs/runbook.md")
+    assert code.count('"/rescue/step-1000"') == 1
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(code.replace("/rescue", str(tmp_path)), {})
+    assert f"__0_0.distcp {said}" in output.getvalue()
+    if not damage:
+        state = {"a": torch.zeros(4, dtype=torch.int64)}
+        dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "step-1000"))
+        assert state["a"].tolist() == [0, 1, 2, 3]

@@ -1,0 +1,39 @@
+"""The options of every verb, as `--help` prints them, in docs/cli.md; `python -m tools.cli_page` writes them there."""
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+
+from replicated_ckpt.cli.main import VERBS, parser
+
+BEGIN, END = "<!-- help: begin -->", "<!-- help: end -->"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
+os.environ |= {"COLUMNS": "110", "NO_COLOR": "1"}  # argparse asks for both when it prints
+
+
+def help_by_verb() -> dict[str, str]:
+    """What `replicated-ckpt VERB --help` prints."""
+    return {verb: _help(verb) for verb in VERBS}
+
+
+def _help(verb: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        parser().parse_args([verb, "--help"])
+    return printed.getvalue()
+
+
+def help_section() -> str:
+    """The text between the marks."""
+    return "\n".join(f"### {verb}\n\n```text\n{text.rstrip()}\n```\n" for verb, text in help_by_verb().items())
+
+
+def with_help(page: str) -> str:
+    """The page with the options of now."""
+    marked = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    return marked.sub(lambda _: f"{BEGIN}\n{help_section()}{END}", page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_help(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
