@@ -21,7 +21,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 
-def listed(store: LocalStore, without: Iterable[str]) -> list[dict[str, Any]]:
+def list_rows(store: LocalStore, without: Iterable[str]) -> list[dict[str, Any]]:
     """A row of `ls` for each of them."""
     look = StockLook(store, store.known_node_id(), PeerBook(store.root_agent_directory()).known())
     return [_row(look, checkpoint) for checkpoint in look.checkpoints(None, without)]

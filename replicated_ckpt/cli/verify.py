@@ -14,7 +14,7 @@ from replicated_ckpt.core.upkeep.repair_plan import ShortShard
 from replicated_ckpt.errors import CheckpointNotFound
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.retry import RetryingClient
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
@@ -69,7 +69,7 @@ class _InBucket:
 
 def _read(url: str, checkpoint_id: str | None) -> _InBucket:
     """Reads the bucket; credentials come from the environment or a profile, as for s3fs."""
-    client = RetryingClient(opened_client(ObjectTarget.checked(url, None)))
+    client = RetryingClient(open_client(ObjectTarget.checked(url, None)))
     try:
         inspector = BucketInspector(Bucket(client))
         findings = tuple(inspector.inspected(checkpoint_id))

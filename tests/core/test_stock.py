@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicated_ckpt.core.unmanaged.adopting import AdoptStock, planned_adoption
+from replicated_ckpt.core.unmanaged.adopting import AdoptStock, plan_adoption
 from replicated_ckpt.core.unmanaged.survey import StockFile, StockHolding, stock_checkpoints
 from replicated_ckpt.errors import CheckpointAmbiguous
 
@@ -77,11 +77,11 @@ def test_only_intact_copies_are_adopted() -> None:
     """Every node that has a shard intact gives it; without any intact one nothing is adopted, and the plan says why."""
     nodes = [holding("a", METADATA, r0=shard(100), r1=shard(200)), holding("b", r1=shard(200)), holding("c")]
     save = stock_checkpoints(nodes)[0].save(NEEDED)
-    plan = planned_adoption(save, {("a", "__1_0.distcp")}, "abc", 2)
+    plan = plan_adoption(save, {("a", "__1_0.distcp")}, "abc", 2)
     assert isinstance(plan, AdoptStock)
     assert plan.shards_by_node == {"a": ("__0_0.distcp",), "b": ("__1_0.distcp",)}
     assert (plan.node_ids, plan.size_bytes) == (("a", "b", "c"), 300)
-    assert "no intact __0_0.distcp" in str(planned_adoption(save, {("a", "__0_0.distcp")}, "abc", 2))
+    assert "no intact __0_0.distcp" in str(plan_adoption(save, {("a", "__0_0.distcp")}, "abc", 2))
 
 
 @pytest.mark.parametrize(

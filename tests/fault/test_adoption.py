@@ -177,7 +177,7 @@ def test_the_command_dies_when_all_have_staged(tmp_path: Path) -> None:
         addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
         adopter = Adopter(addresses, list(addresses.values()))
         assert audit.found is not None
-        with failpoints.armed("adopt.accounted", die), pytest.raises(Died):
+        with failpoints.arm("adopt.accounted", die), pytest.raises(Died):
             adopter.adopt(plan, audit.found)
         assert [files(node.root / ID) for node in nodes] == before
         assert [len(node.staged()) for node in nodes] == [1, 1]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from replicated_ckpt.agent.peers.greeting import heed_hello, known_sender
+from replicated_ckpt.agent.peers.greeting import heed_hello, identify_sender
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer, one_line
@@ -60,7 +60,7 @@ class RepairRoutes:
 
     def _bye(self, fields: Mapping[str, Any], request: Request) -> Answer:
         del request
-        self._service.peers.leave(known_sender(self._service.peers, AgentAddress.from_json(fields["peer"])).node_id)
+        self._service.peers.leave(identify_sender(self._service.peers, AgentAddress.from_json(fields["peer"])).node_id)
         return json_answer()
 
     def _hear(self, fields: Mapping[str, Any], request: Request) -> Answer:

@@ -20,7 +20,7 @@ from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.upkeep.asked_repair import is_of_held_save, refuse_unplanned
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
-from replicated_ckpt.core.upkeep.repair import NodeView, Presence, planned
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import Action, Adopt, RepairPlan
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.throttle import Pace, Stopped
@@ -193,7 +193,7 @@ class Reprotector:
         in_doubt = self.watch.has_doubt(others)
         kept = self._retirer.keep(self._manifests.of(views), views, policies, in_doubt=in_doubt)
         drop_outlived(self._service, kept, views)
-        plan = planned(kept, views, self._service.node_id)
+        plan = plan_repair(kept, views, self._service.node_id)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         done, failed = self._carried_out(plan.of_node(self._service.node_id))
         found = Protection(
@@ -243,7 +243,7 @@ class Reprotector:
         if not others:
             return frozenset()
         views = (self._own_view(), *self.watch.looked())
-        return refuse_unplanned(others, planned(self._manifests.of(views), views, self._service.node_id).adopt)
+        return refuse_unplanned(others, plan_repair(self._manifests.of(views), views, self._service.node_id).adopt)
 
     def _tried(self, action: Action) -> str:
         """Does one action; why it could not be done, or "".

@@ -16,7 +16,7 @@ from replicated_ckpt.agent.saves.fence import Fence
 from replicated_ckpt.agent.saves.intake import Intake, taking_metadata
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.pins import Pins
-from replicated_ckpt.agent.saves.receive import Received, received, received_plain
+from replicated_ckpt.agent.saves.receive import Received, receive_file, receive_plain_file
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.sequence_floor import HeardSequences
@@ -196,11 +196,11 @@ class NodeService:
             return Received.of(raw)
         if name == METADATA_NAME:
             with taking_metadata(intent, body.size_bytes) as take:
-                return received_plain(path, body, take)
+                return receive_plain_file(path, body, take)
         if ShardName.parse(name) is None or intent.adopts:
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint that could be brought here.")
         with self._intake.taking(intent, name, body.size_bytes) as take:
-            return received(path, body, take, durable=durable, direct_io=self._direct_io)
+            return receive_file(path, body, take, durable=durable, direct_io=self._direct_io)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
         """Publishes a save; returns the shards held here. Idempotent.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from replicated_ckpt.core.layout import is_lineage
-from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 _HEARD_NAME = "heard.json"
 _LINEAGES_MAX = 256
@@ -42,5 +42,5 @@ class HeardSequences:
             while len(self._by_lineage) > _LINEAGES_MAX:
                 del self._by_lineage[next(iter(self._by_lineage))]
             document = json.dumps({"sequences": self._by_lineage}).encode()
-            with translated(str(self._path.parent), "write", _HEARD_NAME):
+            with translate_errors(str(self._path.parent), "write", _HEARD_NAME):
                 write_file(self._path, document)

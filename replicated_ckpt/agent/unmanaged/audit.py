@@ -7,7 +7,7 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.unmanaged.look import StockFound, StockLook, stock_verify_path
-from replicated_ckpt.core.unmanaged.adopting import AdoptStock, planned_adoption
+from replicated_ckpt.core.unmanaged.adopting import AdoptStock, plan_adoption
 from replicated_ckpt.core.unmanaged.survey import StockCheckpoint
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import CheckpointAmbiguous, MetadataUnsafe, PeerProtocolError, StoreError
@@ -54,7 +54,7 @@ class StockAudit:
         if self.found is None:
             return f"{self.checkpoint_id} is not adopted: {self.problem}"
         bad = {(finding.node_id, finding.name) for finding in self.findings if finding.problem is Problem.CORRUPT}
-        return planned_adoption(self.found.save, bad, node_ids, copies)
+        return plan_adoption(self.found.save, bad, node_ids, copies)
 
     def to_json(self) -> dict[str, Any]:
         return {

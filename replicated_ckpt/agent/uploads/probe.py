@@ -44,7 +44,11 @@ class Prober:
             )
             thread.start()
             thread.join(wait_s)
-        return found[0] if found else _failed(StoreUnavailable(url, "probe", checkpoint_id, "it has not answered yet"))
+        return (
+            found[0]
+            if found
+            else _describe_failure(StoreUnavailable(url, "probe", checkpoint_id, "it has not answered yet"))
+        )
 
     def _probe(self, url: str, checkpoint_id: str, found: list[Mapping[str, Any]]) -> None:
         try:
@@ -55,7 +59,7 @@ class Prober:
             save_id = there.save_id if there else ""
             found.append({**_NOTHING, "is_empty": is_empty, "save_id": save_id, "histories": histories})
         except ReplicatedCkptError as exc:
-            found.append(_failed(exc))
+            found.append(_describe_failure(exc))
         finally:
             with self._lock:
                 self._under_way.discard(url)
@@ -69,5 +73,5 @@ class Prober:
         return {lineage: history.to_json() for lineage, history in histories_of(versions).items()}
 
 
-def _failed(error: ReplicatedCkptError) -> Mapping[str, Any]:
+def _describe_failure(error: ReplicatedCkptError) -> Mapping[str, Any]:
     return {**_NOTHING, "error": str(error), "kind": type(error).__name__}

@@ -33,7 +33,7 @@ class AdoptStock:
         return asdict(self)
 
 
-def planned_adoption(
+def plan_adoption(
     save: StockSave, bad: Collection[tuple[str, str]], node_ids: Collection[str], copies: int
 ) -> "AdoptStock | str":
     """How a checkpoint is adopted, or in words why it cannot be. `bad` are the copies that fail their own checks."""

@@ -69,7 +69,7 @@ def scope_of(checkpoint_id: str) -> str:
     return dirname(checkpoint_id)
 
 
-def merged(own: Policy, heard: Policy) -> Policy:
+def merge_policies(own: Policy, heard: Policy) -> Policy:
     """The later of two policies of one scope and tier. Where one save brought different ones, everything is kept.
 
     Whatever the order in which nodes hear of each other's, all end with the same.
@@ -83,7 +83,7 @@ def agree(policies: Iterable[Policy]) -> tuple[Policy, ...]:
     """What all nodes that said these want kept together: of each scope and tier the later policy, in whatever order."""
     by_key: dict[tuple[str, str, str], Policy] = {}
     for policy in policies:
-        by_key[policy.key] = merged(by_key.get(policy.key, policy), policy)
+        by_key[policy.key] = merge_policies(by_key.get(policy.key, policy), policy)
     return tuple(by_key.values())
 
 

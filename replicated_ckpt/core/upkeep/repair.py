@@ -45,7 +45,7 @@ class NodeView:
         return tuple(found.checkpoint_id for found in self.remains if found.is_ours)
 
 
-def planned(
+def plan_repair(
     manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView], own_node: str | None = None
 ) -> RepairPlan:
     """What brings every checkpoint back to its number of intact copies on the nodes that are there.
@@ -149,7 +149,7 @@ class _Planning:
         self._there = there - self._unsure
         self._domains = {node.node_id: node.domain for node in nodes if node.domain is not None}
         self._bytes_by_node = dict.fromkeys(self._up, 0)
-        self._published = _published(nodes)
+        self._published = _index_published(nodes)
         self.adopt: list[Adopt] = []
         self.copy: list[CopyShard] = []
         self.set_aside: list[SetAside] = []
@@ -258,7 +258,7 @@ class _Planning:
         return chosen
 
 
-def _published(nodes: Sequence[NodeView]) -> Mapping[str, Mapping[str, Version]]:
+def _index_published(nodes: Sequence[NodeView]) -> Mapping[str, Mapping[str, Version]]:
     """By checkpoint, the save that has its name on each node that answers and has a manifest of it."""
     published: dict[str, dict[str, Version]] = {}
     for node in nodes:

@@ -8,12 +8,12 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from replicated_ckpt.agent.peers.watch import Held, held_in
+from replicated_ckpt.agent.peers.watch import Held, parse_held
 from replicated_ckpt.agent.unmanaged.look import StockLook
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, saves_found
 from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
-from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
@@ -58,7 +58,7 @@ class Survey:
 
     @cached_property
     def manifest(self) -> Manifest:
-        return decoded_manifest(self.manifest_raw.encode(), "the survey")
+        return decode_manifest(self.manifest_raw.encode(), "the survey")
 
     @cached_property
     def found(self) -> SaveFound:
@@ -171,7 +171,7 @@ class Surveyor:
             if raw is None:
                 self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
                 continue
-            manifest = _parsed(raw)
+            manifest = _parse_manifest(raw)
             save = with_remains(save, manifest, self._remains)  # noqa: PLW2901
             sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
             if not save.lacking(sizes) and any(holding.has_metadata for holding in save.holdings):
@@ -182,7 +182,7 @@ class Surveyor:
             raise self._unreadable() if self._damaged else self._not_found(checkpoint_id)
         save, raw, manifest = min(lost, key=lambda found: not found[0].has_any(found[2].shards))
         if checkpoint_id == LATEST and not save.has_any(manifest.shards):
-            raise lost_shards(manifest, save, self._places())
+            raise shard_lost_error(manifest, save, self._places())
         return self._survey(save.holdings, raw, save.save_id)
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
@@ -195,7 +195,7 @@ class Surveyor:
         def asked(node: str) -> Held:
             with AgentClient(self._by_node[node], ASK_TIMEOUT_S) as client:
                 answer = client.call("GET", path)
-            return held_in(answer, self._by_node[node])
+            return parse_held(answer, self._by_node[node])
 
         outcome = FanOut[str, Held]().run(self._by_node, asked)
         holdings += [holding for store in self._seen.values() for holding in store.holdings]
@@ -242,7 +242,7 @@ class Surveyor:
                 else:
                     with AgentClient(self._by_node[holding.node_id]) as client:
                         raw = client.fetch("GET", file_path(holding.checkpoint_id, holding.save_id, MANIFEST_NAME))
-                if decoded_manifest(raw, f"node {holding.node_id}").save_id == save.save_id:
+                if decode_manifest(raw, f"node {holding.node_id}").save_id == save.save_id:
                     return raw.decode()
             except (ReplicatedCkptError, OSError) as exc:
                 log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)
@@ -285,14 +285,14 @@ class Surveyor:
         return CheckpointNotFound(f"{what} was found. Searched: {where}.", unreached=self._unreached)
 
 
-def _parsed(raw: str) -> Manifest:
+def _parse_manifest(raw: str) -> Manifest:
     try:
-        return decoded_manifest(raw.encode(), "a holder")
+        return decode_manifest(raw.encode(), "a holder")
     except ManifestInvalid as exc:
         raise AssertionError("a manifest that was validated before does not parse") from exc
 
 
-def lost_shards(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
+def shard_lost_error(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
     """The error that names every shard of a save that no store holds whole."""
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
     owners = {name: manifest.owner_of(name) for name in save.lacking(sizes)}

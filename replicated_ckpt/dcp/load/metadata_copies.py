@@ -11,7 +11,7 @@ from replicated_ckpt.agent.repair.mender import tell_suspect
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
@@ -41,13 +41,13 @@ class UnreadMetadata(Metadata):
         raise object.__getattribute__(self, "_error")
 
 
-def verified_metadata(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> Metadata:
+def read_verified_metadata(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> Metadata:
     """The checkpoint's metadata from the first copy that is intact, safely read.
 
     Raises:
         ShardLost: no copy is. MetadataUnsafe: an intact one is not what DCP metadata consists of.
     """
-    return decoded_metadata(*_intact(store, survey, bucket, reader_key))
+    return decode_metadata(*_intact(store, survey, bucket, reader_key))
 
 
 def _intact(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> tuple[bytes, str]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.repair_plan import Adopt
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
@@ -21,7 +21,7 @@ def fetch_manifest(action: Adopt, sources: Sequence[AgentAddress]) -> tuple[Mani
         try:
             with AgentClient(address) as client:
                 raw = client.fetch("GET", file_path(action.checkpoint_id, action.save_id, MANIFEST_NAME))
-            manifest = decoded_manifest(raw, address.label)
+            manifest = decode_manifest(raw, address.label)
         except ReplicatedCkptError as exc:
             last = exc
             continue

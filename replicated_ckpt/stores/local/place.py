@@ -8,7 +8,7 @@ from pathlib import Path
 
 from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, STAGING_DIR, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version
-from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.files.durable import translate_errors
 
 _SUFFIX = ".place.json"
 
@@ -28,7 +28,7 @@ class PlaceNotes:
             StoreError
         """
         path = self._root / STAGING_DIR / f"{save_id}{_SUFFIX}"
-        with translated(str(self._root), "write", save_id), contextlib.suppress(FileNotFoundError):
+        with translate_errors(str(self._root), "write", save_id), contextlib.suppress(FileNotFoundError):
             path.write_text(json.dumps({"lineage": lineage, "sequence": sequence}))
 
     def known(self) -> dict[str, Version]:

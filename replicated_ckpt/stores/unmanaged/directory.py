@@ -5,13 +5,13 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from replicated_ckpt.core.integrity.checksum import crc32c, footed_bytes
+from replicated_ckpt.core.integrity.checksum import crc32c, size_with_footer
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.unmanaged.survey import StockFile, StockHolding
 from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.local.catalog import Catalog
-from replicated_ckpt.stores.local.committed import Committed, committed_directory
+from replicated_ckpt.stores.local.committed import Committed, open_directory
 
 _PRINT_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20
@@ -32,7 +32,7 @@ class StockShelf:
 
     def _holding(self, node_id: str, checkpoint_id: str) -> Iterator[StockHolding]:
         try:
-            with committed_directory(self.root, checkpoint_id) as directory:
+            with open_directory(self.root, checkpoint_id) as directory:
                 names = directory.names()
                 if MANIFEST_NAME in names:
                     return
@@ -50,7 +50,7 @@ class StockShelf:
         except StoreError:
             return None
         try:
-            with translated(str(self.root), "read", "/".join(key)):
+            with translate_errors(str(self.root), "read", "/".join(key)):
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
                     return None
@@ -76,7 +76,7 @@ class StockShelf:
             return self._opened(checkpoint_id, name, size_bytes)  # its directory may have been exchanged at that moment
 
     def _opened(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
-        with committed_directory(self.root, checkpoint_id) as directory:
+        with open_directory(self.root, checkpoint_id) as directory:
             sizes = {size_bytes}
             if MANIFEST_NAME in directory.names():
                 sizes = _sizes_adopted(directory, name, size_bytes)
@@ -109,7 +109,7 @@ def _sizes_adopted(directory: Committed, name: str, size_bytes: int) -> set[int]
         return set()
     if name == METADATA_NAME:
         return {size_bytes} if manifest.metadata_bytes == size_bytes else set()
-    entry, footed = manifest.shards.get(name), footed_bytes(size_bytes)
+    entry, footed = manifest.shards.get(name), size_with_footer(size_bytes)
     return {size_bytes, footed} if entry is not None and entry.size_bytes == footed else set()
 
 

@@ -4,9 +4,9 @@ import os
 from collections.abc import Sequence
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
-from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, checked_item
+from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
 from replicated_ckpt.core.reading.source_order import ByteRange
-from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.peer.client import AgentClient, stock_path
 from replicated_ckpt.stores.unmanaged.directory import StockShelf
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
@@ -51,12 +51,12 @@ class StockShard(VerifiedShard):
             return self._fetched(item.offset + offset, item.offset + offset + length)
 
         try:
-            checked_item(in_span if is_inside else at_source, item.length)
+            check_item(in_span if is_inside else at_source, item.length)
         except ItemDamaged:
             if is_inside:
                 self._fill(span, there.offset)
             try:
-                checked_item(in_span if is_inside else at_source, item.length)
+                check_item(in_span if is_inside else at_source, item.length)
             except ItemDamaged as exc:
                 raise self._corrupt(f"item at bytes {item.offset} to {item.end}: {exc}") from exc
 
@@ -75,7 +75,7 @@ class StockFileShard(StockShard):
             raise
 
     def _fill(self, target: memoryview, offset: int) -> None:
-        with translated(self._store, "read", self._name):
+        with translate_errors(self._store, "read", self._name):
             if read_exactly(self._fd, target, offset) != len(target):
                 raise self._corrupt("the file ended early")
 

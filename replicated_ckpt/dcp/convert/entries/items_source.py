@@ -61,7 +61,7 @@ class ItemsSource:
         paths: Mapping[str, Any] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         tensors, objects = [], []
         for key, described in metadata.state_dict_metadata.items():
-            path = _checked_path(paths.get(key), key)
+            path = _check_path(paths.get(key), key)
             if isinstance(described, TensorStorageMetadata):
                 chunks = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks)
                 dtype, shape = described.properties.dtype, tuple(described.size)
@@ -166,7 +166,7 @@ class ItemsSource:
         self._fetcher.close()
 
 
-def _checked_path(path: Any, key: str) -> Path:
+def _check_path(path: Any, key: str) -> Path:
     """The path that a planner noted for a key, if it is one; it may be anything."""
     if isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path) and type(path[0]) is str:
         return path

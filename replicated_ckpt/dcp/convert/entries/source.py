@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from replicated_ckpt.core.bucket.keys import KeyRules, Path, renamed_path
+from replicated_ckpt.core.bucket.keys import KeyRules, Path, rename_path
 from replicated_ckpt.core.chunk import Box
 from replicated_ckpt.errors import ConfigInvalid
 
@@ -68,7 +68,7 @@ class Contents:
         names = rules.new_names(self.order)
 
         def path_of(entry: TensorEntry | ObjectEntry) -> Path:
-            return renamed_path(entry.path, names[entry.key])
+            return rename_path(entry.path, names[entry.key])
 
         return Contents(
             tuple(replace(e, name=names[e.key], path=path_of(e)) for e in self.tensors if e.key in names),
@@ -138,7 +138,7 @@ def windows(parts: Sequence[Part]) -> Iterator[list[Part]]:
         yield group
 
 
-def streamed(source: Source, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+def stream_tensors(source: Source, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
     """The tensors, one after the other, in pieces that together are their elements row by row."""
     parts = []
     for entry in entries:
