@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.cli import unmanaged as stock
+from replicated_ckpt.cli import unmanaged
 from replicated_ckpt.cli.doubts import list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.object_store:
         holdings += _in_bucket(arguments.object_store)
     rows = [_row(save, _manifest(store, save)) for save in saves_found(holdings)]
-    rows += stock.list_rows(store, {holding.checkpoint_id for holding in holdings})
+    rows += unmanaged.list_rows(store, {holding.checkpoint_id for holding in holdings})
     if arguments.json:
         staged = [save.to_json() for save in list_staged_saves(store, node_id)]
         document = {"node_id": node_id, "checkpoints": rows, "unreachable": unreachable, "staged": staged}

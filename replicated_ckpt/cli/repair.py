@@ -10,7 +10,7 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.start.launch import ensure_agent
-from replicated_ckpt.agent.unmanaged.audit import StockAuditor
+from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.cli.doubts import describe_loss, label_nodes, list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.unmanaged import Adoptions
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run and any(store.catalog.without_manifest()):
         store.node_id()  # who holds shards must have a name
     audit = Auditor(store, arguments.lost).audited(arguments.checkpoint)
-    stock = StockAuditor(store, arguments.lost)
+    stock = UnmanagedAuditor(store, arguments.lost)
     audits = stock.audited(arguments.checkpoint, audit.checkpoint_ids)
     adoptions = Adoptions(audits, stock.node_ids, arguments.copies)
     if not arguments.json:
@@ -74,7 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
         _carry_out_all(store, audit.plan, adoptions, arguments.lost, done)
     in_doubt = list_staged_saves(store, store.known_node_id())
     if arguments.json:
-        outcome = {"stock": [found.to_json() for found in audits], "dry_run": arguments.dry_run, "failed": done.errors}
+        outcome = {
+            "unmanaged": [found.to_json() for found in audits],
+            "dry_run": arguments.dry_run,
+            "failed": done.errors,
+        }
         doubts = {"in_doubt": [save.to_json() for save in in_doubt]}
         print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome, **doubts}, indent=2))
     elif not arguments.dry_run:

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if target.is_process_local:
         raise ConfigInvalid(f"{url} is memory of one process.", "Name a bucket that others can see.")
     if arguments.to is not None:
-        _check_free(manifest, target)
+        _check_replaceable(manifest, target)
         _order(store, manifest, target)
     if arguments.no_wait:
         print(f"{arguments.id}: the upload to {target.url} is ordered")
@@ -76,7 +76,7 @@ def _manifest(store: LocalStore, checkpoint_id: str) -> Manifest:
         raise CheckpointNotFound(f"{store.root} does not hold {checkpoint_id!r}: {exc.message}") from exc
 
 
-def _check_free(manifest: Manifest, target: ObjectTarget) -> None:
+def _check_replaceable(manifest: Manifest, target: ObjectTarget) -> None:
     """A save that did not know of the bucket has no prefix of its own there: it must not meet another save's shards."""
     if manifest.upload is not None and manifest.upload.has_own_prefix:
         return

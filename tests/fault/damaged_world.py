@@ -102,7 +102,7 @@ class World:
         with cluster.network.acting(Actor(on, is_agent=False)):
             for checkpoint_id in (ID, "latest"):
                 survey = Surveyor(store, self.node_ids[on], addresses).surveyed(checkpoint_id)
-                if survey.stock_warning:
+                if survey.unmanaged_warning:
                     raise CheckpointNotFound("Without any manifest it is taken for stock torch's.")
                 assert read_verified_metadata(store, survey, None, "reader").state_dict_metadata == {}
                 names = sorted(self.contents)

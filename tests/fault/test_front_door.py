@@ -109,7 +109,7 @@ VERBS = [
     ("GET", f"/v1/files/{SAVE}/{shard(0)}?checkpoint_id=step-1"), ("GET", f"/v1/saves/{SAVE}"),
     ("POST", f"/v1/saves/{SAVE}"), ("PUT", f"/v1/saves/{SAVE}/{shard(0)}"), ("POST", f"/v1/saves/{SAVE}/commit"),
     ("POST", f"/v1/saves/{SAVE}/abort"), ("POST", "/v1/shutdown"),
-    *(("POST", f"/v1/{verb}") for verb in ("hello", "bye", "hear", "suspects", "verify", "repair")),
+    *(("POST", f"/v1/{verb}") for verb in ("hello", "bye", "sequence", "suspects", "verify", "repair")),
 ]  # fmt: skip
 
 

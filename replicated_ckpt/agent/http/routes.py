@@ -10,7 +10,7 @@ from replicated_ckpt.agent.http.metrics import format_metrics
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
 from replicated_ckpt.agent.http.repair_routes import RepairRoutes
-from replicated_ckpt.agent.http.unmanaged_routes import StockRoutes
+from replicated_ckpt.agent.http.unmanaged_routes import UnmanagedRoutes
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
@@ -56,7 +56,7 @@ class Routes:
         checks = Checks()
         self._repair = RepairRoutes(service, reprotector, checks)
         self._objects = objects
-        self._stock = StockRoutes(service, checks)
+        self._unmanaged = UnmanagedRoutes(service, checks)
         self._status = status
         self._stop = stop
 
@@ -75,8 +75,8 @@ class Routes:
                 return Answer(format_metrics(self._status(is_brief=False)))
             case (_, "v1", "object", *rest):
                 return self._objects.answer(rest, request)
-            case (_, "v1", "stock", *rest):
-                return self._stock.answer(request, rest, query)
+            case (_, "v1", "unmanaged", *rest):
+                return self._unmanaged.answer(request, rest, query)
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"))
             case ("GET", "v1", "peers"):
@@ -90,7 +90,7 @@ class Routes:
             case (
                 "POST",
                 "v1",
-                "hello" | "bye" | "hear" | "suspects" | "verify" | "repair" | "retention" | "give-up" as verb,
+                "hello" | "bye" | "sequence" | "suspects" | "verify" | "repair" | "retention" | "give-up" as verb,
             ):
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
@@ -167,7 +167,7 @@ class Routes:
         """
         if request.right >= Right.JOB:
             return self._service.learn_peers(named)
-        if not adopts or not self._stock.has(checkpoint_id):
+        if not adopts or not self._unmanaged.has(checkpoint_id):
             request.require(Right.JOB)
         nodes = {str(peer["node_id"]) for peer in named}
         return tuple(peer for peer in self._service.peers.known() if peer.node_id in nodes)

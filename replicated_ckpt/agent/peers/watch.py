@@ -14,7 +14,7 @@ from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
-ASK_TIMEOUT_S = 3.0
+HOLDINGS_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def ask_holdings(address: AgentAddress) -> Held:
     Raises:
         StoreUnavailable: no answer. PeerProtocolError: no sensible one.
     """
-    with AgentClient(address, ASK_TIMEOUT_S) as client:
+    with AgentClient(address, HOLDINGS_TIMEOUT_S) as client:
         return parse_held(client.call("GET", "/v1/holdings?upkeep=1"), address)
 
 

@@ -11,7 +11,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.core.upkeep.finding import Finding
-from replicated_ckpt.core.upkeep.repair_plan import Action, Adopt, CopyShard, SetAside
+from replicated_ckpt.core.upkeep.repair_plan import Action, CopyShard, RestoreManifest, SetAside
 from replicated_ckpt.errors import (
     ManifestInvalid,
     ManifestVersionUnknown,
@@ -56,7 +56,7 @@ class Mender:
             ReplicatedCkptError: it could not be done; what was there is as it was. Stopped: the agent is leaving.
         """
         match action:
-            case Adopt():
+            case RestoreManifest():
                 self._adopt(action)
             case CopyShard():
                 self._copy(action)
@@ -102,11 +102,11 @@ class Mender:
             self._service.damage.mark(*place, is_footless=is_footless)
         return finding
 
-    def _adopt(self, action: Adopt) -> None:
+    def _adopt(self, action: RestoreManifest) -> None:
         if not self._restored_in_place(action):
             self._take_over(action)
 
-    def _restored_in_place(self, action: Adopt) -> bool:
+    def _restored_in_place(self, action: RestoreManifest) -> bool:
         """Gives a directory of this save what it has lost; False if there is none, or one of another save.
 
         A directory whose manifest is damaged or gone is of this save, as the plan has found by the checksums of its files.
@@ -140,7 +140,9 @@ class Mender:
             raise problem
         return True
 
-    def _restore_metadata(self, directory: Committed, action: Adopt, manifest: Manifest) -> ReplicatedCkptError | None:
+    def _restore_metadata(
+        self, directory: Committed, action: RestoreManifest, manifest: Manifest
+    ) -> ReplicatedCkptError | None:
         """Puts intact metadata in place, if it is not there; why that could not be done."""
         if self._examined(directory, manifest, METADATA_NAME) is None:
             return None
@@ -152,7 +154,7 @@ class Mender:
         log.info("restored %s/%s", directory.checkpoint_id, METADATA_NAME)
         return None
 
-    def _take_over(self, action: Adopt) -> None:
+    def _take_over(self, action: RestoreManifest) -> None:
         """Puts the save here as one that was published; one that is here and newer stays."""
         manifest, raw_manifest = fetch_manifest(action, self._addresses(action.sources))
         metadata = fetch_metadata(action, manifest, self._addresses(action.sources))

@@ -21,7 +21,7 @@ from replicated_ckpt.core.upkeep.asked_repair import is_of_held_save, refuse_unp
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
-from replicated_ckpt.core.upkeep.repair_plan import Action, Adopt, RepairPlan
+from replicated_ckpt.core.upkeep.repair_plan import Action, RepairPlan, RestoreManifest
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
@@ -189,7 +189,7 @@ class Reprotector:
         self._on_seen([view.node_id for view in others if view.presence is Presence.UP])
         views = (self._own_view(), *others)
         told = histories_of(holding.version for view in others for holding in view.holdings or ())
-        self._service.heard.hear({lineage: history.sequence for lineage, history in told.items()})
+        self._service.sequence_floor.raise_to({lineage: history.sequence for lineage, history in told.items()})
         in_doubt = self.watch.has_doubt(others)
         kept = self._retirer.keep(self._manifests.of(views), views, policies, in_doubt=in_doubt)
         drop_outlived(self._service, kept, views)
@@ -237,7 +237,7 @@ class Reprotector:
                 [(action, _NOT_PLANNED if action in refused else self._tried(action)) for action in part.actions]
             )
 
-    def _not_planned_here(self, adoptions: Sequence[Adopt]) -> frozenset[Adopt]:
+    def _not_planned_here(self, adoptions: Sequence[RestoreManifest]) -> frozenset[RestoreManifest]:
         held = self._service.holdings()
         others = [action for action in adoptions if not is_of_held_save(action, held)]
         if not others:

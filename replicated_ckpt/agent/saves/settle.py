@@ -18,7 +18,7 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 3.0
+SETTLE_TIMEOUT_S = 3.0
 
 
 def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[AgentAddress]) -> None:
@@ -103,7 +103,7 @@ def _answers(query: str, addresses: Sequence[AgentAddress]) -> Mapping[str, Answ
 
 
 def _ask(address: AgentAddress, query: str) -> Answer:
-    with AgentClient(address, ASK_TIMEOUT_S) as client:
+    with AgentClient(address, SETTLE_TIMEOUT_S) as client:
         state = client.call("GET", f"/v1/saves/{query}").get("state")
     try:
         return Answer(state)

@@ -6,7 +6,7 @@ from typing import Any
 
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
@@ -69,7 +69,7 @@ class Prober:
         if url not in self._holdings_by_url:
             self._holdings_by_url[url] = tuple(save.holding for save in bucket.saves() if save.mark is not None)
         held = (holding for holding in self._holdings_by_url[url] if scope_of(holding.checkpoint_id) == scope)
-        versions = (holding.version for holding in held if holding.sequence <= HEARD_SEQUENCE_MAX)
+        versions = (holding.version for holding in held if holding.sequence <= SEQUENCE_FLOOR_MAX)
         return {lineage: history.to_json() for lineage, history in histories_of(versions).items()}
 
 

@@ -7,7 +7,7 @@ from posixpath import dirname
 from typing import Any
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_id, is_lineage, is_save_id
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_id, is_lineage, is_save_id
 
 NODES = ""
 """The tier of the nodes; the object tier goes by its URL."""
@@ -56,7 +56,7 @@ class Policy:
         policy = cls(str(fields["scope"]), str(fields["tier"]), index(fields["revision"]), retention, lineage)
         if (
             not (policy.scope == "" or is_checkpoint_id(policy.scope))
-            or not 0 <= policy.revision <= HEARD_SEQUENCE_MAX
+            or not 0 <= policy.revision <= SEQUENCE_FLOOR_MAX
             or len(policy.tier) > _URL_CHARS_MAX
             or not is_lineage(lineage)
         ):

@@ -13,7 +13,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, checkpoint_id_under
+from replicated_ckpt.core.layout import LATEST, SEQUENCE_FLOOR_MAX, checkpoint_id_under
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import LINGER_S
@@ -236,12 +236,12 @@ def _tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) 
     if not survey.lineages:
         return
     reader = f"{world.session}/{threading.get_ident()}"  # one load at a time
-    lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, HEARD_SEQUENCE_MAX)
+    lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
     document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}
 
     def tell(address: AgentAddress) -> None:
         with AgentClient(address) as client:
-            client.call("POST", "/v1/hear", document)
+            client.call("POST", "/v1/sequence", document)
 
     FanOut[AgentAddress, None]().run(addresses, tell)
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from replicated_ckpt.agent.peers.watch import Held, parse_held
-from replicated_ckpt.agent.unmanaged.look import StockLook
+from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, saves_found
 from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
@@ -17,7 +17,7 @@ from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
-from replicated_ckpt.dcp.find.unmanaged_survey import stock_save, stock_warning
+from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
 from replicated_ckpt.dcp.node.node import SeenStore
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
@@ -34,7 +34,7 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 3.0
+SURVEY_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Survey:
     """The save to load and where it lies. Every rank of a load acts on the same one.
 
     `addresses` are the peers that answered; `searched` tells in words every place that was looked at. `in_bucket` is None
-    if the save does not lie there. `stock_warning` is not empty if stock torch wrote it on the nodes' disks: then the
+    if the save does not lie there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: then the
     manifest was made up by the look, and has no checksums of shards. `lineages` are those in the directory of the
     checkpoint's id, the chosen one first; `sequence_max` is the largest sequence of that.
     """
@@ -52,7 +52,7 @@ class Survey:
     addresses: tuple[AgentAddress, ...]
     searched: tuple[str, ...]
     in_bucket: InBucket | None = None
-    stock_warning: str = ""
+    unmanaged_warning: str = ""
     lineages: tuple[LineageFound, ...] = ()
     sequence_max: int = 0
 
@@ -81,7 +81,7 @@ class Survey:
             tuple(AgentAddress.from_json(address) for address in fields["addresses"]),
             tuple(fields["searched"]),
             None if fields["in_bucket"] is None else InBucket(**fields["in_bucket"]),
-            fields["stock_warning"],
+            fields["unmanaged_warning"],
             tuple(LineageFound(**{**found, "nodes": tuple(found["nodes"])}) for found in fields["lineages"]),
             fields["sequence_max"],
         )
@@ -134,16 +134,16 @@ class Surveyor:
         try:
             return self._surveyed(checkpoint_id)
         except (CheckpointNotFound, ShardLost) as exc:
-            return self._stock(checkpoint_id, exc)
+            return self._survey_unmanaged(checkpoint_id, exc)
 
-    def _stock(self, checkpoint_id: str, because: ReplicatedCkptError) -> Survey:
-        look = StockLook(self._store, self._own_node, self._by_node.values())
-        save = stock_save(look, checkpoint_id, self._ids, self._places(), because)
+    def _survey_unmanaged(self, checkpoint_id: str, because: ReplicatedCkptError) -> Survey:
+        look = UnmanagedLook(self._store, self._own_node, self._by_node.values())
+        save = unmanaged_save(look, checkpoint_id, self._ids, self._places(), because)
         for node, error in look.unreached.items():
             self._searched[node] = f"{self._by_node.pop(node).label}: not reached ({error.message})"
         self._problems += save.refused
         survey = self._survey(save.holdings, save.manifest.encoded().decode())
-        return replace(survey, stock_warning=stock_warning(save))
+        return replace(survey, unmanaged_warning=unmanaged_warning(save))
 
     def _surveyed(self, checkpoint_id: str) -> Survey:
         wanted = None if checkpoint_id == LATEST else checkpoint_id
@@ -193,7 +193,7 @@ class Surveyor:
         path = "/v1/holdings" + (f"?checkpoint_id={checkpoint_id}" if checkpoint_id else "")
 
         def asked(node: str) -> Held:
-            with AgentClient(self._by_node[node], ASK_TIMEOUT_S) as client:
+            with AgentClient(self._by_node[node], SURVEY_TIMEOUT_S) as client:
                 answer = client.call("GET", path)
             return parse_held(answer, self._by_node[node])
 

@@ -185,9 +185,9 @@ class ReplicatedReader(StorageReader):
         if self._failure is not None:
             raise self._failure
         metadata = read_verified_metadata(self._store, self._surveyed, self._opened_bucket(), self._reader_key)
-        self._places = places_of(metadata) if self._surveyed.stock_warning else None
-        if self._surveyed.stock_warning and self._world.is_coordinator:
-            warnings.warn(self._surveyed.stock_warning, ReplicatedCkptWarning, stacklevel=3)
+        self._places = places_of(metadata) if self._surveyed.unmanaged_warning else None
+        if self._surveyed.unmanaged_warning and self._world.is_coordinator:
+            warnings.warn(self._surveyed.unmanaged_warning, ReplicatedCkptWarning, stacklevel=3)
         if len(self._surveyed.lineages) > 1:
             warnings.warn(_lineages_warning(self._surveyed), ReplicatedCkptWarning, stacklevel=3)
         return metadata

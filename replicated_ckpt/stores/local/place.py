@@ -6,7 +6,7 @@ import math
 from operator import index
 from pathlib import Path
 
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, STAGING_DIR, is_lineage, is_save_id
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, STAGING_DIR, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.stores.files.durable import translate_errors
 
@@ -39,6 +39,6 @@ class PlaceNotes:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 fields = json.loads(path.read_bytes())
                 lineage, sequence = str(fields["lineage"]), index(fields["sequence"])
-                if is_save_id(save_id) and is_lineage(lineage) and 0 <= sequence <= HEARD_SEQUENCE_MAX:
+                if is_save_id(save_id) and is_lineage(lineage) and 0 <= sequence <= SEQUENCE_FLOOR_MAX:
                     places[save_id] = Version(lineage, sequence, math.inf, save_id)
         return places

@@ -47,7 +47,7 @@ from replicated_ckpt.stores.local.catalog import Catalog
 from replicated_ckpt.stores.local.identity import ensure_identity, read_identity
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.place import PlaceNotes
-from replicated_ckpt.stores.local.replaceable import check_free
+from replicated_ckpt.stores.local.replaceable import check_replaceable
 from replicated_ckpt.stores.local.replaced import check_order, holds_all_shards, keep_replaced, replaced_path, take_back
 from replicated_ckpt.stores.local.retire import origins
 
@@ -133,7 +133,7 @@ class LocalStore:
             StoreError
         """
         self.final(intent.checkpoint_id)  # refuses what is no id
-        check_free(self.root, intent.checkpoint_id, intent)
+        check_replaceable(self.root, intent.checkpoint_id, intent)
         staging = self.staging(intent.save_id)
         with translate_errors(str(self.root), "begin", intent.checkpoint_id):
             make_directories(staging.parent, self.root)
@@ -203,7 +203,7 @@ class LocalStore:
             manifest = self._decision(save_id)
             final = self.final(manifest.checkpoint_id)
             intent = self.intent_of(save_id)
-            check_free(self.root, manifest.checkpoint_id, intent)
+            check_replaceable(self.root, manifest.checkpoint_id, intent)
             before = self.published(manifest.checkpoint_id)
             check_order(manifest, before, intent)
             failpoints.reach("commit.checked")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from replicated_ckpt.core.integrity.checksum import crc32c, size_with_footer
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.unmanaged.survey import StockFile, StockHolding
+from replicated_ckpt.core.unmanaged.survey import UnmanagedFile, UnmanagedHolding
 from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.local.catalog import Catalog
@@ -18,19 +18,19 @@ _PIECE_BYTES = 1 << 20
 _Signature = tuple[int, int, int]
 
 
-class StockShelf:
+class UnmanagedDirectory:
     """Lists and opens what lies in directories without a manifest. Prints are kept until a file changes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._prints: dict[tuple[str, str], tuple[_Signature, int]] = {}
 
-    def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[StockHolding, ...]:
+    def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[UnmanagedHolding, ...]:
         """What lies here of one such checkpoint, or of all. A file that vanishes meanwhile is not there."""
         names = [checkpoint_id] if checkpoint_id else list(Catalog(self.root).without_manifest())
         return tuple(holding for name in names for holding in self._holding(node_id, name))
 
-    def _holding(self, node_id: str, checkpoint_id: str) -> Iterator[StockHolding]:
+    def _holding(self, node_id: str, checkpoint_id: str) -> Iterator[UnmanagedHolding]:
         try:
             with open_directory(self.root, checkpoint_id) as directory:
                 names = directory.names()
@@ -41,9 +41,9 @@ class StockShelf:
             return
         metadata = found.pop(METADATA_NAME, None)
         if found or metadata is not None:
-            yield StockHolding(node_id, checkpoint_id, metadata, found)
+            yield UnmanagedHolding(node_id, checkpoint_id, metadata, found)
 
-    def _file(self, directory: Committed, name: str) -> StockFile | None:
+    def _file(self, directory: Committed, name: str) -> UnmanagedFile | None:
         key = directory.checkpoint_id, name
         try:
             fd = directory.open(name)
@@ -60,7 +60,7 @@ class StockShelf:
                     known = self._prints[key] = signature, _print_of(fd, status.st_size, is_whole=name == METADATA_NAME)
         finally:
             os.close(fd)
-        return StockFile(status.st_size, known[1], status.st_mtime)
+        return UnmanagedFile(status.st_size, known[1], status.st_mtime)
 
     def open(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
         """File descriptor for reading one file of a checkpoint without a manifest; the caller closes it.

@@ -14,7 +14,7 @@ from replicated_ckpt.stores.local.inspection import Paced, at_once
 from replicated_ckpt.stores.local.store import LocalStore
 
 
-class StockInspector:
+class UnmanagedInspector:
     """Checks structure, sizes, and the CRC32 that torch.save left in its containers. Changes nothing.
 
     `unchecked` counts afterwards the items that have no CRC32, or are no containers.

@@ -5,7 +5,7 @@ from functools import cache
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
-from replicated_ckpt.core.upkeep.repair_plan import Adopt
+from replicated_ckpt.core.upkeep.repair_plan import RestoreManifest
 
 SEQUENCES = (1, 2)
 LINEAGE = "11" * 8
@@ -82,6 +82,6 @@ def planned_for(placed: tuple[int, ...], shown: Shown, index: int, *, are_gone: 
     actions = []
     for action in part.actions:
         version = 0 if action.save_id == save_id(0) else 1
-        bits = 0 if isinstance(action, Adopt) else 1 << int(action.shard.split("_")[2])
+        bits = 0 if isinstance(action, RestoreManifest) else 1 << int(action.shard.split("_")[2])
         actions.append((version, bits))
     return tuple(actions)

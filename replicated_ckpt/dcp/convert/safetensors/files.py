@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.dcp.convert.entries.memory import window_tensor
 from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
 from replicated_ckpt.dcp.convert.safetensors.format import LENGTH, Tensor, decode_header, header_size
@@ -56,7 +56,7 @@ class SafetensorsFiles:
             raise ConfigInvalid(f"{tensor.name!r} is in {path} and in {self._place_by_key[tensor.name][0]}.")
         self._place_by_key[tensor.name] = (path, fd, data + tensor.start)
         return TensorEntry(
-            tensor.name, tensor.name, (tensor.name,), tensor.dtype, tensor.shape, (Box.whole(tensor.shape),)
+            tensor.name, tensor.name, (tensor.name,), tensor.dtype, tensor.shape, (Chunk.whole(tensor.shape),)
         )
 
     def check(self, contents: Contents) -> None:
@@ -67,7 +67,7 @@ class SafetensorsFiles:
 
     def _part(self, part: Part) -> torch.Tensor:
         path, fd, start = self._place_by_key[part.entry.key]
-        itemsize, whole = part.entry.dtype.itemsize, Box.whole(part.entry.shape)
+        itemsize, whole = part.entry.dtype.itemsize, Chunk.whole(part.entry.shape)
         target = window_tensor((part.box.elements,), part.entry.dtype)
         raw = memory_of(target)
         position = 0

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.errors import ConfigInvalid
 
 SINGLE_NAME = "model.safetensors"
@@ -62,7 +62,7 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        return self.start + Box.whole(self.shape).elements * self.dtype.itemsize
+        return self.start + Chunk.whole(self.shape).elements * self.dtype.itemsize
 
 
 def encode_header(tensors: Iterable[Tensor]) -> bytes:

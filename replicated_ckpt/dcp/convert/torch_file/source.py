@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.core.integrity.archive import find_records
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.dcp.convert.entries.memory import window_tensor
@@ -48,7 +48,7 @@ class TorchFile:
             if isinstance(value, torch.Tensor):
                 _check_plain(key, value)
                 shape = tuple(value.shape)
-                tensors.append(TensorEntry(key, key, paths[key], value.dtype, shape, (Box.whole(shape),)))
+                tensors.append(TensorEntry(key, key, paths[key], value.dtype, shape, (Chunk.whole(shape),)))
             else:
                 objects.append(ObjectEntry(key, key, paths[key]))
         self.contents = Contents(tuple(tensors), tuple(objects), tuple(values))
@@ -61,7 +61,7 @@ class TorchFile:
 
     def _part(self, part: Part) -> torch.Tensor:
         tensor = self._values[part.entry.key].detach()
-        whole = Box.whole(part.entry.shape)
+        whole = Chunk.whole(part.entry.shape)
         start = self._position(tensor) if tensor.is_contiguous() and part.box.elements else None
         target = window_tensor(part.box.sizes, tensor.dtype)
         slices = tuple(slice(o, o + s) for o, s in zip(part.box.offsets, part.box.sizes, strict=True))
