@@ -7,7 +7,7 @@ from benchmarks.shard_on_disk import written_shard
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
@@ -28,7 +28,7 @@ def is_within_bounds(server: Server, bucket: str, directory: Path, mib: int) -> 
         before = _status_bytes(agent, "VmRSS")
         start_s = time.monotonic()
         client.call("POST", "/v1/object/target", target.to_json())
-        found = wait_for(lambda: Bucket(opened_client(target)).save_of(_CHECKPOINT_ID), _UPLOAD_TIMEOUT_S, "the commit")
+        found = wait_for(lambda: Bucket(open_client(target)).save_of(_CHECKPOINT_ID), _UPLOAD_TIMEOUT_S, "the commit")
         seconds = time.monotonic() - start_s
         peak = _status_bytes(agent, "VmHWM")
     assert found.save_id == _SAVE_ID

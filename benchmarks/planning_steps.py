@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks import planning_world as synthetic
 from benchmarks.planning_world import WillingNodes, World
 from replicated_ckpt.core.inventory import saves_found
-from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decided
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -93,7 +93,7 @@ def _scratch() -> Iterator[Path]:
 def _decide(steps: _Steps, world: World) -> SaveDecision:
     posts = synthetic.posts(world)
     raw = [post.to_json() for post in posts]
-    return steps("decide", lambda: decided([SavePost.from_json(post) for post in raw], 2, SAVE_ID))
+    return steps("decide", lambda: decide([SavePost.from_json(post) for post in raw], 2, SAVE_ID))
 
 
 def _tell(steps: _Steps, world: World, decision: SaveDecision) -> None:
@@ -156,8 +156,8 @@ def _finish(
 
 
 def _load(steps: _Steps, nodes: WillingNodes) -> None:
-    steps("read metadata", lambda: decoded_metadata(nodes.metadata, "here"))
-    manifest = decoded_manifest(nodes.manifest, "here")
+    steps("read metadata", lambda: decode_metadata(nodes.metadata, "here"))
+    manifest = decode_manifest(nodes.manifest, "here")
     holdings = synthetic.holdings(manifest)
     addresses = [synthetic.address(node.node_id) for node in manifest.nodes]
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}

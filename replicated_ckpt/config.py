@@ -25,14 +25,14 @@ REFUSE_LINEAGES = "refuse"
 _COPIES_MAX = 16
 
 
-def _checked_root(root: str | os.PathLike[str]) -> str:
+def _check_root(root: str | os.PathLike[str]) -> str:
     text = os.fspath(root)
     if not isinstance(text, str) or not text or "\0" in text or "://" in text:
         raise ConfigInvalid(f"root must be a directory on this node's disk, not {text!r}.")
     return os.path.abspath(text)  # noqa: PTH100 - a symbolic link stays what the user called it
 
 
-def checked_direct_io(mode: str | None) -> DirectIO:
+def check_direct_io(mode: str | None) -> DirectIO:
     """How files are written; None: as the environment says, "auto" if it says nothing.
 
     Raises:
@@ -129,8 +129,8 @@ class WriterConfig:
                 raise ConfigInvalid(f"{name} must be a Retention, Retention(keep_last=3) say, not {value!r}.")
         if object_retention is not None and object_store is None:
             raise ConfigInvalid('object_retention needs object_store="s3://bucket/prefix", say.')
-        checked = (_checked_root(root), copies, ack, domain, on_degraded, bool(overwrite), object_store, object_every)
-        return cls(*checked, retention, object_retention, checkpoint_id_from, checked_direct_io(direct_io))  # type: ignore[arg-type]
+        checked = (_check_root(root), copies, ack, domain, on_degraded, bool(overwrite), object_store, object_every)
+        return cls(*checked, retention, object_retention, checkpoint_id_from, check_direct_io(direct_io))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class ReaderConfig:
             raise ConfigInvalid(
                 f'lineage must be "newest", "refuse" or 16 hexadecimal digits as a warning names them, not {lineage!r}.'
             )
-        return cls(None if root is None else _checked_root(root), object_store, lineage)
+        return cls(None if root is None else _check_root(root), object_store, lineage)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class AgentConfig:
     that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`, `upload_mib_per_s`: pace of re-protection, scrub and
     uploads to the object store, in MiB a second; `scrub_every_s`: pause between two passes of the scrub. `tls_cert`,
     `tls_key`: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
-    `direct_io`: how copies are written, as of `checked_direct_io`.
+    `direct_io`: how copies are written, as of `check_direct_io`.
     """
 
     root: str
@@ -223,5 +223,5 @@ class AgentConfig:
                 raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigInvalid("tls_cert and tls_key are both needed for TLS, or neither.")
-        object.__setattr__(self, "direct_io", checked_direct_io(self.direct_io))
-        object.__setattr__(self, "root", _checked_root(self.root))
+        object.__setattr__(self, "direct_io", check_direct_io(self.direct_io))
+        object.__setattr__(self, "root", _check_root(self.root))

@@ -71,9 +71,9 @@ def reach(name: str) -> None:
 
 
 @contextlib.contextmanager
-def armed(name: str, action: Action) -> Iterator[None]:
+def arm(name: str, action: Action) -> Iterator[None]:
     """Arms a failpoint of this process for a block. Not for concurrent use with the same name."""
-    _checked(name)
+    _check(name)
     _armed[name] = action
     try:
         yield
@@ -89,10 +89,10 @@ def arm_from_environment(text: str) -> None:
     """
     for entry in filter(None, text.split(",")):
         name, _, action = entry.partition("=")
-        _armed[_checked(name)] = _action(action)
+        _armed[_check(name)] = _action(action)
 
 
-def _checked(name: str) -> str:
+def _check(name: str) -> str:
     if name not in POINTS:
         raise ConfigInvalid(f"{ENV}: there is no failpoint {name!r}.", "replicated_ckpt.failpoints.POINTS lists them.")
     return name
@@ -104,19 +104,19 @@ def _action(text: str) -> Action:
     actions: Mapping[str, Action] = {
         "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
         "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-        "raise": _raised,
+        "raise": _raise,
         "sleep": lambda _: time.sleep(float(seconds)),
     }
     if kind not in actions:
         raise ConfigInvalid(f"{ENV}: there is no action {text!r}.", f"Actions: {', '.join(actions)}.")
-    return _counted(actions[kind], int(count or 1))
+    return _count(actions[kind], int(count or 1))
 
 
-def _raised(name: str) -> None:
+def _raise(name: str) -> None:
     raise FailpointReached(name)
 
 
-def _counted(action: Action, nth: int) -> Action:
+def _count(action: Action, nth: int) -> Action:
     lock = threading.Lock()
     left = nth
 

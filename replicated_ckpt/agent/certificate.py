@@ -6,7 +6,7 @@ from pathlib import Path
 
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.tls import PLAIN_HINT, can_encrypt, fingerprint, is_loopback, is_network_trusted
 
@@ -32,7 +32,7 @@ def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | No
         return None
     path = directory / CERTIFICATE_NAME
     if path.exists():
-        return _kept(path)
+        return _read_kept(path)
     if is_loopback(config.host):
         return None
     if not can_encrypt():
@@ -40,12 +40,12 @@ def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | No
             "other nodes are talked to without encryption, as the package `cryptography` is missing. %s", PLAIN_HINT
         )
         return None
-    with translated(str(directory), "write", CERTIFICATE_NAME):
-        write_file(path, _made(), mode=0o600)
+    with translate_errors(str(directory), "write", CERTIFICATE_NAME):
+        write_file(path, _make(), mode=0o600)
     return str(path), str(path)
 
 
-def _kept(path: Path) -> tuple[str, str]:
+def _read_kept(path: Path) -> tuple[str, str]:
     read_private(path)
     try:
         fingerprint(str(path))
@@ -55,7 +55,7 @@ def _kept(path: Path) -> tuple[str, str]:
     return str(path), str(path)
 
 
-def _made() -> bytes:
+def _make() -> bytes:
     """A new private key and a certificate that it signed itself, as PEM."""
     try:
         from cryptography import x509

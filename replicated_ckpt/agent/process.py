@@ -35,7 +35,7 @@ from replicated_ckpt.agent.state.endpoint import (
 )
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
-from replicated_ckpt.config import AgentConfig, checked_direct_io
+from replicated_ckpt.config import AgentConfig, check_direct_io
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
@@ -116,7 +116,7 @@ class Agent:
         lock = single_agent_lock(directory)
         if lock is None:
             raise AgentUnavailable(f"Another agent serves {self.config.root} already.", "Use that one, or stop it.")
-        self._service = NodeService(store, checked_direct_io(self.config.direct_io))
+        self._service = NodeService(store, check_direct_io(self.config.direct_io))
         completed = self._service.recover()
         self._start_background_work()
         identity = next_identity(directory)

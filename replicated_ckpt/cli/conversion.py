@@ -61,7 +61,7 @@ def key_rules(arguments: argparse.Namespace) -> KeyRules:
     return KeyRules(arguments.include, arguments.exclude, arguments.strip_prefix, renames, added)
 
 
-def said(done: "Converted") -> str:
+def describe(done: "Converted") -> str:
     """What was converted, in words."""
     objects = f" and {done.objects} other entries" if done.objects else ""
     return f"{done.tensors} tensors{objects}, {done.size_bytes} bytes in {done.seconds:.1f} s,"
@@ -101,7 +101,7 @@ class Printer:
 
 
 @contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
+def stop_on_sigterm() -> Iterator[None]:
     """SIGTERM ends the block as Ctrl-C does, so that what was half written is removed."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:

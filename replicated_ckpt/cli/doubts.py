@@ -31,13 +31,13 @@ class StagedSave:
         return asdict(self)
 
 
-def staged_saves(store: LocalStore, node_id: str) -> list[StagedSave]:
+def list_staged_saves(store: LocalStore, node_id: str) -> list[StagedSave]:
     """The saves that are staged in this store and that no rank works on, as the disk shows them now."""
     return [
         StagedSave(
             intent.save_id,
             intent.checkpoint_id,
-            _staged_bytes(store, intent),
+            _sum_staged_bytes(store, intent),
             tuple(node for node in intent.nodes if node != node_id),
         )
         for intent in store.staged()
@@ -45,7 +45,7 @@ def staged_saves(store: LocalStore, node_id: str) -> list[StagedSave]:
     ]
 
 
-def _staged_bytes(store: LocalStore, intent: Intent) -> int:
+def _sum_staged_bytes(store: LocalStore, intent: Intent) -> int:
     staging = store.staging(intent.save_id)
     return sum(path.stat().st_size for path in staging.iterdir()) if staging.is_dir() else 0
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from replicated_ckpt.cli.conversion import Printer, add_key_arguments, key_rules, said, stopped_by_sigterm
+from replicated_ckpt.cli.conversion import Printer, add_key_arguments, describe, key_rules, stop_on_sigterm
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.verify import existing_store
 from replicated_ckpt.errors import ConfigInvalid
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         existing_store(arguments.root)
     from replicated_ckpt.dcp.convert.export import export_checkpoint
 
-    with stopped_by_sigterm(), Printer("export") as printer:
+    with stop_on_sigterm(), Printer("export") as printer:
         done = export_checkpoint(
             arguments.id,
             arguments.path,
@@ -64,5 +64,5 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for key in done.skipped:
         printer.note(f"skipped, as it is no tensor: {key}")
-    print(f"{done.checkpoint_id}: {said(done)} written to {done.place} and read back")
+    print(f"{done.checkpoint_id}: {describe(done)} written to {done.place} and read back")
     return ExitCode.OK

@@ -2,7 +2,7 @@
 
 import argparse
 
-from replicated_ckpt.cli.conversion import Printer, add_key_arguments, key_rules, said, stopped_by_sigterm
+from replicated_ckpt.cli.conversion import Printer, add_key_arguments, describe, key_rules, stop_on_sigterm
 from replicated_ckpt.cli.exit_codes import ExitCode
 
 HELP = "Make a checkpoint from a torch file, from safetensors, or from a plain DCP directory."
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
 
-    with stopped_by_sigterm(), Printer("import") as printer:
+    with stop_on_sigterm(), Printer("import") as printer:
         done = import_checkpoint(
             arguments.path,
             arguments.id,
@@ -54,5 +54,5 @@ def run(arguments: argparse.Namespace) -> int:
             trust_pickles=arguments.trust_pickles,
             progress=printer.show,
         )
-    print(f"{done.checkpoint_id}: {said(done)} saved in {done.place} and read back")
+    print(f"{done.checkpoint_id}: {describe(done)} saved in {done.place} and read back")
     return ExitCode.OK

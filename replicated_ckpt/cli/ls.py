@@ -5,15 +5,15 @@ import json
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.cli import unmanaged as stock
-from replicated_ckpt.cli.doubts import staged_saves
+from replicated_ckpt.cli import unmanaged
+from replicated_ckpt.cli.doubts import list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.inventory import Holding, SaveFound, saves_found
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import see_save
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
@@ -32,26 +32,26 @@ def run(arguments: argparse.Namespace) -> int:
     if not store.root.is_dir():
         raise CheckpointNotFound(f"{store.root} is no directory.", "Name the node's store with --root.")
     node_id = store.known_node_id()
-    holdings, unreachable = _looked(store, node_id)
+    holdings, unreachable = _look(store, node_id)
     if arguments.object_store:
         holdings += _in_bucket(arguments.object_store)
     rows = [_row(save, _manifest(store, save)) for save in saves_found(holdings)]
-    rows += stock.listed(store, {holding.checkpoint_id for holding in holdings})
+    rows += unmanaged.list_rows(store, {holding.checkpoint_id for holding in holdings})
     if arguments.json:
-        staged = [save.to_json() for save in staged_saves(store, node_id)]
+        staged = [save.to_json() for save in list_staged_saves(store, node_id)]
         document = {"node_id": node_id, "checkpoints": rows, "unreachable": unreachable, "staged": staged}
         print(json.dumps(document, indent=2))
         return ExitCode.OK
     for row in rows:
         print(f"{row['checkpoint_id']:24} {row['copies']:18} on nodes {', '.join(row['nodes'])}")
-    for save in staged_saves(store, node_id):
+    for save in list_staged_saves(store, node_id):
         print(f"in doubt: {save}")
     for line in unreachable:
         print(f"not reached: {line}")
     return ExitCode.OK
 
 
-def _looked(store: LocalStore, node_id: str) -> tuple[list[Holding], list[str]]:
+def _look(store: LocalStore, node_id: str) -> tuple[list[Holding], list[str]]:
     holdings = list(store.catalog.holdings(node_id))
     unreachable = []
     for peer in PeerBook(store.root_agent_directory()).known():
@@ -66,7 +66,7 @@ def _looked(store: LocalStore, node_id: str) -> tuple[list[Holding], list[str]]:
 
 def _in_bucket(url: str) -> list[Holding]:
     """What is committed in the bucket; credentials come from the environment or a profile, as for s3fs."""
-    client = opened_client(ObjectTarget.checked(url, None))
+    client = open_client(ObjectTarget.checked(url, None))
     try:
         return [save.holding for save in Bucket(client).saves()]
     finally:

@@ -9,9 +9,9 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
-from replicated_ckpt.agent.start.launch import ensured_agent
-from replicated_ckpt.agent.unmanaged.audit import StockAuditor
-from replicated_ckpt.cli.doubts import describe_loss, label_nodes, staged_saves
+from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
+from replicated_ckpt.cli.doubts import describe_loss, label_nodes, list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.unmanaged import Adoptions
 from replicated_ckpt.cli.verify import as_json, describe_short, existing_store
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run and any(store.catalog.without_manifest()):
         store.node_id()  # who holds shards must have a name
     audit = Auditor(store, arguments.lost).audited(arguments.checkpoint)
-    stock = StockAuditor(store, arguments.lost)
+    stock = UnmanagedAuditor(store, arguments.lost)
     audits = stock.audited(arguments.checkpoint, audit.checkpoint_ids)
     adoptions = Adoptions(audits, stock.node_ids, arguments.copies)
     if not arguments.json:
@@ -72,9 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         done.errors |= _give_up_lost(store, arguments.lost)
         _carry_out_all(store, audit.plan, adoptions, arguments.lost, done)
-    in_doubt = staged_saves(store, store.known_node_id())
+    in_doubt = list_staged_saves(store, store.known_node_id())
     if arguments.json:
-        outcome = {"stock": [found.to_json() for found in audits], "dry_run": arguments.dry_run, "failed": done.errors}
+        outcome = {
+            "unmanaged": [found.to_json() for found in audits],
+            "dry_run": arguments.dry_run,
+            "failed": done.errors,
+        }
         doubts = {"in_doubt": [save.to_json() for save in in_doubt]}
         print(json.dumps({**as_json(audit), **adoptions.to_json(), **outcome, **doubts}, indent=2))
     elif not arguments.dry_run:
@@ -118,18 +122,18 @@ def _carry_out_until_done(store: LocalStore, plan: RepairPlan, lost: Sequence[st
     for _ in range(ROUNDS_MAX):
         if not plan.actions:
             return
-        errors = _carried_out(store, plan)
+        errors = _carry_out(store, plan)
         done.actions += plan.actions
         done.errors |= errors
         if errors:
             return
         changed = sorted({action.checkpoint_id for action in plan.actions})
-        plan = _joined([Auditor(store, lost).audited(checkpoint_id).plan for checkpoint_id in changed])
+        plan = _join_plans([Auditor(store, lost).audited(checkpoint_id).plan for checkpoint_id in changed])
         done.short = {short for short in done.short if short.checkpoint_id not in changed} | set(plan.short)
     done.errors |= {str(action): "it is still to be done" for action in plan.actions}
 
 
-def _joined(plans: Sequence[RepairPlan]) -> RepairPlan:
+def _join_plans(plans: Sequence[RepairPlan]) -> RepairPlan:
     return RepairPlan(
         tuple(action for plan in plans for action in plan.adopt),
         tuple(action for plan in plans for action in plan.copy),
@@ -140,12 +144,12 @@ def _joined(plans: Sequence[RepairPlan]) -> RepairPlan:
 
 def _own_address(store: LocalStore, peers: list[AgentAddress]) -> dict[str, AgentAddress]:
     """This node's agent, which is started if it does not run, and has told the others where it is."""
-    own = ensured_agent(store, _bind_host(peers)).local_address()
+    own = ensure_agent(store, _bind_host(peers)).local_address()
     _wait_until_known(own)
     return {own.node_id: own}
 
 
-def _carried_out(store: LocalStore, plan: RepairPlan) -> dict[str, str]:
+def _carry_out(store: LocalStore, plan: RepairPlan) -> dict[str, str]:
     """Has each node's agent do its part, all at once; returns what failed: the action, or the node, and why."""
     nodes = sorted({action.node_id for action in plan.actions})
     if not nodes:
@@ -185,7 +189,7 @@ def _bind_host(peers: list[AgentAddress]) -> str:
 
 def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
     """Which saves are in doubt on this node, what they wait for, and what `--lost` would lose."""
-    saves = staged_saves(store, store.known_node_id())
+    saves = list_staged_saves(store, store.known_node_id())
     where = label_nodes(store, saves)
     for save in saves:
         print(f"in doubt: {save}")
@@ -199,10 +203,10 @@ def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
 
 def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     """Has this node's agent settle what is in doubt for lost nodes alone; returns what is in doubt all the same."""
-    saves = staged_saves(store, store.known_node_id()) if lost else []
+    saves = list_staged_saves(store, store.known_node_id()) if lost else []
     if not saves:
         return {}
-    own = ensured_agent(store, _bind_host(list(PeerBook(store.root_agent_directory()).known()))).local_address()
+    own = ensure_agent(store, _bind_host(list(PeerBook(store.root_agent_directory()).known()))).local_address()
     errors = {}
     for save in saves:
         try:

@@ -5,11 +5,11 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.unmanaged.adopter import Adopter
-from replicated_ckpt.agent.unmanaged.audit import StockAudit
-from replicated_ckpt.agent.unmanaged.look import StockLook
+from replicated_ckpt.agent.unmanaged.audit import UnmanagedAudit
+from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.core.unmanaged.adopting import AdoptStock
-from replicated_ckpt.core.unmanaged.survey import StockCheckpoint
+from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
+from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint
 from replicated_ckpt.errors import (
     CheckpointAmbiguous,
     MetadataUnsafe,
@@ -21,13 +21,13 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 
-def listed(store: LocalStore, without: Iterable[str]) -> list[dict[str, Any]]:
+def list_rows(store: LocalStore, without: Iterable[str]) -> list[dict[str, Any]]:
     """A row of `ls` for each of them."""
-    look = StockLook(store, store.known_node_id(), PeerBook(store.root_agent_directory()).known())
+    look = UnmanagedLook(store, store.known_node_id(), PeerBook(store.root_agent_directory()).known())
     return [_row(look, checkpoint) for checkpoint in look.checkpoints(None, without)]
 
 
-def _row(look: StockLook, checkpoint: StockCheckpoint) -> dict[str, Any]:
+def _row(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> dict[str, Any]:
     return {
         "checkpoint_id": checkpoint.checkpoint_id,
         "save_id": "",
@@ -37,7 +37,7 @@ def _row(look: StockLook, checkpoint: StockCheckpoint) -> dict[str, Any]:
     }
 
 
-def _state(look: StockLook, checkpoint: StockCheckpoint) -> str:
+def _state(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> str:
     if not checkpoint.nodes_with_metadata:
         return "stock, no .metadata"
     try:
@@ -49,7 +49,7 @@ def _state(look: StockLook, checkpoint: StockCheckpoint) -> str:
     return f"stock, {len(save.missing)} shards missing" if save.missing else "stock, unprotected"
 
 
-def print_audits(audits: Sequence[StockAudit]) -> None:
+def print_audits(audits: Sequence[UnmanagedAudit]) -> None:
     for audit in audits:
         for finding in audit.findings:
             print(finding)
@@ -64,7 +64,7 @@ def print_audits(audits: Sequence[StockAudit]) -> None:
             )
 
 
-def worst_code(audits: Sequence[StockAudit]) -> ExitCode:
+def worst_code(audits: Sequence[UnmanagedAudit]) -> ExitCode:
     if any(audit.missing for audit in audits):
         return ExitCode.SHARD_LOST
     return ExitCode.OK if all(audit.is_sound for audit in audits) else ExitCode.FAILED
@@ -73,9 +73,9 @@ def worst_code(audits: Sequence[StockAudit]) -> ExitCode:
 class Adoptions:
     """What is to be adopted, and in words what cannot be, from the same look."""
 
-    def __init__(self, audits: Sequence[StockAudit], node_ids: Collection[str], copies: int) -> None:
+    def __init__(self, audits: Sequence[UnmanagedAudit], node_ids: Collection[str], copies: int) -> None:
         planned = {audit.checkpoint_id: audit.adoption(node_ids, copies) for audit in audits}
-        self.plans = tuple(plan for plan in planned.values() if isinstance(plan, AdoptStock))
+        self.plans = tuple(plan for plan in planned.values() if isinstance(plan, AdoptUnmanaged))
         self.refused = tuple(plan for plan in planned.values() if isinstance(plan, str))
         self._found = {audit.checkpoint_id: audit.found for audit in audits}
 
@@ -100,4 +100,4 @@ class Adoptions:
             print(f"cannot be done: {refused}")
 
     def to_json(self) -> dict[str, Any]:
-        return {"adopt_stock": [plan.to_json() for plan in self.plans], "not_adopted": list(self.refused)}
+        return {"adopt_unmanaged": [plan.to_json() for plan in self.plans], "not_adopted": list(self.refused)}

@@ -4,7 +4,7 @@ import argparse
 import time
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.verify import existing_store
 from replicated_ckpt.core.bucket.upload_plan import UploadState
@@ -19,7 +19,7 @@ from replicated_ckpt.errors import (
     UploadFailed,
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
@@ -56,12 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     if target.is_process_local:
         raise ConfigInvalid(f"{url} is memory of one process.", "Name a bucket that others can see.")
     if arguments.to is not None:
-        _check_free(manifest, target)
+        _check_replaceable(manifest, target)
         _order(store, manifest, target)
     if arguments.no_wait:
         print(f"{arguments.id}: the upload to {target.url} is ordered")
         return ExitCode.OK
-    state = _waited(store, manifest, target, arguments.timeout_s)
+    state = _wait_for_upload(store, manifest, target, arguments.timeout_s)
     if state.state == "superseded":
         print(f"{arguments.id}: {state.error}")
         return ExitCode.FAILED
@@ -76,11 +76,11 @@ def _manifest(store: LocalStore, checkpoint_id: str) -> Manifest:
         raise CheckpointNotFound(f"{store.root} does not hold {checkpoint_id!r}: {exc.message}") from exc
 
 
-def _check_free(manifest: Manifest, target: ObjectTarget) -> None:
+def _check_replaceable(manifest: Manifest, target: ObjectTarget) -> None:
     """A save that did not know of the bucket has no prefix of its own there: it must not meet another save's shards."""
     if manifest.upload is not None and manifest.upload.has_own_prefix:
         return
-    client = opened_client(target)
+    client = open_client(target)
     try:
         bucket = Bucket(client)
         there = bucket.save_of(manifest.checkpoint_id)
@@ -95,7 +95,7 @@ def _check_free(manifest: Manifest, target: ObjectTarget) -> None:
 
 def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget) -> None:
     """Gives the order to every agent that answers; this node's must."""
-    own = ensured_agent(store, "127.0.0.1").local_address()
+    own = ensure_agent(store, "127.0.0.1").local_address()
     peers = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id != own.node_id]
     for address in (own, *peers):
         try:
@@ -109,10 +109,10 @@ def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget) -> None:
             print(f"not ordered at {address.label}: {exc.message}")
 
 
-def _waited(store: LocalStore, manifest: Manifest, target: ObjectTarget, timeout_s: float) -> UploadState:
+def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget, timeout_s: float) -> UploadState:
     deadline = time.monotonic() + timeout_s
     while True:
-        with AgentClient(ensured_agent(store, "127.0.0.1").local_address()) as client:
+        with AgentClient(ensure_agent(store, "127.0.0.1").local_address()) as client:
             state = UploadState(**client.call("GET", f"/v1/object/saves/{manifest.save_id}"))
         if state.state != "pending":
             return state

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
-from replicated_ckpt.agent.unmanaged.audit import StockAuditor
+from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.unmanaged import print_audits, worst_code
 from replicated_ckpt.core.upkeep.finding import Finding
@@ -14,7 +14,7 @@ from replicated_ckpt.core.upkeep.repair_plan import ShortShard
 from replicated_ckpt.errors import CheckpointNotFound
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.retry import RetryingClient
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
@@ -40,14 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     store = existing_store(arguments.root)
     audit = Auditor(store).audited(arguments.checkpoint)
-    audits = StockAuditor(store).audited(arguments.checkpoint, audit.checkpoint_ids)
+    audits = UnmanagedAuditor(store).audited(arguments.checkpoint, audit.checkpoint_ids)
     there = _InBucket() if arguments.object_store is None else _read(arguments.object_store, arguments.checkpoint)
     if arguments.checkpoint and not audit.checkpoint_ids and not there.checkpoint_ids and not audits:
         raise CheckpointNotFound(f"No node that was reached holds {arguments.checkpoint!r}.")
     if arguments.json:
         in_bucket = {**asdict(there), "findings": [finding.to_json() for finding in there.findings]}
-        in_stock = [found.to_json() for found in audits]
-        print(json.dumps({**as_json(audit), "stock": in_stock, "object_store": in_bucket}, indent=2))
+        in_unmanaged = [found.to_json() for found in audits]
+        print(json.dumps({**as_json(audit), "unmanaged": in_unmanaged, "object_store": in_bucket}, indent=2))
     else:
         _print(audit)
         print_audits(audits)
@@ -69,7 +69,7 @@ class _InBucket:
 
 def _read(url: str, checkpoint_id: str | None) -> _InBucket:
     """Reads the bucket; credentials come from the environment or a profile, as for s3fs."""
-    client = RetryingClient(opened_client(ObjectTarget.checked(url, None)))
+    client = RetryingClient(open_client(ObjectTarget.checked(url, None)))
     try:
         inspector = BucketInspector(Bucket(client))
         findings = tuple(inspector.inspected(checkpoint_id))

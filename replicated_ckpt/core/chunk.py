@@ -7,7 +7,7 @@ from typing import Self
 
 
 @dataclass(frozen=True)
-class Box:
+class Chunk:
     """A rectangular part of a tensor: where it begins and how far it goes, in elements by dimension."""
 
     offsets: tuple[int, ...]
@@ -21,29 +21,29 @@ class Box:
     def elements(self) -> int:
         return math.prod(self.sizes)
 
-    def common(self, other: "Box") -> "Box | None":
+    def common(self, other: "Chunk") -> "Chunk | None":
         """What lies in both; None if nothing does."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self._ends(), other._ends())  # noqa: SLF001 - of the same class
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return None if min(sizes, default=1) <= 0 else Box(starts, sizes)
+        return None if min(sizes, default=1) <= 0 else Chunk(starts, sizes)
 
     def _ends(self) -> tuple[int, ...]:
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
-    def seen_from(self, outer: "Box") -> "Box":
+    def seen_from(self, outer: "Chunk") -> "Chunk":
         """The same part, by offsets into `outer`."""
         offsets = (offset - start for offset, start in zip(self.offsets, outer.offsets, strict=True))
-        return Box(tuple(offsets), self.sizes)
+        return Chunk(tuple(offsets), self.sizes)
 
-    def start_in(self, outer: "Box") -> int:
+    def start_in(self, outer: "Chunk") -> int:
         """Position of the first element among those of `outer` in row-major order."""
         position = 0
         for offset, size in zip(self.seen_from(outer).offsets, outer.sizes, strict=True):
             position = position * size + offset
         return position
 
-    def runs(self, outer: "Box", elements_max: int) -> Iterator["Box"]:
+    def runs(self, outer: "Chunk", elements_max: int) -> Iterator["Chunk"]:
         """Cuts this part of `outer` into boxes in row-major order.
 
         Each lies in one piece where `outer` is laid out row by row, and has `elements_max` elements at most.
@@ -60,7 +60,7 @@ class Box:
             size = min(count, self.sizes[split] - start)
             offsets = (*self.offsets[:split], self.offsets[split] + start, *self.offsets[split + 1 :])
             sizes = (*self.sizes[:split], size, *self.sizes[split + 1 :])
-            yield from Box(offsets, sizes).runs(outer, elements_max)
+            yield from Chunk(offsets, sizes).runs(outer, elements_max)
 
-    def _is_full_behind(self, axis: int, outer: "Box") -> bool:
+    def _is_full_behind(self, axis: int, outer: "Chunk") -> bool:
         return self.sizes[axis + 1 :] == outer.sizes[axis + 1 :]

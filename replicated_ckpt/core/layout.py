@@ -24,7 +24,7 @@ OBJECT_NODE = "object-store"
 """The object tier where a node's id stands: in holdings and in orders of sources."""
 
 SEQUENCE_MAX = 1 << 62
-HEARD_SEQUENCE_MAX = 1 << 53
+SEQUENCE_FLOOR_MAX = 1 << 53
 """Larger ones are not believed of those who only say so: whoever makes one up keeps nobody from counting on."""
 
 _SHARD = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.distcp")

@@ -6,7 +6,7 @@ from math import isnan
 from operator import index
 from typing import Any
 
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_lineage
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_lineage
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ Histories = Mapping[str, History]
 def histories_of(versions: Iterable[Version]) -> dict[str, History]:
     """What these saves tell of their lineages."""
     return merge_histories(
-        {version.lineage: History(min(version.sequence, HEARD_SEQUENCE_MAX), version.order[1])} for version in versions
+        {version.lineage: History(min(version.sequence, SEQUENCE_FLOOR_MAX), version.order[1])} for version in versions
     )
 
 
@@ -73,7 +73,7 @@ def histories_from_json(fields: Mapping[str, Any]) -> dict[str, History]:
     found = {}
     for lineage, told in fields.items():
         history = History(index(told["sequence"]), moment(told["created_unix_s"]))
-        if not is_lineage(lineage) or not 0 <= history.sequence <= HEARD_SEQUENCE_MAX:
+        if not is_lineage(lineage) or not 0 <= history.sequence <= SEQUENCE_FLOOR_MAX:
             raise ValueError(f"no valid history of lineage {lineage!r}: {history!r}"[:500])
         found[lineage] = history
     return found

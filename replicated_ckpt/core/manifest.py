@@ -100,7 +100,7 @@ class Manifest:
         return f"rank {entry.owner_rank} on node {entry.owner_node} ({host})"
 
 
-def decoded_manifest(raw: bytes, source: str) -> Manifest:
+def decode_manifest(raw: bytes, source: str) -> Manifest:
     """The manifest in `raw`, fully validated. `source` names where it came from, for the error.
 
     Raises:
@@ -118,7 +118,7 @@ def decoded_manifest(raw: bytes, source: str) -> Manifest:
             raise ManifestInvalid(f"The manifest at {source} fails its checksum.")
         if fields["version"] != VERSION:
             raise ManifestVersionUnknown(f"The manifest at {source} has format version {fields['version']!r}.")
-        return _checked(_from_fields(fields), source)
+        return _check(_from_fields(fields), source)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ManifestInvalid(f"The manifest at {source} does not parse: {type(exc).__name__}: {exc}.") from exc
 
@@ -189,7 +189,7 @@ def _shard_name(name: str) -> str:
     return name
 
 
-def _checked(manifest: Manifest, source: str) -> Manifest:
+def _check(manifest: Manifest, source: str) -> Manifest:
     known = {node.node_id for node in manifest.nodes}
     problems: Sequence[str] = [
         *(["save_id"] if not is_save_id(manifest.save_id) else []),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from replicated_ckpt.drill import marked
 from replicated_ckpt.drill.errors import DrillError, JobFailed, WaitTimedOut
-from replicated_ckpt.drill.evidence import Evidence, JobSpec, reported
+from replicated_ckpt.drill.evidence import Evidence, JobSpec, count_reports
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 KILL_LIMIT_S = 10.0
@@ -46,7 +46,7 @@ class Job:
 
         Raises: JobFailed if a node ended with an error before, WaitTimedOut after `limit_s`.
         """
-        self._wait(lambda: reported(self.results) == self.ranks, "all ranks to report", limit_s, may_fail=False)
+        self._wait(lambda: count_reports(self.results) == self.ranks, "all ranks to report", limit_s, may_fail=False)
         return Evidence.read(self.results)
 
     def wait_until_ended(self, limit_s: float, *, except_on: Sequence[Path] = ()) -> None:

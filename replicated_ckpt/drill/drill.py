@@ -23,7 +23,7 @@ from replicated_ckpt.drill.plan import (
     RunPlan,
     checkpoint_id,
 )
-from replicated_ckpt.drill.verdict import ScenarioReport, failed, judge
+from replicated_ckpt.drill.verdict import ScenarioReport, judge, report_failure
 
 DATASET_LIMIT_S = 180.0
 DETECT_LIMIT_S = 60.0
@@ -103,7 +103,7 @@ class Drill:
         except DrillError as exc:
             self._progress(f"{run.name}: failed\n{exc}")
             self._cluster.end()
-            yield from (failed(run, resume, _headline(exc)) for resume in run.resumes)
+            yield from (report_failure(run, resume, _headline(exc)) for resume in run.resumes)
             return
         for resume in run.resumes:
             try:
@@ -111,7 +111,7 @@ class Drill:
             except DrillError as exc:
                 self._progress(f"{resume.scenario}: failed\n{exc}")
                 self._cluster.end()
-                report = failed(run, resume, _headline(exc))
+                report = report_failure(run, resume, _headline(exc))
             if not self._cluster.stop_agents():
                 self._progress(f"{resume.scenario}: an agent had to be killed, it did not heed SIGTERM")
             self._progress(f"{resume.scenario}: {'held' if report.held else 'FAILED'}")
@@ -139,7 +139,7 @@ class Drill:
         return _Loss(before, detect_s)
 
     def _resume(self, run: RunPlan, resume: ResumePlan, loss: _Loss, dataset: _Dataset) -> ScenarioReport:
-        self._progress(f"{resume.scenario}: {run.ranks} -> {resume.ranks} ranks resume on {_seated(resume)}")
+        self._progress(f"{resume.scenario}: {run.ranks} -> {resume.ranks} ranks resume on {_describe_seats(resume)}")
         loads: tuple[str, ...] = ("latest",)
         if resume.promise is Promise.SHARD_LOST:
             loads = (checkpoint_id(self._plan.schedule.last_save_step), "latest")
@@ -227,5 +227,5 @@ def _names(stores: list[Path]) -> str:
     return " and ".join(store.name for store in stores)
 
 
-def _seated(resume: ResumePlan) -> str:
+def _describe_seats(resume: ResumePlan) -> str:
     return ", ".join(f"node-{seat.node}{' (blank)' if seat.blank else ''}" for seat in resume.seats)

@@ -127,7 +127,7 @@ def write_digests(results: Path, moment: str, digests: Mapping[str, str]) -> Non
     write_json(results / f"digests-{moment}.json", dict(digests))
 
 
-def reported(results: Path) -> int:
+def count_reports(results: Path) -> int:
     """How many ranks have reported so far."""
     return sum(1 for _ in results.glob("rank-*.json"))
 

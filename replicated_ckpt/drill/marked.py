@@ -9,7 +9,7 @@ MARK_VARIABLE = "REPLICATED_CKPT_DRILL_NODE"
 POLL_S = 0.02
 
 
-def marked(prefix: str) -> tuple[int, ...]:
+def find_processes(prefix: str) -> tuple[int, ...]:
     """Ids of the living processes whose mark begins with `prefix`, this one excluded."""
     needle = f"{MARK_VARIABLE}={prefix}".encode()
     return tuple(pid for pid in _process_ids() if pid != os.getpid() and _has_mark(pid, needle))
@@ -21,7 +21,7 @@ def kill(prefix: str, limit_s: float) -> bool:
     Returns: whether none was left within `limit_s`.
     """
     deadline = time.monotonic() + limit_s
-    while pids := marked(prefix):
+    while pids := find_processes(prefix):
         for pid in pids:
             send(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
@@ -35,10 +35,10 @@ def stop(prefix: str, limit_s: float) -> bool:
 
     Returns: whether all of them left within `limit_s`.
     """
-    for pid in marked(prefix):
+    for pid in find_processes(prefix):
         send(pid, signal.SIGTERM)
     deadline = time.monotonic() + limit_s
-    while marked(prefix):
+    while find_processes(prefix):
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_S)

@@ -20,7 +20,7 @@ from replicated_ckpt.drill.errors import MotoFailed
 from replicated_ckpt.drill.plan import MOTO
 from replicated_ckpt.errors import ConfigInvalid, StoreError
 from replicated_ckpt.stores.bucket.client import ObjectClient
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 
 MOTO_START_LIMIT_S = 30.0
@@ -114,7 +114,7 @@ def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
     target = ObjectTarget.checked(own, None)
     if target.is_process_local:
         raise ConfigInvalid(f"--object-store {url}: it would be gone with the process that wrote it.")
-    client = opened_client(target)
+    client = open_client(target)
     try:
         try:
             client.put(_NOTE_KEY, _NOTE)

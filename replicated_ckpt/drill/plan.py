@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from replicated_ckpt.core.protocol.placement import PlacedNode, placed
+from replicated_ckpt.core.protocol.placement import PlacedNode, place_copies
 from replicated_ckpt.errors import ConfigInvalid
 
 GLOBAL_BATCH_MIN = 48
@@ -179,7 +179,7 @@ def _loss(scenario: Scenario, options: DrillOptions, victim: int) -> tuple[int, 
     if scenario is Scenario.BEYOND:
         # Two placement groups; the second dies whole, the first still has `.metadata`.
         nodes = 2 * options.copies
-        groups = placed([PlacedNode(str(node)) for node in range(nodes)], options.copies).groups
+        groups = place_copies([PlacedNode(str(node)) for node in range(nodes)], options.copies).groups
         return nodes, 1, tuple(sorted(int(node) for node in groups[-1]))
     if scenario is Scenario.CLUSTER:
         return options.nodes, options.ranks_per_node, tuple(range(options.nodes))

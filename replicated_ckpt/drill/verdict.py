@@ -48,7 +48,7 @@ class ScenarioReport:
         return asdict(self) | {"held": self.held}
 
 
-def failed(run: RunPlan, resume: ResumePlan, problem: str) -> ScenarioReport:
+def report_failure(run: RunPlan, resume: ResumePlan, problem: str) -> ScenarioReport:
     """The report of a scenario that could not be carried out."""
     return ScenarioReport(resume.scenario, resume.promise, run.ranks, resume.ranks, problems=(problem,))
 

@@ -8,7 +8,7 @@ from replicated_ckpt.core.integrity.checksum import (
     BlockHasher,
     BlockTable,
     crc32c,
-    decoded_footer,
+    decode_footer,
     footer_bytes_of,
     tables_of_size,
 )
@@ -113,7 +113,7 @@ class VerifiedShard(ABC):
     def _checked_table(self, expected: Expected) -> BlockTable:
         size = expected.size_bytes
         tail = self._fetched(max(0, size - FOOTER_TAIL_BYTES), size)
-        table = decoded_footer(self._fetched(size - (footer_bytes_of(tail, size) or 0), size), size)
+        table = decode_footer(self._fetched(size - (footer_bytes_of(tail, size) or 0), size), size)
         if table is None:
             raise self._corrupt("its footer of block checksums is damaged")
         found = table.file_crc()

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.peers.watch import asked
-from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.peers.watch import ask_holdings
+from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import client_lock, read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.errors import (
@@ -366,7 +366,7 @@ def test_others_that_watch_it_do_not_keep_it(tmp_path: Path) -> None:
         assert agent.process.poll() is None
         with contextlib.suppress(StoreUnavailable):
             while time.monotonic() < until + 10:
-                asked(agent.endpoint.address())
+                ask_holdings(agent.endpoint.address())
                 with agent.client() as client:
                     client.call("GET", "/v1/status")
                     client.fetch("GET", "/metrics")
@@ -388,7 +388,7 @@ def test_racing_ranks_start_one_agent(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "2")
     store = LocalStore(tmp_path / "a")
     found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(ensured_agent(store, "127.0.0.1").pid)) for _ in range(6)]
+    threads = [threading.Thread(target=lambda: found.append(ensure_agent(store, "127.0.0.1").pid)) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -396,7 +396,7 @@ def test_racing_ranks_start_one_agent(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(found) == 6
     assert len(set(found)) == 1
     os.kill(found[0], signal.SIGKILL)
-    again = ensured_agent(store, "127.0.0.1")
+    again = ensure_agent(store, "127.0.0.1")
     assert again.pid != found[0]
     os.kill(again.pid, signal.SIGTERM)
     assert not wait_until_gone([again.pid], timeout_s=20)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.http.strangers import ADDRESSES_MAX, INTERVAL_S, Strangers
-from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.local.store import LocalStore
@@ -109,7 +109,7 @@ def test_connections_without_a_token_leave_a_line_or_two(tmp_path: Path, monkeyp
     """A flood of them costs the log of a real agent a few hundred bytes; a request with the token is logged as before."""
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "30")
     root = tmp_path / "root"
-    endpoint = ensured_agent(LocalStore(root), "127.0.0.1")
+    endpoint = ensure_agent(LocalStore(root), "127.0.0.1")
     try:
         log = root / ".agent" / "log"
         before = log.read_text()

@@ -278,7 +278,7 @@ def test_a_store_retires_in_one_step(tmp_path: Path, action: str) -> None:
     file = (store.root / "step-1" / shard(0)).open("rb")
     if action == "raise":
         with (
-            failpoints.armed("retire.trashed", failpoints._action("raise")),
+            failpoints.arm("retire.trashed", failpoints._action("raise")),
             pytest.raises(failpoints.FailpointReached),
         ):
             retire(store.root, "step-1", later.save_id)

@@ -20,9 +20,9 @@ PACKAGE = Path(replicated_ckpt.__file__).parent
 RANK = """
 import json, sys
 from pathlib import Path
-from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.stores.local.store import LocalStore
-endpoint = ensured_agent(LocalStore(sys.argv[1]), "127.0.0.1")
+endpoint = ensure_agent(LocalStore(sys.argv[1]), "127.0.0.1")
 environment = Path(f"/proc/{endpoint.pid}/environ").read_bytes().decode().split(chr(0))
 maps = Path(f"/proc/{endpoint.pid}/cmdline").read_bytes().decode().split(chr(0))
 print(json.dumps([endpoint.version, [entry.partition("=")[0] for entry in environment if entry], maps]))

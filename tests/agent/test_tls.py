@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import PLAIN_ENV
 from replicated_ckpt.errors import ConfigInvalid, SaveAborted, StoreDenied, StoreUnavailable
@@ -215,9 +215,9 @@ def test_ranks_replace_an_agent_that_speaks_plainly(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "30")
     store = LocalStore(tmp_path / "a")
     with running_agent(tmp_path / "a", *EVERYWHERE, "--plain") as plain:
-        assert ensured_agent(store, "127.0.0.1") == plain.endpoint
+        assert ensure_agent(store, "127.0.0.1") == plain.endpoint
         try:
-            new = ensured_agent(store, "0.0.0.0")
+            new = ensure_agent(store, "0.0.0.0")
             assert new.tls_sha256
             assert new.port == plain.endpoint.port
             assert read_endpoint(tmp_path / "a" / ".agent") == new

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import Converted, KeyRules, export_checkpoint
 from replicated_ckpt.cli.main import main
-from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.dcp.convert.entries import source
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ObjectCorrupt, ObjectUnsafe, ShardLost, StoreFull
 from replicated_ckpt.stores.files import durable
@@ -235,7 +235,7 @@ def test_a_damaged_store_exports_nothing(tmp_path: Path) -> None:
 
 def test_a_tensor_of_which_parts_are_missing_is_refused() -> None:
     """It would be filled up with whatever memory held."""
-    entry = source.TensorEntry("w", "w", ("w",), torch.float32, (4, 2), (Box((0, 0), (2, 2)),))
+    entry = source.TensorEntry("w", "w", ("w",), torch.float32, (4, 2), (Chunk((0, 0), (2, 2)),))
     with pytest.raises(ConfigInvalid, match="only a part of 'w'"):
         source.check_covered(entry)
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import KeyRules, ReplicatedReader, export_checkpoint, import_checkpoint
 from replicated_ckpt.cli.main import main
-from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.convert.entries import source
 from replicated_ckpt.errors import (
     CheckpointExists,
@@ -49,7 +49,7 @@ def test_a_torch_file_becomes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     with pytest.warns(ReplicatedCkptWarning, match="1 node"):
         import_checkpoint(tmp_path / "model.pth", "step-7", format="torch", root=tmp_path / "root", copies=2)
     assert_equal(loaded(tmp_path / "root", state), state)
-    manifest = decoded_manifest((tmp_path / "root" / "step-7" / ".manifest.json").read_bytes(), "here")
+    manifest = decode_manifest((tmp_path / "root" / "step-7" / ".manifest.json").read_bytes(), "here")
     assert manifest.copies == 2
 
 

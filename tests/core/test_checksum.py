@@ -8,11 +8,11 @@ from replicated_ckpt.core.integrity.checksum import (
     FOOTER_TAIL_BYTES,
     BlockHasher,
     crc32c,
-    decoded_footer,
+    decode_footer,
     footer_bytes_of,
     table_of,
 )
-from replicated_ckpt.core.integrity.crc_combination import combined
+from replicated_ckpt.core.integrity.crc_combination import combine_crcs
 
 
 def test_crc32c_is_castagnoli() -> None:
@@ -23,7 +23,7 @@ def test_crc32c_is_castagnoli() -> None:
 @given(st.binary(), st.binary())
 def test_combining_equals_hashing_the_whole(first: bytes, second: bytes) -> None:
     """The CRC of two pieces together follows from the CRC of each."""
-    assert combined(crc32c(first), crc32c(second), len(second)) == crc32c(first + second)
+    assert combine_crcs(crc32c(first), crc32c(second), len(second)) == crc32c(first + second)
 
 
 @given(st.lists(st.binary(max_size=50), max_size=20), st.integers(1, 64))
@@ -43,7 +43,7 @@ def test_a_footer_comes_back_from_its_bytes(data: bytes, block_bytes: int) -> No
     table = table_of([data], block_bytes)
     footer = table.encoded()
     assert footer_bytes_of(footer[-FOOTER_TAIL_BYTES:], table.file_bytes) == len(footer)
-    assert decoded_footer(footer, table.file_bytes) == table
+    assert decode_footer(footer, table.file_bytes) == table
 
 
 @pytest.mark.parametrize("position", range(44))
@@ -53,13 +53,13 @@ def test_any_flipped_bit_in_a_footer_is_noticed(position: int) -> None:
     footer = bytearray(table.encoded())
     assert len(footer) == 44
     footer[position] ^= 1
-    assert decoded_footer(bytes(footer), table.file_bytes) is None
+    assert decode_footer(bytes(footer), table.file_bytes) is None
 
 
 @given(st.binary(max_size=100), st.integers(0, 1 << 40))
 def test_random_bytes_are_no_footer(raw: bytes, file_bytes: int) -> None:
     """Garbage of any size is refused without an error of another kind."""
-    assert decoded_footer(raw, file_bytes) is None
+    assert decode_footer(raw, file_bytes) is None
 
 
 def test_covering_blocks_hold_the_range() -> None:
@@ -75,4 +75,4 @@ def test_an_empty_shard_has_a_footer() -> None:
     """No data is data too."""
     table = BlockHasher().table()
     assert table.data_bytes == 0
-    assert decoded_footer(table.encoded(), FOOTER_TAIL_BYTES) == table
+    assert decode_footer(table.encoded(), FOOTER_TAIL_BYTES) == table

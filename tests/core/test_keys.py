@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicated_ckpt.core.bucket.keys import KeyRules, Path, nested, renamed_path
+from replicated_ckpt.core.bucket.keys import KeyRules, Path, nest, rename_path
 from replicated_ckpt.errors import ConfigInvalid
 
 KEYS = ["model.h.0.w", "model.h.1.w", "model.norm", "optim.h.0.w", "step"]
@@ -66,13 +66,13 @@ def test_a_rule_that_cannot_be_meant_is_refused(rules: KeyRules, said: str) -> N
 )
 def test_levels_that_keep_their_names_stay(path: Path, name: str, wanted: Path) -> None:
     """Only what was renamed becomes a level of its own."""
-    assert renamed_path(path, name) == wanted
+    assert rename_path(path, name) == wanted
 
 
 def test_nesting_is_rebuilt() -> None:
     """Dictionaries by texts, lists by numbers; a value inside another one is refused."""
-    assert nested({("a", "b"): 1, ("c", 1): 2, ("c", 0, "d"): 3}) == {"a": {"b": 1}, "c": [{"d": 3}, 2]}
+    assert nest({("a", "b"): 1, ("c", 1): 2, ("c", 0, "d"): 3}) == {"a": {"b": 1}, "c": [{"d": 3}, 2]}
     conflicts: list[list[Path]] = [[("a",), ("a", "b")], [("a", "b"), ("a",)], [("a", 0), ("a", "b")]]
     for paths in conflicts:
         with pytest.raises(ConfigInvalid, match="inside or in the place"):
-            nested(dict.fromkeys(paths, 7))
+            nest(dict.fromkeys(paths, 7))

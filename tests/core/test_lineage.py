@@ -3,7 +3,7 @@
 import pytest
 
 from replicated_ckpt.core.inventory import Holding, lineages_found, saves_found
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
 from replicated_ckpt.core.lineage import (
     History,
     Version,
@@ -56,7 +56,7 @@ def test_a_save_continues_the_lineage_that_was_saved_last() -> None:
     [
         {"x": {"sequence": 1, "created_unix_s": 1}},
         {MAIN: {"sequence": -1, "created_unix_s": 1}},
-        {MAIN: {"sequence": HEARD_SEQUENCE_MAX + 1, "created_unix_s": 1}},
+        {MAIN: {"sequence": SEQUENCE_FLOOR_MAX + 1, "created_unix_s": 1}},
         {MAIN: {"sequence": "1", "created_unix_s": 1}},
         {MAIN: {"sequence": 1}},
         {MAIN: 3},

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, decoded_manifest
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, decode_manifest
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
 
 
@@ -37,7 +37,7 @@ def resealed(raw: bytes, change: dict[str, object]) -> bytes:
 def test_it_comes_back_as_it_was_written() -> None:
     """Decoding is the inverse of encoding, and the bytes are JSON for other tools."""
     raw = manifest().encoded()
-    assert decoded_manifest(raw, "here") == manifest()
+    assert decode_manifest(raw, "here") == manifest()
     assert json.loads(raw)["manifest"]["checkpoint_id"] == "run/step-10"
 
 
@@ -48,7 +48,7 @@ def test_any_flipped_bit_is_noticed() -> None:
         damaged = bytearray(raw)
         damaged[position] ^= 1
         try:
-            assert decoded_manifest(bytes(damaged), "here") == manifest()  # white space in the head may change
+            assert decode_manifest(bytes(damaged), "here") == manifest()  # white space in the head may change
         except ManifestInvalid:
             continue
 
@@ -76,17 +76,17 @@ def test_any_flipped_bit_is_noticed() -> None:
 def test_a_manifest_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
     """A fitting checksum alone does not make a manifest valid."""
     with pytest.raises(ManifestInvalid, match="here"):
-        decoded_manifest(resealed(manifest().encoded(), change), "here")
+        decode_manifest(resealed(manifest().encoded(), change), "here")
 
 
 def test_a_newer_format_says_so() -> None:
     """A version that this one does not know is not guessed at."""
     with pytest.raises(ManifestVersionUnknown, match="version 2"):
-        decoded_manifest(resealed(manifest().encoded(), {"version": 2}), "here")
+        decode_manifest(resealed(manifest().encoded(), {"version": 2}), "here")
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_no_manifest(raw: bytes) -> None:
     """Garbage is a ManifestInvalid."""
     with pytest.raises(ManifestInvalid):
-        decoded_manifest(raw, "here")
+        decode_manifest(raw, "here")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, placed
+from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
 from replicated_ckpt.errors import ConfigInvalid
 
 
@@ -15,7 +15,7 @@ def nodes_of(domains: list[str | None]) -> list[PlacedNode]:
 
 
 def groups_of(domains: list[str | None], copies: int) -> list[list[int]]:
-    return [[int(node[1:]) for node in group] for group in placed(nodes_of(domains), copies).groups]
+    return [[int(node[1:]) for node in group] for group in place_copies(nodes_of(domains), copies).groups]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_neighbours_in_rank_order_form_disjoint_groups(count: int, copies: int, 
 def test_whole_domains_are_paired_with_whole_domains() -> None:
     """Two racks lost at once lose data only if they are each other's pair."""
     racks = [rack for rack in "ABCD" for _ in range(4)]
-    placement = placed(nodes_of(list(racks)), 2)
+    placement = place_copies(nodes_of(list(racks)), 2)
     pairs = {frozenset(racks[int(node[1:])] for node in group) for group in placement.groups}
     assert pairs == {frozenset("AB"), frozenset("CD")}
     assert placement.shared_domain == ()
@@ -47,19 +47,19 @@ def test_whole_domains_are_paired_with_whole_domains() -> None:
 
 def test_a_node_in_a_domain_of_its_own_is_no_obstacle() -> None:
     """Three domains of two nodes can all be paired across domains, which staying with the first two would spoil."""
-    placement = placed(nodes_of(["A", "A", "B", "B", "C", "C"]), 2)
+    placement = place_copies(nodes_of(["A", "A", "B", "B", "C", "C"]), 2)
     assert placement.shared_domain == ()
 
 
 def test_one_domain_larger_than_its_share_is_reported() -> None:
     """Where buddies must share a domain, the placement says which nodes are weak."""
-    assert set(placed(nodes_of(["A", "A", "A", "B"]), 2).shared_domain) == {"n1", "n2"}
+    assert set(place_copies(nodes_of(["A", "A", "A", "B"]), 2).shared_domain) == {"n1", "n2"}
 
 
 @given(st.lists(st.sampled_from([None, "A", "B", "C", "D"]), min_size=1, max_size=14), st.integers(1, 4))
 def test_every_node_has_enough_other_nodes_as_buddies(domains: list[str | None], copies: int) -> None:
     """Every node is in one group, has copies - 1 different buddies, and none is itself."""
-    placement = placed(nodes_of(domains), copies)
+    placement = place_copies(nodes_of(domains), copies)
     members = [node for group in placement.groups for node in group]
     assert sorted(members) == sorted(node.node_id for node in nodes_of(domains))
     assert placement.copies == min(copies, len(domains))
@@ -72,7 +72,7 @@ def test_every_node_has_enough_other_nodes_as_buddies(domains: list[str | None],
 def test_pairs_cross_domains_whenever_no_domain_has_more_than_half(domains: list[str]) -> None:
     """With an even number of nodes and no domain above half of them, no buddy shares a domain (pigeonhole)."""
     if len(domains) % 2 == 0 and max(map(domains.count, domains)) <= len(domains) // 2:
-        assert placed(nodes_of(list(domains)), 2).shared_domain == ()
+        assert place_copies(nodes_of(list(domains)), 2).shared_domain == ()
 
 
 def survivors_have_all(placement: Placement, dead: set[str]) -> bool:
@@ -85,7 +85,7 @@ def survivors_have_all(placement: Placement, dead: set[str]) -> bool:
 @pytest.mark.parametrize("count", [4, 6, 8, 16])
 def test_pairs_have_half_as_many_fatal_pairs_as_a_ring(count: int) -> None:
     """Of all pairs of nodes, only count / 2 are fatal with two copies; a ring has count."""
-    placement = placed(nodes_of([None] * count), 2)
+    placement = place_copies(nodes_of([None] * count), 2)
     names = [node.node_id for node in nodes_of([None] * count)]
     fatal = [pair for pair in combinations(names, 2) if not survivors_have_all(placement, set(pair))]
     assert len(fatal) == count // 2
@@ -93,11 +93,11 @@ def test_pairs_have_half_as_many_fatal_pairs_as_a_ring(count: int) -> None:
 
 def test_substitutes_exclude_the_node_and_its_buddies() -> None:
     """A lost buddy is replaced by a node that does not hold the shard yet, nearest first."""
-    assert placed(nodes_of([None] * 6), 2).substitutes("n2") == ("n4", "n5", "n0", "n1")
+    assert place_copies(nodes_of([None] * 6), 2).substitutes("n2") == ("n4", "n5", "n0", "n1")
 
 
 @pytest.mark.parametrize(("names", "copies"), [([], 2), (["a", "a"], 2), (["a"], 0)])
 def test_impossible_input_is_refused(names: list[str], copies: int) -> None:
     """No node, one node twice, or no copy at all is a typed error."""
     with pytest.raises(ConfigInvalid):
-        placed([PlacedNode(name) for name in names], copies)
+        place_copies([PlacedNode(name) for name in names], copies)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.remains import Remains
-from replicated_ckpt.core.upkeep.repair import NodeView, Presence, planned
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
@@ -45,13 +45,13 @@ BOTH = (shard(0), shard(1))
 def test_nothing_missing_means_nothing_to_do() -> None:
     """Every shard with its copies and every node with the metadata: an empty plan."""
     views = [NodeView(node, UP, (holding(node, PAIR, *BOTH),)) for node in "ab"]
-    assert planned({PAIR.save_id: PAIR}, views) == RepairPlan()
+    assert plan_repair({PAIR.save_id: PAIR}, views) == RepairPlan()
 
 
 def test_a_blank_node_takes_the_place_of_a_lost_one() -> None:
     """It gets manifest, metadata and a copy of every shard that has one copy left."""
     views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", GONE, None), NodeView("new", UP, ())]
-    plan = planned({PAIR.save_id: PAIR}, views)
+    plan = plan_repair({PAIR.save_id: PAIR}, views)
     assert [(action.node_id, action.sources) for action in plan.adopt] == [("new", ("a",))]
     assert copies(plan) == [(shard(0), "new", ("a",)), (shard(1), "new", ("a",))]
     assert plan.short == ()
@@ -61,7 +61,7 @@ def test_a_silent_node_is_not_taken_for_lost() -> None:
     """Until it is given up it counts as holding what it held, or, if nobody knows, what it was meant to hold."""
     for held in (None, (holding("b", PAIR, *BOTH),)):
         views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", ASSUMED, held), NodeView("new", UP, ())]
-        assert planned({PAIR.save_id: PAIR}, views).copy == ()
+        assert plan_repair({PAIR.save_id: PAIR}, views).copy == ()
 
 
 @pytest.mark.parametrize("size", [0, 99, 101])
@@ -72,7 +72,7 @@ def test_a_copy_of_another_size_is_none(size: int) -> None:
         NodeView("b", UP, (holding("b", PAIR, *BOTH, size=size),)),
         NodeView("c", UP, (holding("c", PAIR),)),
     ]
-    plan = planned({PAIR.save_id: PAIR}, views)
+    plan = plan_repair({PAIR.save_id: PAIR}, views)
     assert copies(plan) == [(shard(0), "b", ("a", "b")), (shard(1), "b", ("a", "b"))]
     assert all(action.replaces_damaged for action in plan.copy)
 
@@ -81,7 +81,7 @@ def test_a_damaged_copy_is_replaced_where_it_lies() -> None:
     """It counts for nothing; its place is the first to get a good copy, and intact sources come before damaged ones."""
     bad = replace(holding("b", PAIR, *BOTH), damaged=(shard(1),))
     views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", UP, (bad,)), NodeView("c", UP, ())]
-    (action,) = planned({PAIR.save_id: PAIR}, views).copy
+    (action,) = plan_repair({PAIR.save_id: PAIR}, views).copy
     assert (action.node_id, action.shard, action.sources) == ("b", shard(1), ("a", "b"))
     assert action.replaces_damaged
 
@@ -89,10 +89,10 @@ def test_a_damaged_copy_is_replaced_where_it_lies() -> None:
 def test_damaged_copies_are_all_that_is_left() -> None:
     """Two of them may be whole together, so it is tried; one alone is lost."""
     bad = {node: replace(holding(node, PAIR, *BOTH), damaged=(shard(1),)) for node in "ab"}
-    together = planned({PAIR.save_id: PAIR}, [NodeView(node, UP, (bad[node],)) for node in "ab"])
+    together = plan_repair({PAIR.save_id: PAIR}, [NodeView(node, UP, (bad[node],)) for node in "ab"])
     assert copies(together) == [(shard(1), "a", ("a", "b")), (shard(1), "b", ("a", "b"))]
     assert together.lost == ()
-    alone = planned({PAIR.save_id: PAIR}, [NodeView("a", UP, (bad["a"],))])
+    alone = plan_repair({PAIR.save_id: PAIR}, [NodeView("a", UP, (bad["a"],))])
     assert [entry.shard for entry in alone.lost] == [shard(1)]
     assert alone.copy == ()
 
@@ -106,7 +106,7 @@ def test_domains_come_before_balance() -> None:
         NodeView("c", UP, (holding("c", three),), "r1"),
         NodeView("d", UP, (holding("d", three),), "r2"),
     ]
-    assert copies(planned({three.save_id: three}, views)) == [(shard(0), "d", ("a",))]
+    assert copies(plan_repair({three.save_id: three}, views)) == [(shard(0), "d", ("a",))]
 
 
 def test_many_copies_are_spread() -> None:
@@ -115,13 +115,13 @@ def test_many_copies_are_spread() -> None:
     wide = manifest(1, dict.fromkeys(names, ("a", "b")))
     views = [NodeView("a", UP, (holding("a", wide, *names),)), NodeView("b", GONE, None)]
     views += [NodeView(node, UP, (holding(node, wide),)) for node in "cdef"]
-    taken = [node for _, node, _ in copies(planned({wide.save_id: wide}, views))]
+    taken = [node for _, node, _ in copies(plan_repair({wide.save_id: wide}, views))]
     assert sorted(taken) == sorted("cdef" * 2)
 
 
 def test_what_no_node_holds_is_lost_and_what_cannot_be_copied_is_short() -> None:
     """A shard without a copy is lost; one that needs more nodes than there are is short; both are said."""
-    plan = planned(
+    plan = plan_repair(
         {PAIR.save_id: PAIR}, [NodeView("a", UP, (holding("a", PAIR, shard(0)),)), NodeView("b", GONE, None)]
     )
     assert [(entry.shard, entry.have) for entry in plan.lost] == [(shard(1), 0)]
@@ -139,9 +139,9 @@ def adopted(plan: RepairPlan) -> list[tuple[str, str]]:
 def test_an_older_save_of_the_same_checkpoint_gives_way_to_the_whole_newer_one() -> None:
     """A node that missed an overwrite takes the newer save over; a newer one that is not whole replaces nothing."""
     behind = NodeView("b", UP, (holding("b", PAIR, *BOTH),))
-    plan = planned(VERSIONS, [NodeView("a", UP, (holding("a", NEWER, *BOTH),)), behind])
+    plan = plan_repair(VERSIONS, [NodeView("a", UP, (holding("a", NEWER, *BOTH),)), behind])
     assert adopted(plan) == [("b", NEWER.save_id)]
-    torn = planned(VERSIONS, [NodeView("a", UP, (holding("a", NEWER, shard(0)),)), behind])
+    torn = plan_repair(VERSIONS, [NodeView("a", UP, (holding("a", NEWER, shard(0)),)), behind])
     assert torn.actions == ()
     assert {(entry.save_id, entry.shard) for entry in torn.short if entry.is_in_doubt} == {
         (NEWER.save_id, shard(0)),
@@ -159,11 +159,11 @@ def test_what_is_assumed_makes_nothing_give_way(last_seen: tuple[Holding, ...] |
         NodeView("b", UP, (holding("b", PAIR, *BOTH),)),
         NodeView("c", ASSUMED, last_seen),
     ]
-    plan = planned({PAIR.save_id: PAIR, newer.save_id: newer}, views)
+    plan = plan_repair({PAIR.save_id: PAIR, newer.save_id: newer}, views)
     assert plan.actions == ()
     assert any(entry.is_in_doubt and entry.waits_for == ("c (host-c)",) for entry in plan.short)
     seen = NodeView("c", UP, (holding("c", newer, shard(1)),))
-    back = planned({PAIR.save_id: PAIR, newer.save_id: newer}, [*views[:2], seen])
+    back = plan_repair({PAIR.save_id: PAIR, newer.save_id: newer}, [*views[:2], seen])
     assert ("b", newer.save_id) in adopted(back)
 
 
@@ -176,7 +176,7 @@ def test_only_what_was_seen_intact_makes_an_older_save_give_way(spoilt: str) -> 
         "size": replace(good, sizes={shard(0): 100, shard(1): 99}),
         "metadata": replace(good, has_metadata=False),
     }[spoilt]
-    plan = planned(VERSIONS, [NodeView("a", UP, (seen,)), NodeView("b", UP, (holding("b", PAIR, *BOTH),))])
+    plan = plan_repair(VERSIONS, [NodeView("a", UP, (seen,)), NodeView("b", UP, (holding("b", PAIR, *BOTH),))])
     assert all(save_id != NEWER.save_id for node_id, save_id in adopted(plan) if node_id == "b")
     assert not plan.is_complete
 
@@ -189,7 +189,7 @@ def test_while_no_save_is_whole_each_is_mended_where_it_is() -> None:
         NodeView("c", UP, (holding("c", PAIR, shard(0)),)),
         NodeView("d", UP, (holding("d", PAIR, has_metadata=False),)),
     ]
-    plan = planned(VERSIONS, views)
+    plan = plan_repair(VERSIONS, views)
     assert adopted(plan) == [("d", PAIR.save_id)]
     assert {(action.save_id, action.node_id) for action in plan.copy} == {(NEWER.save_id, "b"), (PAIR.save_id, "d")}
 
@@ -202,7 +202,7 @@ def test_a_replaced_save_is_mended_where_it_was_put() -> None:
         NodeView("b", UP, (holding("b", PAIR, shard(1)),)),
         NodeView("c", UP, ()),
     ]
-    plan = planned(VERSIONS, views)
+    plan = plan_repair(VERSIONS, views)
     assert {(action.save_id, action.node_id, action.shard) for action in plan.copy} == {
         (PAIR.save_id, "a", shard(1)),
         (PAIR.save_id, "b", shard(0)),
@@ -221,7 +221,7 @@ def test_a_lineage_gives_way_to_no_other() -> None:
         NodeView("c", UP, (of_lineage(holding("c", mine, *BOTH), mine),)),
         NodeView("d", UP, ()),
     ]
-    plan = planned({other.save_id: other, mine.save_id: mine}, views)
+    plan = plan_repair({other.save_id: other, mine.save_id: mine}, views)
     assert adopted(plan) == [("d", mine.save_id), ("b", other.save_id)]
     assert {(action.save_id, action.node_id, action.shard) for action in plan.copy} == {
         (mine.save_id, "d", shard(0)),
@@ -238,14 +238,14 @@ def test_a_damaged_copy_beyond_those_wanted_is_mended() -> None:
     """Whoever counts intact copies is content; the file is bad all the same, and verify says so."""
     bad = replace(holding("c", PAIR, *BOTH), damaged=(shard(0),))
     views = [NodeView(node, UP, (holding(node, PAIR, *BOTH),)) for node in "ab"] + [NodeView("c", UP, (bad,))]
-    (action,) = planned({PAIR.save_id: PAIR}, views).copy
+    (action,) = plan_repair({PAIR.save_id: PAIR}, views).copy
     assert (action.node_id, action.shard, action.replaces_damaged) == ("c", shard(0), True)
 
 
 def test_a_damaged_copy_that_cannot_be_mended_now_is_said() -> None:
     """The intact ones are on nodes that do not answer: nothing is missing, and nothing is complete."""
     bad = replace(holding("b", PAIR, *BOTH), damaged=(shard(0),))
-    plan = planned({PAIR.save_id: PAIR}, [NodeView("a", ASSUMED, None), NodeView("b", UP, (bad,))])
+    plan = plan_repair({PAIR.save_id: PAIR}, [NodeView("a", ASSUMED, None), NodeView("b", UP, (bad,))])
     assert plan.actions == ()
     assert [(entry.shard, entry.have, entry.waits_for) for entry in plan.short] == [(shard(0), 1, ("a (host-a)",))]
     assert plan.lost == ()
@@ -254,17 +254,17 @@ def test_a_damaged_copy_that_cannot_be_mended_now_is_said() -> None:
 def test_a_footer_is_made_anew_from_its_data() -> None:
     """A single damaged copy is not lost if its data is intact; among damaged ones it is the first source."""
     footless = replace(holding("b", PAIR, *BOTH), damaged=(shard(1),), footless=(shard(1),))
-    (action,) = planned({PAIR.save_id: PAIR}, [NodeView("b", UP, (footless,))]).copy
+    (action,) = plan_repair({PAIR.save_id: PAIR}, [NodeView("b", UP, (footless,))]).copy
     assert (action.node_id, action.sources) == ("b", ("b",))
     bad = replace(holding("a", PAIR, *BOTH), damaged=(shard(1),))
-    plan = planned({PAIR.save_id: PAIR}, [NodeView("a", UP, (bad,)), NodeView("b", UP, (footless,))])
+    plan = plan_repair({PAIR.save_id: PAIR}, [NodeView("a", UP, (bad,)), NodeView("b", UP, (footless,))])
     assert {action.sources for action in plan.copy} == {("b", "a")}
 
 
 def test_a_shard_that_the_manifest_does_not_name_is_set_aside() -> None:
     """It is no part of the checkpoint, and verify would name it for ever."""
     views = [NodeView("a", UP, (holding("a", PAIR, *BOTH, shard(7)),)), NodeView("b", UP, (holding("b", PAIR, *BOTH),))]
-    plan = planned({PAIR.save_id: PAIR}, views)
+    plan = plan_repair({PAIR.save_id: PAIR}, views)
     assert [(action.node_id, action.shard) for action in plan.set_aside] == [("a", shard(7))]
     assert not plan.is_complete
 
@@ -274,7 +274,7 @@ def test_metadata_is_taken_from_a_node_whose_manifest_is_damaged() -> None:
     left = holding("a", PAIR, *BOTH, has_metadata=False)
     right = remains("b", {".metadata": (8, 9), shard(0): (100, 7), shard(1): (100, 7)})
     views = [NodeView("a", UP, (left,)), NodeView("b", UP, (), remains=(right,))]
-    plan = planned({PAIR.save_id: PAIR}, views)
+    plan = plan_repair({PAIR.save_id: PAIR}, views)
     assert [(action.node_id, action.sources) for action in plan.adopt] == [("a", ("b",)), ("b", ("a",))]
     assert plan.copy == ()
     assert plan.short == ()
@@ -294,7 +294,7 @@ def test_files_without_a_manifest_are_those_of_the_save_that_they_match() -> Non
         NodeView("b", UP, (), remains=(remains("b", {".metadata": (8, 9), shard(1): (100, 7)}),)),
         NodeView("c", UP, (holding("c", PAIR, shard(0)),)),
     ]
-    plan = planned(manifests, views)
+    plan = plan_repair(manifests, views)
     assert adopted(plan) == [("b", PAIR.save_id)]
     assert {(action.node_id, action.shard, action.save_id) for action in plan.copy} == {
         ("b", shard(0), PAIR.save_id),
@@ -307,21 +307,21 @@ def test_files_of_a_save_that_nobody_knows_stay() -> None:
     foreign = NodeView("c", UP, (), remains=(remains("c", {shard(0): (100, 66)}),))
     there = [NodeView(node, UP, (holding(node, PAIR, *BOTH),)) for node in "ab"]
     for silent in (ASSUMED, GONE):
-        plan = planned({PAIR.save_id: PAIR}, [*there, foreign, NodeView("d", silent, None)], "c")
+        plan = plan_repair({PAIR.save_id: PAIR}, [*there, foreign, NodeView("d", silent, None)], "c")
         assert plan.actions == ()
         assert [(entry.shard, entry.save_id, entry.waits_for) for entry in plan.short] == [
             (".manifest.json", "", ("d",))
         ]
         assert plan.lost == ()
-    assert planned({PAIR.save_id: PAIR}, [*there, foreign], "a").actions == (), "c may know nodes that a does not"
-    assert adopted(planned({PAIR.save_id: PAIR}, [*there, foreign], "c")) == [("c", PAIR.save_id)]
-    (alone,) = planned({}, [foreign]).lost
+    assert plan_repair({PAIR.save_id: PAIR}, [*there, foreign], "a").actions == (), "c may know nodes that a does not"
+    assert adopted(plan_repair({PAIR.save_id: PAIR}, [*there, foreign], "c")) == [("c", PAIR.save_id)]
+    (alone,) = plan_repair({}, [foreign]).lost
     assert (alone.shard, alone.owner) == (".manifest.json", "node c")
 
 
 def test_what_is_lost_names_the_nodes_to_bring_back() -> None:
     """Those that were meant to hold it and do not answer, with their hosts."""
-    plan = planned(
+    plan = plan_repair(
         {PAIR.save_id: PAIR}, [NodeView("a", UP, (holding("a", PAIR, shard(0)),)), NodeView("b", GONE, None)]
     )
     (lost,) = plan.lost
@@ -332,7 +332,7 @@ def test_what_is_lost_names_the_nodes_to_bring_back() -> None:
 def test_a_plan_travels_as_json() -> None:
     """What the command line plans is what the agents read."""
     views = [NodeView("a", UP, (holding("a", PAIR, *BOTH),)), NodeView("b", GONE, None), NodeView("new", UP, ())]
-    plan = planned({PAIR.save_id: PAIR}, views)
+    plan = plan_repair({PAIR.save_id: PAIR}, views)
     assert RepairPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert plan.of_node("a").actions == ()
     assert plan.of_node("new").actions == plan.actions
@@ -362,14 +362,14 @@ def test_carrying_the_plan_out_leaves_nothing_to_do(
     def views() -> list[NodeView]:
         return [NodeView(node, UP, (holding(node, saved, *names),)) for node, names in held.items()]
 
-    plan = planned({saved.save_id: saved}, views())
+    plan = plan_repair({saved.save_id: saved}, views())
     assert len({(action.node_id, action.shard) for action in plan.copy}) == len(plan.copy)
     for action in plan.copy:
         assert all(action.shard in held[source] for source in action.sources)
         assert action.shard not in held[action.node_id]
     for action in plan.copy:
         held[action.node_id].add(action.shard)
-    again = planned({saved.save_id: saved}, views())
+    again = plan_repair({saved.save_id: saved}, views())
     assert again.actions == ()
     for name in saved.shards:
         have = sum(name in names for names in held.values())

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from replicated_ckpt import Retention
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing, merged, pending, scope_of
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing, merge_policies, pending, scope_of
 from replicated_ckpt.core.upkeep.remains import Remains
-from replicated_ckpt.core.upkeep.repair import NodeView, Presence, planned
-from replicated_ckpt.core.upkeep.retention import Candidate, RetentionPlan, judged, planned_retention, without_retired
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
+from replicated_ckpt.core.upkeep.retention import Candidate, RetentionPlan, judge, plan_retention, without_retired
 from replicated_ckpt.errors import ConfigInvalid
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
@@ -36,7 +36,7 @@ def candidate(
 
 
 def goes(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
-    return {verdict.sequence for verdict in judged(candidates, retention) if not verdict.is_kept}
+    return {verdict.sequence for verdict in judge(candidates, retention) if not verdict.is_kept}
 
 
 def dumb(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
@@ -100,10 +100,10 @@ def test_overwrites_and_equal_sequences_too(
         Candidate(name, save_id(number), sequence, whole, whole and protected, "wait" if held else "")
         for number, (sequence, name, whole, protected, held) in enumerate(drawn)
     ]
-    verdicts = judged(candidates, retention)
+    verdicts = judge(candidates, retention)
     shuffled = list(candidates)
     chance.shuffle(shuffled)
-    assert judged(shuffled, retention) == verdicts
+    assert judge(shuffled, retention) == verdicts
     gone = {verdict.save_id for verdict in verdicts if not verdict.is_kept}
     newest_by_id = {
         name: max((one.sequence for one in candidates if one.is_whole and one.checkpoint_id == name), default=None)
@@ -160,7 +160,7 @@ def removed(plan: RetentionPlan) -> list[tuple[str, str]]:
 
 def test_each_node_removes_its_part_oldest_first() -> None:
     """Both nodes plan alike; the reason names the rule; the plan prints, and is JSON."""
-    plan = planned_retention(by_save(FOUR), [view("a", FOUR), view("b", FOUR)], [policy(LAST_TWO)])
+    plan = plan_retention(by_save(FOUR), [view("a", FOUR), view("b", FOUR)], [policy(LAST_TWO)])
     assert [removal.checkpoint_id for removal in plan.of_node("a")] == ["step-1", "step-2"]
     assert plan.of_node("a")[0].rule == "its sequence 1 is older than 3, of the newest 2 whole checkpoints"
     assert removed(plan) == [("a", "step-2"), ("b", "step-2"), ("a", "step-1"), ("b", "step-1")]
@@ -173,7 +173,7 @@ def test_without_a_policy_nothing_goes() -> None:
     """None at all, one that keeps everything, and one of another directory or tier."""
     elsewhere = Policy("", "s3://bucket/x", 1, LAST_TWO)
     for policies in ([], [policy(None)], [policy(LAST_TWO, scope="run-2")], [elsewhere]):
-        plan = planned_retention(by_save(FOUR), [view("a", FOUR)], policies)
+        plan = plan_retention(by_save(FOUR), [view("a", FOUR)], policies)
         assert plan.removals == ()
         assert plan.retired == frozenset()
 
@@ -184,7 +184,7 @@ def test_runs_in_directories_do_not_count_together() -> None:
     below = [manifest(number, checkpoint_id=f"run/deep/step-{number}") for number in (11, 12, 13)]
     above = [manifest(number) for number in (21, 22, 23)]
     saves = [*mine, *below, *above]
-    plan = planned_retention(by_save(saves), [view("a", saves)], [policy(LAST_TWO, scope="run")])
+    plan = plan_retention(by_save(saves), [view("a", saves)], [policy(LAST_TWO, scope="run")])
     assert removed(plan) == [("a", "run/step-1")]
     assert scope_of("run/deep/step-1") == "run/deep"
 
@@ -194,18 +194,18 @@ def test_what_is_not_whole_does_not_count() -> None:
     broken = replace(
         view("a", FOUR), holdings=tuple(holding("a", one, NAMES[: 1 + (one.sequence in (1, 3))]) for one in FOUR)
     )
-    plan = planned_retention(by_save(FOUR), [broken], [policy(Retention(keep_last=1))])
+    plan = plan_retention(by_save(FOUR), [broken], [policy(Retention(keep_last=1))])
     assert removed(plan) == [("a", "step-2"), ("a", "step-1")]
-    assert planned_retention(by_save(FOUR), [broken], [policy(Retention(keep_last=3))]).removals == ()
+    assert plan_retention(by_save(FOUR), [broken], [policy(Retention(keep_last=3))]).removals == ()
     damaged = replace(broken, holdings=tuple(replace(h, damaged=NAMES[:1]) for h in broken.holdings or ()))
-    assert planned_retention(by_save(FOUR), [damaged], [policy(Retention(keep_last=1))]).removals == ()
+    assert plan_retention(by_save(FOUR), [damaged], [policy(Retention(keep_last=1))]).removals == ()
 
 
 def test_copies_on_nodes_that_do_not_answer_do_not_count() -> None:
     """A checkpoint that is whole only with them takes nobody's place."""
     a = NodeView("a", UP, tuple(holding("a", one, NAMES[: 1 + (one.sequence < 4)]) for one in FOUR))
     for presence in (ASSUMED, GONE):
-        plan = planned_retention(by_save(FOUR), [a, view("b", FOUR, presence)], [policy(Retention(keep_last=1))])
+        plan = plan_retention(by_save(FOUR), [a, view("b", FOUR, presence)], [policy(Retention(keep_last=1))])
         assert removed(plan) == [("a", "step-2"), ("a", "step-1")]
 
 
@@ -213,9 +213,9 @@ def test_the_newest_with_all_its_copies_waits_for_the_copies_of_a_newer_one() ->
     """With ack="local" the newest has one copy of each shard at first: the one before it is what a lost node leaves."""
     a = NodeView("a", UP, tuple(holding("a", one, NAMES[: 1 + (one.sequence < 4)]) for one in FOUR))
     b = NodeView("b", UP, tuple(holding("b", one, NAMES[one.sequence == 4 :]) for one in FOUR))
-    plan = planned_retention(by_save(FOUR), [a, b], [policy(Retention(keep_last=1))])
+    plan = plan_retention(by_save(FOUR), [a, b], [policy(Retention(keep_last=1))])
     assert plan.retired == {save_id(1), save_id(2)}
-    plan = planned_retention(by_save(FOUR), [view("a", FOUR), view("b", FOUR)], [policy(Retention(keep_last=1))])
+    plan = plan_retention(by_save(FOUR), [view("a", FOUR), view("b", FOUR)], [policy(Retention(keep_last=1))])
     assert plan.retired == {save_id(1), save_id(2), save_id(3)}
 
 
@@ -232,7 +232,7 @@ def test_one_that_is_not_uploaded_stays() -> None:
         ((Standing(), Standing()), {one, two}),
     ):
         views = [view(node, FOUR, standing=said) for node, said in zip("abc", standings, strict=False)]
-        plan = planned_retention(by_save(FOUR), views, [policy(LAST_TWO)])
+        plan = plan_retention(by_save(FOUR), views, [policy(LAST_TWO)])
         assert plan.retired == expected
         assert {verdict.save_id for verdict in plan.held_back} == {one, two} - expected
     assert pending([waits, over]) == {two}
@@ -241,11 +241,11 @@ def test_one_that_is_not_uploaded_stays() -> None:
 def test_one_whose_manifest_a_node_lost_is_mended_first() -> None:
     """Else that node's files would lie there for good, as nobody could say any more what they are."""
     views = [view("a", FOUR), view("b", FOUR[1:], remains=(Remains("b", "step-1", is_ours=True),))]
-    plan = planned_retention(by_save(FOUR), views, [policy(LAST_TWO)])
+    plan = plan_retention(by_save(FOUR), views, [policy(LAST_TWO)])
     assert plan.retired == {save_id(2)}
-    assert [action.checkpoint_id for action in planned(without_retired(by_save(FOUR), plan.retired), views).adopt] == [
-        "step-1"
-    ]
+    assert [
+        action.checkpoint_id for action in plan_repair(without_retired(by_save(FOUR), plan.retired), views).adopt
+    ] == ["step-1"]
 
 
 def test_unknown_manifests_and_renamed_directories_are_not_touched() -> None:
@@ -255,27 +255,27 @@ def test_unknown_manifests_and_renamed_directories_are_not_touched() -> None:
         view("b", FOUR),
     ]
     known = by_save(FOUR)
-    plan = planned_retention(known, views, [policy(LAST_TWO)])
+    plan = plan_retention(known, views, [policy(LAST_TWO)])
     assert removed(plan) == [("a", "step-2"), ("b", "step-2"), ("b", "step-1")]
     after = [NodeView("a", UP, (holding("a", FOUR[0], renamed="best"),)), NodeView("b", UP, ())]
     kept = view("a", FOUR[2:]), view("b", FOUR[2:])
     views = [
         replace(one, holdings=(one.holdings or ()) + (two.holdings or ())) for one, two in zip(after, kept, strict=True)
     ]
-    plan = planned_retention(known, views, [policy(LAST_TWO)])
+    plan = plan_retention(known, views, [policy(LAST_TWO)])
     assert plan.removals == ()
-    assert planned(without_retired(known, plan.retired), views).actions == ()
+    assert plan_repair(without_retired(known, plan.retired), views).actions == ()
     del known[save_id(4)]
-    assert planned_retention(known, [view("a", FOUR)], [policy(LAST_TWO)]).retired == {save_id(1)}
+    assert plan_retention(known, [view("a", FOUR)], [policy(LAST_TWO)]).retired == {save_id(1)}
 
 
 def test_a_node_that_has_them_still_brings_nothing_back() -> None:
     """It retires its part by itself; nobody copies from it what the others have retired."""
     views = [view("a", FOUR[2:]), view("b", FOUR)]
-    plan = planned_retention(by_save(FOUR), views, [policy(LAST_TWO)])
+    plan = plan_retention(by_save(FOUR), views, [policy(LAST_TWO)])
     assert removed(plan) == [("b", "step-2"), ("b", "step-1")]
-    assert planned(by_save(FOUR), views).actions != ()
-    assert planned(without_retired(by_save(FOUR), plan.retired), views).actions == ()
+    assert plan_repair(by_save(FOUR), views).actions != ()
+    assert plan_repair(without_retired(by_save(FOUR), plan.retired), views).actions == ()
 
 
 world = st.lists(st.tuples(st.sets(st.sampled_from(NAMES)), st.sets(st.sampled_from(NAMES))), min_size=1, max_size=6)
@@ -298,7 +298,7 @@ def test_nodes_that_retire_one_after_the_other_end_alike(
     retention = [policy(Retention(keep_last=last, keep_every=every))]
 
     def look() -> RetentionPlan:
-        return planned_retention(manifests, [NodeView(n, UP, tuple(s.values())) for n, s in stores.items()], retention)
+        return plan_retention(manifests, [NodeView(n, UP, tuple(s.values())) for n, s in stores.items()], retention)
 
     first = look()
     for turn in [*turns, True, False, True, False]:
@@ -321,11 +321,11 @@ policies = st.builds(policy, st.none() | st.builds(Retention, keep_last=st.integ
 @given(policies, policies, policies)
 def test_policies_merge_alike_in_any_order(one: Policy, two: Policy, three: Policy) -> None:
     """The later wins; two different ones of the same save keep everything."""
-    assert merged(one, two) == merged(two, one)
-    assert merged(merged(one, two), three) == merged(one, merged(two, three))
-    assert merged(one, one) == one
+    assert merge_policies(one, two) == merge_policies(two, one)
+    assert merge_policies(merge_policies(one, two), three) == merge_policies(one, merge_policies(two, three))
+    assert merge_policies(one, one) == one
     if one.revision == two.revision and one.retention != two.retention:
-        assert merged(one, two).retention is None
+        assert merge_policies(one, two).retention is None
 
 
 @given(policies)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicated_ckpt.core.bucket.upload_plan import chosen_uploader
+from replicated_ckpt.core.bucket.upload_plan import choose_uploader
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -56,4 +56,4 @@ def node(name: str, presence: Presence, what: str = "whole") -> NodeView:
 )
 def test_the_first_in_line_that_has_it_uploads(own: str, others: list[NodeView], chosen: str | None) -> None:
     """The owner, then who was meant to hold it, then anybody; one that is only silent is waited for."""
-    assert chosen_uploader(MANIFEST, SHARD, others, own) == chosen
+    assert choose_uploader(MANIFEST, SHARD, others, own) == chosen

@@ -12,7 +12,7 @@ from replicated_ckpt.core.reading.windows import (
     LOCAL_WINDOW_BYTES,
     Window,
     in_order,
-    shared_units,
+    plan_shared_units,
     windows_of,
 )
 
@@ -49,7 +49,7 @@ def test_ranks_of_a_node_fetch_each_block_once(needs: list[list[tuple[str, list[
         windows_by_rank[rank] = in_order(
             [window for shard, ranges in by_shard.items() for window in windows_of(shard, ranges, CELL_BYTES)], SHARDS
         )
-    units = shared_units(windows_by_rank, SHARDS)
+    units = plan_shared_units(windows_by_rank, SHARDS)
     shared = {unit.window.cell: unit for unit in units}
     fetched: list[tuple[str, int]] = []
     for rank, windows in windows_by_rank.items():
@@ -68,7 +68,7 @@ def test_ranks_of_a_node_fetch_each_block_once(needs: list[list[tuple[str, list[
 def test_equal_needs_are_split_evenly() -> None:
     """Four ranks that need the same fetch a quarter each."""
     windows = windows_of("__0_0.distcp", [ByteRange(0, 16 * CELL_BYTES)], CELL_BYTES)
-    units = shared_units(dict.fromkeys(range(4), windows), SHARDS)
+    units = plan_shared_units(dict.fromkeys(range(4), windows), SHARDS)
     assert [unit.fetcher for unit in units] == [0, 1, 2, 3] * 4
     assert {unit.takers for unit in units} == {(0, 1, 2, 3)}
 
@@ -76,4 +76,4 @@ def test_equal_needs_are_split_evenly() -> None:
 def test_needs_that_do_not_meet_are_not_shared() -> None:
     """Ranks that need different blocks of one cell fetch each its own."""
     first, second = Window("__0_0.distcp", 0, 1000), Window("__0_0.distcp", 3 * BLOCK_BYTES, 1000)
-    assert shared_units({0: [first], 1: [second]}, SHARDS) == ()
+    assert plan_shared_units({0: [first], 1: [second]}, SHARDS) == ()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from replicated_ckpt.dcp.node.node import NodePost
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decided, weaknesses
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decide, weaknesses
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.peer.client import AgentAddress
 
@@ -18,7 +18,7 @@ def post(node: str, **changes: str | None) -> SavePost:
 
 def test_ranks_of_one_store_are_one_node() -> None:
     """Nodes come in rank order, unequal numbers of ranks and all, and the decision survives the blackboard."""
-    decision = decided([post("a"), post("a"), post("b"), post("a")], 2, "0" * 32)
+    decision = decide([post("a"), post("a"), post("b"), post("a")], 2, "0" * 32)
     assert [node.node_id for node in decision.nodes] == ["a", "b"]
     assert [decision.node_of(rank).node_id for rank in range(4)] == ["a", "a", "b", "a"]
     assert decision.ranks_of("a") == (0, 1, 3)
@@ -29,7 +29,7 @@ def test_ranks_of_one_store_are_one_node() -> None:
 def test_differing_ids_are_listed_by_rank() -> None:
     """The error says who said what."""
     with pytest.raises(CheckpointIdMismatch, match="rank 1: 'step-2'") as raised:
-        decided([post("a"), replace(post("b"), checkpoint_id="step-2")], 2, "0" * 32)
+        decide([post("a"), replace(post("b"), checkpoint_id="step-2")], 2, "0" * 32)
     assert raised.value.id_by_rank == {0: "step-1", 1: "step-2"}
 
 
@@ -39,25 +39,25 @@ def test_a_cloned_store_is_noticed(other_host: bool) -> None:
     clone = post("a", boot_id="another") if other_host else post("a", store_inode="another")
     clone = replace(clone, node=replace(clone.node, address=replace(clone.node.address, token="another")))
     with pytest.raises(ConfigInvalid, match="identity a"):
-        decided([post("a"), clone], 2, "0" * 32)
+        decide([post("a"), clone], 2, "0" * 32)
 
 
 def test_an_agent_that_was_restarted_between_two_posts_is_no_clone() -> None:
     """Same host and same store, another token: the same node."""
     again = post("a")
     again = replace(again, node=replace(again.node, address=replace(again.node.address, token="another")))
-    assert len(decided([post("a"), again], 2, "0" * 32).nodes) == 1
+    assert len(decide([post("a"), again], 2, "0" * 32).nodes) == 1
 
 
 def test_weaknesses_are_said_in_words() -> None:
     """Too few nodes, a domain that two buddies share, and a store that is a shared file system."""
     one = [post("a"), post("a", boot_id="another host")]
-    found = weaknesses(decided(one, 2, "0" * 32), 2, one)
+    found = weaknesses(decide(one, 2, "0" * 32), 2, one)
     assert any("2 copies are wanted" in text for text in found)
     assert any("shared file system" in text for text in found)
     racks = [post("a", domain="r1"), post("b", domain="r1")]
-    assert any("failure domain" in text for text in weaknesses(decided(racks, 2, "0" * 32), 2, racks))
-    assert weaknesses(decided([post("a"), post("b")], 2, "0" * 32), 2, [post("a"), post("b")]) == []
+    assert any("failure domain" in text for text in weaknesses(decide(racks, 2, "0" * 32), 2, racks))
+    assert weaknesses(decide([post("a"), post("b")], 2, "0" * 32), 2, [post("a"), post("b")]) == []
 
 
 def test_a_receipt_survives_the_blackboard() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.errors import MetadataUnsafe
 
@@ -233,20 +233,20 @@ def test_it_is_refused_and_torch_is_as_it_was(raw: bytes) -> None:
     """MetadataUnsafe, and no class of torch has another attribute than before."""
     before = snapshot()
     with pytest.raises(MetadataUnsafe):
-        decoded_metadata(raw, "here")
+        decode_metadata(raw, "here")
     assert snapshot() == before
 
 
 READS_EACH = """
 import resource, sys, time
 from pathlib import Path
-from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.errors import MetadataUnsafe
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sorted(Path(sys.argv[1]).iterdir()):
     try:
-        decoded_metadata(path.read_bytes(), "here")
+        decode_metadata(path.read_bytes(), "here")
     except MetadataUnsafe as exc:
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         print(path.name, grown, exc.message, sep="|", flush=True)
@@ -290,17 +290,17 @@ def test_an_item_lies_in_a_shard_or_nowhere(path: str) -> None:
     (index,) = metadata.storage_data
     metadata.storage_data[index] = StorageInfo(path, 0, 64)
     with pytest.raises(MetadataUnsafe, match="no shard"):
-        decoded_metadata(pickle.dumps(metadata), "here")
+        decode_metadata(pickle.dumps(metadata), "here")
     metadata.storage_data[index] = StorageInfo("__0_0.distcp", -1, 64)
     with pytest.raises(MetadataUnsafe, match="no shard"):
-        decoded_metadata(pickle.dumps(metadata), "here")
+        decode_metadata(pickle.dumps(metadata), "here")
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_that_a_pickler_writes_is_read(protocol: int) -> None:
     """What torch writes comes back equal, whichever pickle protocol it chose."""
     wanted = pickle.loads(example())
-    assert decoded_metadata(pickle.dumps(wanted, protocol), "here") == wanted
+    assert decode_metadata(pickle.dumps(wanted, protocol), "here") == wanted
 
 
 def test_what_a_newer_torch_adds_is_kept() -> None:
@@ -310,7 +310,7 @@ def test_what_a_newer_torch_adds_is_kept() -> None:
     info.transform_descriptors = ["zstd"]
     wanted.compression = {"level": 3}
     object.__setattr__(index, "generation", (1, "a"))
-    found: Any = decoded_metadata(pickle.dumps(wanted), "here")
+    found: Any = decode_metadata(pickle.dumps(wanted), "here")
     assert vars(found.storage_data[index]) == vars(info)
     assert found.compression == {"level": 3}
     assert next(iter(found.storage_data)).generation == (1, "a")
@@ -319,12 +319,12 @@ def test_what_a_newer_torch_adds_is_kept() -> None:
 def test_a_long_list_of_entries_is_read() -> None:
     """A list that the state dict really has is no bomb, and neither are a few gaps in one."""
     paths: dict[str, tuple[str | int, ...]] = {f"o.{at}": ("o", at) for at in range(0, 30_000, 3)}
-    assert decoded_metadata(with_paths(paths), "here").planner_data == paths
+    assert decode_metadata(with_paths(paths), "here").planner_data == paths
 
 
 def test_parts_that_are_shared_stay_shared() -> None:
     """What one pickle holds once is one object, as an unpickler has it: a reader's memory goes with the file."""
     shared = dataclasses.asdict(MetadataIndex("x")) | {"list": [1, 2]}
-    found = decoded_metadata(pickle.dumps(Metadata({}, {"a": shared, "b": shared}, {})), "here").planner_data
+    found = decode_metadata(pickle.dumps(Metadata({}, {"a": shared, "b": shared}, {})), "here").planner_data
     assert found["a"] == shared
     assert found["a"] is found["b"]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from replicated_ckpt.dcp.metadata.metadata import decoded_metadata, encoded_metadata, register_safe_class
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata, register_safe_class
 from replicated_ckpt.dcp.runtime.torch_private import OldTensorProperties
 from replicated_ckpt.errors import MetadataUnsafe
 
@@ -49,10 +49,10 @@ def test_metadata_of_stock_torch_is_read(tmp_path: Path, state: dict[str, Any]) 
     """Everything that the default planner writes is known, and comes back equal."""
     metadata = dcp.save(state, checkpoint_id=str(tmp_path), no_dist=True)
     stock = pickle.loads((tmp_path / ".metadata").read_bytes())
-    ours = decoded_metadata((tmp_path / ".metadata").read_bytes(), "here")
+    ours = decode_metadata((tmp_path / ".metadata").read_bytes(), "here")
     assert ours.state_dict_metadata == stock.state_dict_metadata == metadata.state_dict_metadata
     assert ours.storage_data == stock.storage_data
-    assert decoded_metadata(encoded_metadata(ours), "here").storage_data == stock.storage_data
+    assert decode_metadata(encode_metadata(ours), "here").storage_data == stock.storage_data
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -63,7 +63,7 @@ def test_metadata_of_older_versions_of_torch_is_read(tmp_path: Path) -> None:
     assert isinstance(entry, TensorStorageMetadata)
     old: Any = OldTensorProperties(dtype=torch.float32, requires_grad=True)
     entry.properties = old
-    found = decoded_metadata(encoded_metadata(metadata), "here").state_dict_metadata["a"]
+    found = decode_metadata(encode_metadata(metadata), "here").state_dict_metadata["a"]
     assert isinstance(found, TensorStorageMetadata)
     assert found == entry
     assert type(found.properties) is type(old)
@@ -97,7 +97,7 @@ def test_metadata_of_every_planner_is_read(
         planner = DefaultSavePlanner(flatten_state_dict=is_flat, enable_plan_caching=is_cached)
         dcp.save(state, storage_writer=FileSystemWriter(folder, single_file_per_rank=is_one_file), planner=planner)
         raw = (folder / ".metadata").read_bytes()
-        assert decoded_metadata(raw, "here") == pickle.loads(raw)
+        assert decode_metadata(raw, "here") == pickle.loads(raw)
 
 
 @pytest.mark.parametrize("place", ["top", "planner_data", "storage_data"])
@@ -110,7 +110,7 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path, place: str) -> None:
     elif place == "storage_data":
         hostile = Metadata({}, storage_data={MetadataIndex("x"): hostile})
     with pytest.raises(MetadataUnsafe, match=r"posix\.mkdir"):
-        decoded_metadata(pickle.dumps(hostile), "node n")
+        decode_metadata(pickle.dumps(hostile), "node n")
     assert not target.exists()
 
 
@@ -139,16 +139,16 @@ def test_names_beyond_dcp_metadata_are_refused(module: str, name: str) -> None:
         + b"\x93."
     )
     with pytest.raises(MetadataUnsafe):
-        decoded_metadata(raw, "node n")
+        decode_metadata(raw, "node n")
 
 
 def test_a_registered_class_is_read() -> None:
     """A user's own planner data is refused with a way out, and read once its class is registered."""
     raw = pickle.dumps(Metadata({}, planner_data=OwnPlannerData(), storage_data={}))
     with pytest.raises(MetadataUnsafe, match="register_safe_class"):
-        decoded_metadata(raw, "node n")
+        decode_metadata(raw, "node n")
     register_safe_class(OwnPlannerData)
-    assert isinstance(decoded_metadata(raw, "node n").planner_data, OwnPlannerData)
+    assert isinstance(decode_metadata(raw, "node n").planner_data, OwnPlannerData)
 
 
 @settings(max_examples=300, deadline=None)
@@ -156,4 +156,4 @@ def test_a_registered_class_is_read() -> None:
 def test_random_bytes_are_unsafe(raw: bytes) -> None:
     """Garbage raises MetadataUnsafe and nothing else."""
     with pytest.raises(MetadataUnsafe):
-        decoded_metadata(b"\x80\x04" + raw, "node n")
+        decode_metadata(b"\x80\x04" + raw, "node n")

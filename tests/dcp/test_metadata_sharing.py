@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from replicated_ckpt.dcp.metadata.metadata import encoded_metadata
+from replicated_ckpt.dcp.metadata.metadata import encode_metadata
 from replicated_ckpt.dcp.metadata.sharing import share_parts
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 
@@ -45,15 +45,15 @@ def test_what_is_shared_is_equal_to_what_it_was() -> None:
     share_parts(metadata)
     assert metadata == wanted
     assert list(metadata.storage_data) == list(wanted.storage_data)
-    assert pickle.loads(encoded_metadata(metadata)) == wanted
+    assert pickle.loads(encode_metadata(metadata)) == wanted
 
 
 def test_a_name_is_in_the_file_once_however_many_ranks_hold_the_tensor() -> None:
     """The name of a tensor and the path of a shard do not come back with each chunk."""
     metadata = gathered()
-    before = len(encoded_metadata(replace(metadata)))
+    before = len(encode_metadata(replace(metadata)))
     share_parts(metadata)
-    raw = encoded_metadata(metadata)
+    raw = encode_metadata(metadata)
     assert raw.count(NAME.encode()) == 1
     assert raw.count(b"__0_0.distcp") == 1
     assert len(raw) < 0.7 * before

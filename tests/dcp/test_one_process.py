@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.endpoint import Endpoint, write_endpoint
 from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES, crc32c
-from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.find.survey import Surveyor
 from replicated_ckpt.errors import (
     CheckpointExists,
@@ -191,7 +191,7 @@ def test_metadata_that_contradicts_its_manifest_is_not_believed(tmp_path: Path, 
     info = metadata.storage_data[MetadataIndex("model.weight", torch.Size([0, 0]))]
     setattr(info, field, "__7_0.distcp" if field == "relative_path" else 1 << 40)
     raw = pickle.dumps(metadata)
-    manifest = decoded_manifest((folder / ".manifest.json").read_bytes(), "here")
+    manifest = decode_manifest((folder / ".manifest.json").read_bytes(), "here")
     planted = replace(manifest, metadata_bytes=len(raw), metadata_crc32c=crc32c(raw))
     (folder / ".metadata").write_bytes(raw)
     (folder / ".manifest.json").write_bytes(planted.encoded())

@@ -12,7 +12,7 @@ from replicated_ckpt import errors
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.find.rendezvous import AgreedError, met
+from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
 
@@ -113,5 +113,5 @@ def test_a_pickle_on_the_blackboard_is_not_opened(where: str) -> None:
 
         board.post = answered  # type: ignore[method-assign]  # the answer of whoever got at the store first
     with pytest.raises(AgreedError) as caught:
-        met(LocalStore(NOWHERE), reader, "step-1")
+        meet(LocalStore(NOWHERE), reader, "step-1")
     assert isinstance(caught.value.error, PeerProtocolError)

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from benchmarks import planning_world as synthetic
 from benchmarks.planning_world import WillingNodes, World
 from replicated_ckpt.core.inventory import saves_found
-from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decided, weaknesses
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, weaknesses
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.errors import MeetingFailed
 from replicated_ckpt.stores.local.store import LocalStore
@@ -53,7 +53,7 @@ def executed(step: Callable[[], object]) -> int:
 
 
 def decision_of(ranks: int) -> SaveDecision:
-    return decided(synthetic.posts(world_of(ranks)), 2, SAVE)
+    return decide(synthetic.posts(world_of(ranks)), 2, SAVE)
 
 
 def deciding(ranks: int, tmp_path: Path) -> Callable[[], object]:
@@ -62,7 +62,7 @@ def deciding(ranks: int, tmp_path: Path) -> Callable[[], object]:
 
     def step() -> object:
         read = [SavePost.from_json(post) for post in posts]
-        decision = decided(read, 2, SAVE)
+        decision = decide(read, 2, SAVE)
         return weaknesses(decision, 2, read), SaveDecision.from_json(decision.to_json())
 
     return step
@@ -89,12 +89,12 @@ def finishing(ranks: int, tmp_path: Path) -> Callable[[], object]:
 def surveying(ranks: int, tmp_path: Path) -> Callable[[], object]:
     world, decision = world_of(ranks), decision_of(ranks)
     nodes = finished(world, decision, tmp_path)
-    manifest = decoded_manifest(nodes.manifest, "here")
+    manifest = decode_manifest(nodes.manifest, "here")
     holdings = synthetic.holdings(manifest)
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
 
     def step() -> object:
-        decoded_manifest(nodes.manifest, "here")
+        decode_manifest(nodes.manifest, "here")
         (save,) = saves_found(holdings)
         assert not save.lacking(sizes)
         return [save.holders_of(name, size) for name, size in sizes.items()]

@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.load.shard_reader import Findings
-from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, joined, planned
+from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.node_cache.cache import Spool
 from replicated_ckpt.stores.node_cache.exchange import Exchange
@@ -21,7 +21,7 @@ def plan(node: str, windows: tuple[Window, ...], spool: str | None) -> LoadPlan:
 
 
 def sharing_of(plans: list[LoadPlan]) -> list[NodeSharing | None]:
-    return [found.storage_data for found in planned(plans, SHARDS)]
+    return [found.storage_data for found in plan_sharing(plans, SHARDS)]
 
 
 def test_ranks_of_one_node_share_what_several_of_them_need() -> None:
@@ -56,7 +56,7 @@ def test_a_rank_that_could_not_make_its_spool_is_left_out() -> None:
 def part(directory: Path, spools: list[Spool], rank: int, windows: tuple[Window, ...]) -> Exchange | None:
     sharing = sharing_of([plan("a", WINDOWS[:2], spool.name) for spool in spools])[rank]
     assert sharing is not None
-    return joined(sharing, rank, spools[rank], directory, 2, windows)
+    return join_exchange(sharing, rank, spools[rank], directory, 2, windows)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from replicated_ckpt.dcp.tensors.device_copy import staged
+from replicated_ckpt.dcp.tensors.device_copy import copy_to_host
 from replicated_ckpt.dcp.tensors.memory import memory_of
 
 PIECE_BYTES = 1 << 10
@@ -27,7 +27,7 @@ def plain_bytes(tensor: torch.Tensor) -> bytes:
 def test_the_pieces_are_the_tensor(device: str) -> None:
     """Whatever its dtype, its strides and its offset in a larger storage, on any device."""
     for tensor in tensors(device):
-        assert b"".join(bytes(memory_of(piece)) for piece in staged(tensor, PIECE_BYTES)) == plain_bytes(tensor)
+        assert b"".join(bytes(memory_of(piece)) for piece in copy_to_host(tensor, PIECE_BYTES)) == plain_bytes(tensor)
 
 
 @pytest.mark.gpu
@@ -36,11 +36,13 @@ def test_pieces_come_through_pinned_memory() -> None:
     tensor = torch.zeros(1 << 24, device="cuda")
     for step in range(1, 50):
         tensor.fill_(step)
-    pieces = [(piece.is_pinned(), bool((piece.view(torch.float32) == 49).all())) for piece in staged(tensor, 1 << 20)]
+    pieces = [
+        (piece.is_pinned(), bool((piece.view(torch.float32) == 49).all())) for piece in copy_to_host(tensor, 1 << 20)
+    ]
     assert pieces == [(True, True)] * 64
 
 
 def test_two_pieces_at_most_are_on_the_host() -> None:
     """Memory is that of two pieces, however large the tensor is."""
-    places = {piece.data_ptr() for piece in staged(torch.zeros(1 << 16), PIECE_BYTES)}
+    places = {piece.data_ptr() for piece in copy_to_host(torch.zeros(1 << 16), PIECE_BYTES)}
     assert len(places) == 2

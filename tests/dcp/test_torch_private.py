@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.dcp.runtime import torch_private
-from replicated_ckpt.dcp.runtime.torch_private import DcpCall, StorageInfo, calling, flattened, narrowed
+from replicated_ckpt.dcp.runtime.torch_private import DcpCall, StorageInfo, calling, flatten, narrow
 
 
 class Witness(dcp.FileSystemWriter):
@@ -86,8 +86,8 @@ def test_storage_info_is_pickled_as_stock_torch_reads_it() -> None:
 def test_narrowing_takes_the_named_part() -> None:
     """Offsets and sizes by dimension, for any number of dimensions, none included."""
     tensor = torch.arange(24).reshape(4, 6)
-    assert torch.equal(narrowed(tensor, (1, 2), (2, 3)), tensor[1:3, 2:5])
-    assert narrowed(torch.tensor(5), (), ()).item() == 5
+    assert torch.equal(narrow(tensor, (1, 2), (2, 3)), tensor[1:3, 2:5])
+    assert narrow(torch.tensor(5), (), ()).item() == 5
 
 
 def test_crc_can_be_switched_off_and_the_result_still_loads() -> None:
@@ -106,7 +106,7 @@ def test_crc_can_be_switched_off_and_the_result_still_loads() -> None:
 def test_flattening_names_what_dcps_planners_name() -> None:
     """Keys of dictionaries and positions in lists, joined by dots; the path tells them apart."""
     state = {"a": {"b": torch.ones(2), "c": 3}, "d": [torch.ones(1), {"e": 4}], "f": [1, 2]}
-    values, paths = flattened(state)
+    values, paths = flatten(state)
     assert list(values) == ["a.b", "a.c", "d.0", "d.1.e", "f"]
     assert values["f"] == [1, 2]
     assert paths["d.1.e"] == ("d", 1, "e")

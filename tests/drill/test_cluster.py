@@ -43,11 +43,11 @@ def test_a_hang_ends_in_an_error_and_nothing_is_left(tmp_path: Path) -> None:
     try:
         with pytest.raises(WaitTimedOut, match="hang"):
             cluster.run_alone("hang", (sys.executable, "-c", DETACHED_SLEEPER), 2)
-        found = marked.marked(cluster._mark)
+        found = marked.find_processes(cluster._mark)
         assert found
     finally:
         cluster.end()
-    assert marked.marked(cluster._mark) == ()
+    assert marked.find_processes(cluster._mark) == ()
 
 
 def test_nodes_die_together_with_their_stores(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_nodes_die_together_with_their_stores(tmp_path: Path) -> None:
     try:
         cluster.kill_nodes(stores[:2])
         assert [store.exists() for store in stores] == [False, False, True]
-        assert not any(marked.marked(cluster._mark_of(store)) for store in stores[:2])
-        assert marked.marked(cluster._mark_of(stores[2]))
+        assert not any(marked.find_processes(cluster._mark_of(store)) for store in stores[:2])
+        assert marked.find_processes(cluster._mark_of(stores[2]))
     finally:
         cluster.end()
 

@@ -21,7 +21,7 @@ def processes_in(workdir: Path) -> list[int]:
     """Processes that a drill started for this work directory."""
     needle = str(workdir).encode()
     found = []
-    for pid in marked.marked(""):
+    for pid in marked.find_processes(""):
         with contextlib.suppress(OSError):
             if needle in Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(pid)

@@ -12,7 +12,7 @@ from replicated_ckpt.drill import marked, object_store
 from replicated_ckpt.drill.errors import MotoFailed
 from replicated_ckpt.drill.plan import MOTO
 from replicated_ckpt.errors import ConfigInvalid, StoreError
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from tests.buckets.servers import Server
 
@@ -27,7 +27,7 @@ with object_store("moto", Path(sys.argv[1]), keep=False, progress=print) as stor
 
 
 def motos(workdir: Path) -> tuple[int, ...]:
-    return marked.marked(f"moto:{workdir}")
+    return marked.find_processes(f"moto:{workdir}")
 
 
 def files_in(folder: Path) -> set[str]:
@@ -48,7 +48,7 @@ def test_moto_takes_objects_and_ends_with_the_drill(tmp_path: Path, monkeypatch:
     said: list[str] = []
     with object_store.object_store(MOTO, tmp_path, keep=False, progress=said.append) as store:
         assert store is not None
-        client = opened_client(ObjectTarget.checked(store.url, store.storage_options))
+        client = open_client(ObjectTarget.checked(store.url, store.storage_options))
         client.put("a", b"b")
         assert client.listed("").sizes == {"a": 1}
         client.close()
@@ -104,7 +104,7 @@ def test_under_a_url_only_the_drills_own_prefix_is_removed(tmp_path: Path, *, ke
         assert store is not None
         assert store.storage_options is None
         assert store.url.startswith(f"file://{tmp_path}/bucket/drill-")
-        opened_client(ObjectTarget.checked(store.url, None)).put("step-1/x/.metadata", b"b")
+        open_client(ObjectTarget.checked(store.url, None)).put("step-1/x/.metadata", b"b")
     kept = {".metadata", object_store._NOTE_KEY} if keep else set()
     assert files_in(tmp_path / "bucket") == {"thesis.tex"} | kept
     assert any(line.startswith("kept: ") for line in said) is keep

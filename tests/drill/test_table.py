@@ -7,7 +7,7 @@ import pytest
 
 from replicated_ckpt.drill.plan import DrillOptions, Scenario, plan_drill
 from replicated_ckpt.drill.table import HEADER, as_json, render, size
-from replicated_ckpt.drill.verdict import LOSS_TOLERANCE, ScenarioReport, failed
+from replicated_ckpt.drill.verdict import LOSS_TOLERANCE, ScenarioReport, report_failure
 
 HELD = ScenarioReport(
     scenario="replace",
@@ -54,7 +54,7 @@ def test_what_failed_is_said() -> None:
 def test_a_scenario_that_could_not_be_carried_out_is_shown() -> None:
     """Unknown seconds are a dash, and it did not hold."""
     run = plan_drill(DrillOptions()).runs[0]
-    report = failed(run, run.resumes[0], "job run-1 ended too early")
+    report = report_failure(run, run.resumes[0], "job run-1 ended too early")
     assert not report.held
     assert " - " in render([report], [])
 

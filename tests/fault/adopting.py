@@ -10,20 +10,20 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges, needed_bytes
-from replicated_ckpt.core.unmanaged.survey import StockSave, manifest_of, rank_of, stock_checkpoints
+from replicated_ckpt.core.unmanaged.survey import UnmanagedSave, manifest_of, rank_of, unmanaged_checkpoints
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.unmanaged.directory import StockShelf
+from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 
 
-def found(store: LocalStore, checkpoint_id: str) -> tuple[StockSave, bytes]:
+def found(store: LocalStore, checkpoint_id: str) -> tuple[UnmanagedSave, bytes]:
     """What this store alone holds of a checkpoint of stock torch, and its `.metadata`."""
     raw = (store.root / checkpoint_id / ".metadata").read_bytes()
-    (checkpoint,) = stock_checkpoints(StockShelf(store.root).holdings(store.node_id(), checkpoint_id))
+    (checkpoint,) = unmanaged_checkpoints(UnmanagedDirectory(store.root).holdings(store.node_id(), checkpoint_id))
     return checkpoint.save(needed_bytes(item_ranges(raw))), raw
 
 
-def manifest(save: StockSave, save_id: str, tables: dict[str, BlockTable], node_id: str) -> Manifest:
+def manifest(save: UnmanagedSave, save_id: str, tables: dict[str, BlockTable], node_id: str) -> Manifest:
     shards = {
         name: ShardEntry(table.file_bytes, table.file_crc(), rank_of(name), node_id, (node_id,))
         for name, table in tables.items()

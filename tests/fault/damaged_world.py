@@ -17,7 +17,7 @@ from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.dcp.find.survey import Surveyor
-from replicated_ckpt.dcp.load.metadata_copies import verified_metadata
+from replicated_ckpt.dcp.load.metadata_copies import read_verified_metadata
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.errors import CheckpointNotFound
 from replicated_ckpt.stores.local.store import LocalStore
@@ -102,9 +102,9 @@ class World:
         with cluster.network.acting(Actor(on, is_agent=False)):
             for checkpoint_id in (ID, "latest"):
                 survey = Surveyor(store, self.node_ids[on], addresses).surveyed(checkpoint_id)
-                if survey.stock_warning:
+                if survey.unmanaged_warning:
                     raise CheckpointNotFound("Without any manifest it is taken for stock torch's.")
-                assert verified_metadata(store, survey, None, "reader").state_dict_metadata == {}
+                assert read_verified_metadata(store, survey, None, "reader").state_dict_metadata == {}
                 names = sorted(self.contents)
                 reader = ShardReader(store, self.node_ids[on], survey, names, "reader")
                 try:

@@ -16,8 +16,8 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.agent.unmanaged.adopter import Adopter
-from replicated_ckpt.agent.unmanaged.audit import StockAuditor
-from replicated_ckpt.core.unmanaged.adopting import AdoptStock
+from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
+from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
 from replicated_ckpt.errors import CheckpointExists, SaveAborted
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
@@ -170,14 +170,14 @@ def test_the_command_dies_when_all_have_staged(tmp_path: Path) -> None:
         raise Died(name)
 
     with agents(nodes) as running:
-        auditor = StockAuditor(nodes[0])
+        auditor = UnmanagedAuditor(nodes[0])
         (audit,) = auditor.audited(ID)
         plan = audit.adoption(auditor.node_ids, 2)
-        assert isinstance(plan, AdoptStock)
+        assert isinstance(plan, AdoptUnmanaged)
         addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
         adopter = Adopter(addresses, list(addresses.values()))
         assert audit.found is not None
-        with failpoints.armed("adopt.accounted", die), pytest.raises(Died):
+        with failpoints.arm("adopt.accounted", die), pytest.raises(Died):
             adopter.adopt(plan, audit.found)
         assert [files(node.root / ID) for node in nodes] == before
         assert [len(node.staged()) for node in nodes] == [1, 1]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.core.integrity.checksum import table_of
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
-from replicated_ckpt.dcp.save.announcement import OBJECTS_BYTES_MAX, announced
+from replicated_ckpt.dcp.save.announcement import OBJECTS_BYTES_MAX, announce
 from replicated_ckpt.errors import PeerProtocolError
 from replicated_ckpt.stores.local.intent import Intent
 from tests.agent.agents import RunningAgent, running_agent, wait_for
@@ -141,7 +141,7 @@ def test_what_is_saved_is_less_than_what_is_announced(tmp_path: Path, state: dic
     writer = ReplicatedWriter(tmp_path, copies=1)
     dcp.save(state, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
     sizes = [path.stat().st_size for path in (tmp_path / "step-1").glob("*.distcp")]
-    found = announced([create_default_local_save_plan(state, is_coordinator=True)])
+    found = announce([create_default_local_save_plan(state, is_coordinator=True)])
     assert 0 < sum(sizes) < found.save_bytes_max == found.shard_bytes_max
     tensors = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
     objects = 0 if len(state) > 3 or "a" not in state else OBJECTS_BYTES_MAX
@@ -151,16 +151,16 @@ def test_what_is_saved_is_less_than_what_is_announced(tmp_path: Path, state: dic
 def test_all_shards_and_the_largest_are_announced() -> None:
     """Of several ranks: the sum, and the maximum; nothing where a plan was kept back by DCP's cache of plans."""
     plans = [create_default_local_save_plan({"t": torch.zeros(n << 20)}, is_coordinator=True) for n in (1, 3)]
-    single = [announced([plan]).shard_bytes_max for plan in plans]
-    assert announced(plans) == Announced(max(single), sum(single))
+    single = [announce([plan]).shard_bytes_max for plan in plans]
+    assert announce(plans) == Announced(max(single), sum(single))
     planner = DefaultSavePlanner(enable_plan_caching=True)
     planner._cached_plans_key = "of this test"
     for usable in (True, False):
         planner.set_up_planner({"t": torch.zeros(3)}, None, True)
         delta, _ = planner.create_global_plan([planner.create_local_plan()])
         planner.finish_plan(delta[0])
-        assert (announced(delta) != NOTHING_ANNOUNCED) == usable
-    assert announced([]) == NOTHING_ANNOUNCED
+        assert (announce(delta) != NOTHING_ANNOUNCED) == usable
+    assert announce([]) == NOTHING_ANNOUNCED
 
 
 def test_a_restart_does_not_lift_the_bound(opened: RunningAgent) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
@@ -140,10 +140,10 @@ def test_an_older_agent_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with running_agent(tmp_path / "a") as old:
         path = old.root / ".agent" / "endpoint.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "version": "0.0.9"}))
-        new = ensured_agent(LocalStore(old.root), "127.0.0.1")
+        new = ensure_agent(LocalStore(old.root), "127.0.0.1")
         assert old.process.wait(10) == 0
         assert new.pid != old.process.pid
         assert (new.port, new.token) == (old.endpoint.port, old.endpoint.token)
         assert new.incarnation == old.endpoint.incarnation + 1
-        assert ensured_agent(LocalStore(old.root), "127.0.0.1") == new == read_endpoint(old.root / ".agent")
+        assert ensure_agent(LocalStore(old.root), "127.0.0.1") == new == read_endpoint(old.root / ".agent")
         end([new.pid])

@@ -34,7 +34,7 @@ def test_a_process_is_killed_where_it_was_said() -> None:
 def test_a_failpoint_raises_no_error_of_ours() -> None:
     """`raise` stands for a defect: nothing that handles our own errors may catch it."""
     with (
-        failpoints.armed("commit.named", failpoints._action("raise")),
+        failpoints.arm("commit.named", failpoints._action("raise")),
         pytest.raises(failpoints.FailpointReached, match=r"commit\.named"),
     ):
         failpoints.reach("commit.named")

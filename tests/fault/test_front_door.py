@@ -23,9 +23,9 @@ from replicated_ckpt.agent.requests.request import DOCUMENT_BYTES_MAX
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.agent.state.rights import Tokens
-from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, decoded_footer, footer_bytes_of, table_of
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, decode_footer, footer_bytes_of, table_of
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ReplicatedCkptError, StoreDenied
@@ -109,7 +109,7 @@ VERBS = [
     ("GET", f"/v1/files/{SAVE}/{shard(0)}?checkpoint_id=step-1"), ("GET", f"/v1/saves/{SAVE}"),
     ("POST", f"/v1/saves/{SAVE}"), ("PUT", f"/v1/saves/{SAVE}/{shard(0)}"), ("POST", f"/v1/saves/{SAVE}/commit"),
     ("POST", f"/v1/saves/{SAVE}/abort"), ("POST", "/v1/shutdown"),
-    *(("POST", f"/v1/{verb}") for verb in ("hello", "bye", "hear", "suspects", "verify", "repair")),
+    *(("POST", f"/v1/{verb}") for verb in ("hello", "bye", "sequence", "suspects", "verify", "repair")),
 ]  # fmt: skip
 
 
@@ -252,7 +252,7 @@ MANIFEST = b'{"crc32c":%d,\n"manifest":%s}\n'
 def test_random_manifests(raw: bytes) -> None:
     """Anything but a manifest is ManifestInvalid."""
     with pytest.raises(ManifestInvalid):
-        decoded_manifest(raw, "here")
+        decode_manifest(raw, "here")
 
 
 @FUZZ
@@ -260,7 +260,7 @@ def test_random_manifests(raw: bytes) -> None:
 def test_random_footers(raw: bytes, size: int) -> None:
     """Random bytes are no footer, whatever size the file is said to have."""
     assert footer_bytes_of(raw[-FOOTER_TAIL_BYTES:], size) is None or len(raw) >= FOOTER_TAIL_BYTES
-    assert decoded_footer(raw, size) is None
+    assert decode_footer(raw, size) is None
 
 
 @pytest.mark.parametrize("kind", [Holding, Finding, RepairPlan, AgentAddress])

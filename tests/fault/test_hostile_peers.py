@@ -18,8 +18,8 @@ import pytest
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, MAGIC, crc32c, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, SEQUENCE_MAX
-from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, SEQUENCE_MAX
+from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.errors import (
     ConfigInvalid,
     ManifestInvalid,
@@ -30,7 +30,7 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.local.committed import committed_directory
+from replicated_ckpt.stores.local.committed import open_directory
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
@@ -194,10 +194,10 @@ def test_no_sequence_beyond_measure_is_believed(sequence: int) -> None:
 def test_what_is_only_said_leaves_room_to_count_on(tmp_path: Path) -> None:
     """However large a sequence somebody names to an agent, the next save gets one that a manifest may have."""
     with running_agent(tmp_path / "a") as agent, agent.client() as client:
-        client.call("POST", "/v1/hear", {"lineage": "a" * 16, "sequence": 1 << 100, "save_id": SAVE, "reader": "r"})
+        client.call("POST", "/v1/sequence", {"lineage": "a" * 16, "sequence": 1 << 100, "save_id": SAVE, "reader": "r"})
         document = {"checkpoint_id": "step-1", "session": "s", "overwrite": False, "peers": []}
         answer = client.call("POST", f"/v1/saves/{SAVE}", document)
-        assert answer["histories"]["a" * 16]["sequence"] == HEARD_SEQUENCE_MAX < SEQUENCE_MAX
+        assert answer["histories"]["a" * 16]["sequence"] == SEQUENCE_FLOOR_MAX < SEQUENCE_MAX
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
@@ -261,12 +261,12 @@ def test_files_are_measured_before_they_are_read(tmp_path: Path) -> None:
     with memory_at_most(1 << 30):
         with pytest.raises(ManifestInvalid):
             store.catalog.manifest("step-1")
-        with committed_directory(store.root, "step-1") as directory, pytest.raises(ManifestInvalid):
+        with open_directory(store.root, "step-1") as directory, pytest.raises(ManifestInvalid):
             directory.manifest()
         assert list(store.catalog.holdings("n")) == []
         assert not staged.is_decided(SAVE)
         with pytest.raises(ManifestInvalid):
-            decoded_manifest(bytes(100 << 20), "here")
+            decode_manifest(bytes(100 << 20), "here")
 
 
 # Links ---------------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_nothing_is_read_through_a_link_that_leads_out(linked: LocalStore) -> No
         for name in (shard(0), ".metadata", ".manifest.json"):
             with pytest.raises((ObjectMissing, StoreError)):
                 linked.open_file(checkpoint_id, other, name)
-        with pytest.raises((ObjectMissing, StoreError)), committed_directory(linked.root, checkpoint_id):
+        with pytest.raises((ObjectMissing, StoreError)), open_directory(linked.root, checkpoint_id):
             pass
         assert linked.catalog.holdings("n", checkpoint_id) == ()
     os.close(linked.open_file("best", SAVE, shard(0)))

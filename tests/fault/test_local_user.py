@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import HOME
@@ -77,15 +77,15 @@ def test_no_log_is_appended_to_a_file_of_another_users_choice(scratch: Path, kin
     as_nobody(f"mkdir -m 777 {scratch}/root {scratch}/root/.agent")
     as_nobody(f"ln {kind} {scratch}/precious {scratch}/root/.agent/log")
     with pytest.raises(StoreDenied, match="nobody"):
-        ensured_agent(LocalStore(scratch / "root"), "127.0.0.1")
+        ensure_agent(LocalStore(scratch / "root"), "127.0.0.1")
     os.chown(scratch / "root", 0, 0)
     os.chown(scratch / "root/.agent", 0, 0)
     (scratch / "root").chmod(0o755)
     with pytest.raises(StoreDenied, match="can write it"):
-        ensured_agent(LocalStore(scratch / "root"), "127.0.0.1")
+        ensure_agent(LocalStore(scratch / "root"), "127.0.0.1")
     (scratch / "root/.agent").chmod(0o700)
     with pytest.raises(StoreDenied, match="log"):
-        ensured_agent(LocalStore(scratch / "root"), "127.0.0.1")
+        ensure_agent(LocalStore(scratch / "root"), "127.0.0.1")
     assert (scratch / "precious").read_text() == "precious"
 
 

@@ -16,7 +16,7 @@ import pytest
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.requests.checks import CHECKS_MAX, Checks
 from replicated_ckpt.agent.requests.request import Request
-from replicated_ckpt.core.upkeep.repair_plan import Adopt, RepairPlan
+from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import (
     ObjectCorrupt,
     ObjectMissing,
@@ -227,7 +227,7 @@ def test_a_peer_has_nothing_replaced(tmp_path: Path) -> None:
     checkpointed(nodes[:1], 1, {shard(0): (0,), shard(1): (0,)}, copies=1, size_bytes=1000)
     newer = checkpointed(nodes, 2, pair, on=(1,), size_bytes=1000)
     (nodes[1].root / "step-1" / shard(0)).unlink()
-    plan = RepairPlan((Adopt(nodes[0].node_id(), "step-1", newer.save_id, (nodes[1].node_id(),)),))
+    plan = RepairPlan((RestoreManifest(nodes[0].node_id(), "step-1", newer.save_id, (nodes[1].node_id(),)),))
     with running_agent(nodes[1].root, *QUIET) as other, running_agent(nodes[0].root, *QUIET) as agent:
         with agent.client() as client:
             client.call("POST", "/v1/peers", {"peers": peers_of(other)})
@@ -246,7 +246,7 @@ def test_a_peer_has_a_node_take_over_what_it_would_itself(tmp_path: Path) -> Non
         with agent.client() as client:
             client.call("POST", "/v1/peers", {"peers": peers_of(other)})
         manifest = checkpointed(nodes, 2, {shard(0): (1, 0)}, on=(1,), size_bytes=1000)
-        plan = RepairPlan((Adopt(nodes[0].node_id(), "step-1", manifest.save_id, (nodes[1].node_id(),)),))
+        plan = RepairPlan((RestoreManifest(nodes[0].node_id(), "step-1", manifest.save_id, (nodes[1].node_id(),)),))
         with agent.peer() as client:
             (result,) = client.call("POST", "/v1/repair", {"plan": plan.to_json()})["results"]
         assert result["error"] == ""
@@ -338,5 +338,5 @@ def test_no_peer_is_told_of_a_save_under_way(agent: RunningAgent) -> None:
     with agent.client() as owner, agent.peer() as peer:
         owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
         assert SAVE in str(owner.call("GET", "/v1/status"))
-        for path in ("/v1/holdings", "/v1/stock", "/metrics"):
+        for path in ("/v1/holdings", "/v1/unmanaged", "/metrics"):
             assert SAVE.encode() not in peer.fetch("GET", path)

@@ -361,13 +361,13 @@ def test_what_a_load_was_told_to_read_is_not_retired(nodes: Nodes) -> None:
     saves = [Save(nodes, n, {0: (0, 1), 1: (1, 0)}, f"step-{n}").acknowledged() for n in (1, 2, 3)]
     for index in (0, 1):
         document = {"lineage": RUN, "sequence": 3, "save_id": saves[0].save_id, "reader": "a load"}
-        nodes.call(index, "POST", "/v1/hear", document)
+        nodes.call(index, "POST", "/v1/sequence", document)
         policy = Policy("", NODES, 3, Retention(keep_last=1), RUN)
         nodes.call(index, "POST", "/v1/retention", {"policies": [policy.to_json()], "is_committed": True})
     wait_for(lambda: nodes.versions("step-2") == {}, 30, "what nobody reads to go")
     assert nodes.versions("step-1") == {saves[0].save_id: saves[0].shards}
     for index in (0, 1):
-        nodes.call(index, "POST", "/v1/hear", {**document, "save_id": saves[2].save_id})
+        nodes.call(index, "POST", "/v1/sequence", {**document, "save_id": saves[2].save_id})
     wait_for(lambda: nodes.versions("step-1") == {}, 30, "what the reader has left for another to go")
 
 

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from replicated_ckpt.core.integrity.archive import ArchiveDamaged, find_records, within
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
-from replicated_ckpt.dcp.convert.safetensors.format import decoded_header
-from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.convert.safetensors.format import decode_header
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.objects.weights_only import load_object
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.container import TensorReader
@@ -91,7 +91,7 @@ def _read_metadata(raw: bytes) -> str:
     """What is read is what C's unpickler reads, with the same names; the agent's look at the places agrees with it."""
     try:
         with _nothing_runs():
-            found = decoded_metadata(raw, "here")
+            found = decode_metadata(raw, "here")
     except MetadataUnsafe:
         with contextlib.suppress(MetadataUnsafe), _nothing_runs():
             item_ranges(raw)
@@ -147,7 +147,7 @@ def _read_header(raw: bytes) -> str:
         return "refused"
     (data_bytes,) = struct.unpack("<I", raw[:4])
     try:
-        tensors = decoded_header(raw[4:], data_bytes, "file")
+        tensors = decode_header(raw[4:], data_bytes, "file")
     except ConfigInvalid:
         return "refused"
     if sum(tensor.end - tensor.start for tensor in tensors) != data_bytes:

@@ -41,7 +41,7 @@ PLACES: Mapping[str, tuple[Any, str]] = {
     "load: present": (replicated_ckpt.dcp.find.rendezvous, "reading_post"),
     "load: look": (Surveyor, "surveyed"),
     "load: told": (Survey, "from_json"),
-    "load: metadata": (replicated_ckpt.dcp.load.reader, "verified_metadata"),
+    "load: metadata": (replicated_ckpt.dcp.load.reader, "read_verified_metadata"),
     "load: check": (RankLoad, "check"),
     "load: plan": (replicated_ckpt.dcp.load.reader, "planned"),
     "load: read": (RankLoad, "read"),

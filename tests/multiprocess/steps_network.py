@@ -41,7 +41,7 @@ def save_while_cut_off(
     storage_writer = context.writer(**writer)
     started = time.monotonic()
     try:
-        with failpoints.armed(name, lambda _: action()):
+        with failpoints.arm(name, lambda _: action()):
             dcp.save(pieces(context.rank, count, 1), checkpoint_id=checkpoint_id, storage_writer=storage_writer)
     except CheckpointException as exc:
         return {"seconds": time.monotonic() - started, **failure(exc)}

@@ -14,7 +14,7 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import stop_agent, wait_for
@@ -25,7 +25,7 @@ ONE, TWO, ALL = Retention(keep_last=1), Retention(keep_last=2), Retention(keep_l
 
 
 def bucket_of(where: Mapping[str, Any]) -> Bucket:
-    return Bucket(opened_client(ObjectTarget.checked(where["object_store"], where["storage_options"])))
+    return Bucket(open_client(ObjectTarget.checked(where["object_store"], where["storage_options"])))
 
 
 def in_bucket(where: Mapping[str, Any]) -> set[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.saves.receive import received
+from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.core.integrity.checksum import table_of
 from replicated_ckpt.errors import ConfigInvalid
@@ -50,7 +50,7 @@ def test_a_received_file_is_the_same(size_bytes: int, tmp_path: Path) -> None:
     headers = Message()
     headers["Content-Length"] = str(len(raw))
     body = Body(io.BytesIO(raw), headers)
-    found = received(tmp_path / "shard", body, lambda _: None, durable=True, direct_io="on")
+    found = receive_file(tmp_path / "shard", body, lambda _: None, durable=True, direct_io="on")
     assert (tmp_path / "shard").read_bytes() == raw
     assert found.crc32c == table_of([data]).file_crc()
 

@@ -188,7 +188,7 @@ def test_two_threads_that_publish_one_save_do_not_undo_it(
         with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(timeout=0.5)
 
-    with failpoints.armed("commit.checked", meet), ThreadPoolExecutor(2) as threads:
+    with failpoints.arm("commit.checked", meet), ThreadPoolExecutor(2) as threads:
         held = [threads.submit(LocalStore(tmp_path).commit, name) for _ in range(2)]
         assert [future.result(timeout=20) for future in held] == [(SHARD,), (SHARD,)]
     assert content(store) == b"new"

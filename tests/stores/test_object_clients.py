@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decoded_mark
+from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
 from replicated_ckpt.errors import (
@@ -25,13 +25,13 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, manifest_in
 from replicated_ckpt.stores.bucket.client import PART_BYTES, ObjectClient
 from replicated_ckpt.stores.bucket.fsspec import FsspecClient
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.retry import RetryingClient
 from replicated_ckpt.stores.bucket.s3 import S3Client
 from replicated_ckpt.stores.bucket.shard import ObjectShard, UncheckedShard
 from replicated_ckpt.stores.bucket.upload_source import UploadSource
 from replicated_ckpt.stores.bucket.url import ObjectTarget
-from replicated_ckpt.stores.local.committed import committed_directory
+from replicated_ckpt.stores.local.committed import open_directory
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
 from tests.agent.checkpoints import METADATA, checkpointed, shard
@@ -57,12 +57,12 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectClient:
         target = s3_target(request.getfixturevalue("moto"))
         return S3Client(target) if request.param == "s3" else FsspecClient(target)
     url = f"file://{tmp_path}/bucket" if request.param == "file" else f"memory://{uuid4().hex}/one"
-    return opened_client(ObjectTarget.checked(url, None))
+    return open_client(ObjectTarget.checked(url, None))
 
 
 def source_of(store: LocalStore, manifest: Manifest, name: str, tmp_path: Path) -> UploadSource:
     entry = manifest.shards[name]
-    with committed_directory(store.root, manifest.checkpoint_id) as directory:
+    with open_directory(store.root, manifest.checkpoint_id) as directory:
         expected = Expected(entry.size_bytes, entry.crc32c)
         return UploadSource(directory.open(name), "node", name, expected, resume_path=tmp_path / f"{name}.resume")
 
@@ -248,13 +248,13 @@ def test_a_mark_is_believed_only_whole() -> None:
     """Any flipped bit in it makes it none: the checkpoint then counts as one of stock torch's."""
     mark = CommitMark("0" * 31 + "1", 7, 1.5, 1, 2, has_own_prefix=True)
     raw = mark.encoded()
-    assert decoded_mark(raw) == mark
+    assert decode_mark(raw) == mark
     assert len(raw) == MARK_BYTES
     for position in range(len(raw)):
         bad = bytearray(raw)
         bad[position] ^= 1 << (position % 8)
-        assert decoded_mark(bad) is None
-    assert decoded_mark(os.urandom(MARK_BYTES)) is None
+        assert decode_mark(bad) is None
+    assert decode_mark(os.urandom(MARK_BYTES)) is None
 
 
 def test_a_mark_is_put_only_over_what_was_seen(moto: Server) -> None:
@@ -295,10 +295,10 @@ def test_fsspecs_configuration_holds_where_no_option_is_given(moto: Server, monk
     monkeypatch.setenv("FSSPEC_S3_KEY", moto.key)
     monkeypatch.setenv("FSSPEC_S3_SECRET", moto.secret)
     monkeypatch.setenv("FSSPEC_S3_ENDPOINT_URL", moto.endpoint_url)
-    client = opened_client(ObjectTarget.checked(f"s3://{bucket}/x", None))
+    client = open_client(ObjectTarget.checked(f"s3://{bucket}/x", None))
     assert isinstance(client, S3Client)
     client.put("a", b"one")
     assert client.listed("").sizes == {"a": 3}
-    elsewhere = opened_client(ObjectTarget.checked(f"s3://{bucket}/x", {"endpoint_url": "http://127.0.0.1:9"}))
+    elsewhere = open_client(ObjectTarget.checked(f"s3://{bucket}/x", {"endpoint_url": "http://127.0.0.1:9"}))
     with pytest.raises(StoreUnavailable):
         elsewhere.listed("")

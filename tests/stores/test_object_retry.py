@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from replicated_ckpt.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.retry import READ_WITHIN_S, RetryingClient
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 
@@ -14,7 +14,7 @@ class Failing:
     """Stands before a client in memory; its first answers are errors."""
 
     def __init__(self, *errors: type[StoreError]) -> None:
-        self.client = opened_client(ObjectTarget.checked("memory://patient/x", None))
+        self.client = open_client(ObjectTarget.checked("memory://patient/x", None))
         self.client.put("a", b"abcd")
         self.target = self.client.target
         self.errors: Iterator[type[StoreError]] = iter(errors)

@@ -130,7 +130,7 @@ def test_a_crash_in_the_exchange_keeps_both_versions(tmp_path: Path, point: str)
     def die(_: str) -> None:
         raise Killed
 
-    with failpoints.armed(point, die), pytest.raises(Killed):
+    with failpoints.arm(point, die), pytest.raises(Killed):
         store.commit(new.save_id)
     again = LocalStore(tmp_path)
     again.commit(new.save_id)

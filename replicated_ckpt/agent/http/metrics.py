@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def exposed(status: Mapping[str, Any]) -> bytes:
+def format_metrics(status: Mapping[str, Any]) -> bytes:
     """The agent's status as metrics: every number and truth value in it, named by its place."""
     lines = []
     for name, value in sorted(_numbers("replicated_ckpt", status)):

@@ -9,14 +9,14 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError
-from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX, AgentClient
 
 _PIECE_BYTES = 4 << 20
 
 
-def pulled(service: NodeService, save_id: str, request: Request) -> Received:
+def pull_metadata(service: NodeService, save_id: str, request: Request) -> Received:
     """Stages `.metadata` of an open save as another agent of the save has it; durable afterwards.
 
     Raises:
@@ -57,14 +57,14 @@ def _copy(client: AgentClient, save_id: str, wanted: Received, sink: FileSink) -
         raise ObjectCorrupt(client.address.label, "pull", METADATA_NAME, detail)
 
 
-def opened_metadata(service: NodeService, save_id: str) -> int:
+def open_metadata(service: NodeService, save_id: str) -> int:
     """A file descriptor of `.metadata` of a save that is open or committed here; the caller closes it.
 
     Raises:
         ObjectMissing, StoreError
     """
     store = service.store
-    with translated(str(store.root), "open", METADATA_NAME), contextlib.suppress(FileNotFoundError):
+    with translate_errors(str(store.root), "open", METADATA_NAME), contextlib.suppress(FileNotFoundError):
         return os.open(store.staged_file(save_id, METADATA_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     checkpoint_id = store.catalog.checkpoint_of(save_id)
     if checkpoint_id is None:

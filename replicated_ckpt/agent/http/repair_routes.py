@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from replicated_ckpt.agent.peers.greeting import heed_hello, known_sender
+from replicated_ckpt.agent.peers.greeting import heed_hello, identify_sender
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer, one_line
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import give_up_lost
 from replicated_ckpt.agent.state.rights import Right
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
@@ -40,7 +40,7 @@ class RepairRoutes:
         by_verb: Mapping[str, Callable[[Mapping[str, Any], Request], Answer]] = {
             "hello": self._hello,
             "bye": self._bye,
-            "hear": self._hear,
+            "sequence": self._sequence,
             "suspects": self._suspect,
             "verify": self._verify,
             "repair": self._carry_out,
@@ -60,17 +60,17 @@ class RepairRoutes:
 
     def _bye(self, fields: Mapping[str, Any], request: Request) -> Answer:
         del request
-        self._service.peers.leave(known_sender(self._service.peers, AgentAddress.from_json(fields["peer"])).node_id)
+        self._service.peers.leave(identify_sender(self._service.peers, AgentAddress.from_json(fields["peer"])).node_id)
         return json_answer()
 
-    def _hear(self, fields: Mapping[str, Any], request: Request) -> Answer:
+    def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """A load begins: which checkpoint it reads, and the largest sequence that it has seen of the lineage."""
         del request
         lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
             raise ConfigInvalid("hear: no save of a lineage is named.")
         self._service.pins.pin(save_id, reader)
-        self._service.heard.hear({lineage: min(int(fields["sequence"]), HEARD_SEQUENCE_MAX)})
+        self._service.sequence_floor.raise_to({lineage: min(int(fields["sequence"]), SEQUENCE_FLOOR_MAX)})
         return json_answer()
 
     def _suspect(self, fields: Mapping[str, Any], request: Request) -> Answer:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from replicated_ckpt.agent.http.metrics import exposed
+from replicated_ckpt.agent.http.metrics import format_metrics
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
-from replicated_ckpt.agent.http.relay import opened_metadata, pulled
+from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
 from replicated_ckpt.agent.http.repair_routes import RepairRoutes
-from replicated_ckpt.agent.http.unmanaged_routes import StockRoutes
+from replicated_ckpt.agent.http.unmanaged_routes import UnmanagedRoutes
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
@@ -30,7 +30,7 @@ _QUERY_FIELDS_MAX = 8
 
 def is_upkeep(target: str) -> bool:
     """Whether a request only watches this agent, or is another's look for re-protection: no reason to stay for it."""
-    parts, query = _parted(target)
+    parts, query = _split_target(target)
     return parts in {("v1", "status"), ("metrics",)} or (parts == ("v1", "holdings") and "upkeep" in query)
 
 
@@ -56,7 +56,7 @@ class Routes:
         checks = Checks()
         self._repair = RepairRoutes(service, reprotector, checks)
         self._objects = objects
-        self._stock = StockRoutes(service, checks)
+        self._unmanaged = UnmanagedRoutes(service, checks)
         self._status = status
         self._stop = stop
 
@@ -66,17 +66,17 @@ class Routes:
         Raises:
             ReplicatedCkptError: it is refused; nothing but what the error says was changed.
         """
-        parts, query = _parted(request.target)
+        parts, query = _split_target(request.target)
         request.require(needed_right(request.method, parts))
         match (request.method, *parts):
             case ("GET", "v1", "status"):
                 return json_answer(**self._status(is_brief="brief" in query))
             case ("GET", "metrics"):
-                return Answer(exposed(self._status(is_brief=False)))
+                return Answer(format_metrics(self._status(is_brief=False)))
             case (_, "v1", "object", *rest):
                 return self._objects.answer(rest, request)
-            case (_, "v1", "stock", *rest):
-                return self._stock.answer(request, rest, query)
+            case (_, "v1", "unmanaged", *rest):
+                return self._unmanaged.answer(request, rest, query)
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"))
             case ("GET", "v1", "peers"):
@@ -90,7 +90,7 @@ class Routes:
             case (
                 "POST",
                 "v1",
-                "hello" | "bye" | "hear" | "suspects" | "verify" | "repair" | "retention" | "give-up" as verb,
+                "hello" | "bye" | "sequence" | "suspects" | "verify" | "repair" | "retention" | "give-up" as verb,
             ):
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
@@ -112,9 +112,9 @@ class Routes:
             case ("PUT", name):
                 return self._receive(request, save_id, name)
             case ("POST", "pull"):
-                return json_answer(**asdict(pulled(self._service, save_id, request)))
+                return json_answer(**asdict(pull_metadata(self._service, save_id, request)))
             case ("GET", ".metadata"):
-                return file_answer(request, opened_metadata(self._service, save_id))
+                return file_answer(request, open_metadata(self._service, save_id))
             case ("POST", "commit"):
                 with request.heartbeat:
                     held = self._service.commit(save_id)
@@ -167,7 +167,7 @@ class Routes:
         """
         if request.right >= Right.JOB:
             return self._service.learn_peers(named)
-        if not adopts or not self._stock.has(checkpoint_id):
+        if not adopts or not self._unmanaged.has(checkpoint_id):
             request.require(Right.JOB)
         nodes = {str(peer["node_id"]) for peer in named}
         return tuple(peer for peer in self._service.peers.known() if peer.node_id in nodes)
@@ -221,7 +221,7 @@ class Routes:
         return file_answer(request, self._service.store.open_file(checkpoint_id, save_id, name))
 
 
-def _parted(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
+def _split_target(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
     """The parts of a request's path, and its query."""
     try:
         url = urllib.parse.urlsplit(target)

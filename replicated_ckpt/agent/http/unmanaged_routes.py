@@ -10,22 +10,22 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
-from replicated_ckpt.stores.unmanaged.directory import StockShelf
-from replicated_ckpt.stores.unmanaged.inspection import StockInspector
+from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
+from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
 
 METADATA_BYTES_MAX = 1 << 30
 
 
-class StockRoutes:
+class UnmanagedRoutes:
     """Maps requests to what lies there. Nothing is written. Safe for concurrent use."""
 
     def __init__(self, service: NodeService, checks: Checks) -> None:
         self._service = service
         self._checks = checks
-        self._shelf = StockShelf(service.store.root)
+        self._shelf = UnmanagedDirectory(service.store.root)
 
     def answer(self, request: Request, rest: list[str], query: Mapping[str, str]) -> Answer:
-        """Answer to a request below `/v1/stock`.
+        """Answer to a request below `/v1/unmanaged`.
 
         Raises:
             ReplicatedCkptError: it is refused.
@@ -49,7 +49,7 @@ class StockRoutes:
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
             raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
         found = self._shelf.holdings(self._service.node_id, checkpoint_id)
-        return json_answer(node_id=self._service.node_id, stock=[holding.to_json() for holding in found])
+        return json_answer(node_id=self._service.node_id, unmanaged=[holding.to_json() for holding in found])
 
     def _file(self, request: Request, name: str, query: Mapping[str, str]) -> FileAnswer:
         size = query.get("size_bytes", "")
@@ -59,7 +59,7 @@ class StockRoutes:
 
     def _verify(self, request: Request, checkpoint_id: str) -> Answer:
         """Reads what lies here of one checkpoint; the body is its `.metadata`, which may lie on another node only."""
-        inspector = StockInspector(self._service.store, self._service.node_id)
+        inspector = UnmanagedInspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request, METADATA_BYTES_MAX) as raw:
             ranges = item_ranges(raw)
             findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id, ranges)]

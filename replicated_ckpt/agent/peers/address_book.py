@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.errors import ObjectMissing, StoreDenied
-from replicated_ckpt.stores.files.durable import fsync_directory, translated, write_file
+from replicated_ckpt.stores.files.durable import fsync_directory, translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_network_trusted, is_plain_allowed
@@ -83,7 +83,7 @@ class PeerBook:
                 return
             latest = list(merged.values())[-_PEERS_MAX:]
             entries = [{**peer.to_json(), "away": peer.node_id in still_away} for peer in latest]
-            with translated(str(self._path.parent), "write", _PEERS_NAME):
+            with translate_errors(str(self._path.parent), "write", _PEERS_NAME):
                 write_file(self._path, json.dumps(entries).encode(), mode=0o600)
                 fsync_directory(self._path.parent.parent)  # the directory may be as new as the file
 

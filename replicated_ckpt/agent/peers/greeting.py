@@ -78,14 +78,14 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str) -> None:
     Raises:
         StoreDenied: this is not that node, or an earlier agent of it; nothing has changed.
     """
-    known = known_sender(book, said)
+    known = identify_sender(book, said)
     if known.tls_sha256 not in ("", said.tls_sha256) or said.incarnation < known.incarnation:
-        raise _denied(said, "its certificate is another one, or it has been started again since")
+        raise _denial(said, "its certificate is another one, or it has been started again since")
     host = from_host if known.tls_sha256 else known.host
     book.learn([replace(said, host=host, domain=said.domain or known.domain)])
 
 
-def known_sender(book: PeerBook, said: AgentAddress) -> AgentAddress:
+def identify_sender(book: PeerBook, said: AgentAddress) -> AgentAddress:
     """The node that speaks, as it was introduced here.
 
     Raises:
@@ -93,10 +93,10 @@ def known_sender(book: PeerBook, said: AgentAddress) -> AgentAddress:
     """
     known = next((peer for peer in book.known() if peer.node_id == said.node_id), None)
     if known is None or not hmac.compare_digest(known.token.encode(), said.token.encode()):
-        raise _denied(said, "no such node was introduced here" if known is None else "the token is not that node's")
+        raise _denial(said, "no such node was introduced here" if known is None else "the token is not that node's")
     return known
 
 
-def _denied(said: AgentAddress, why: str) -> StoreDenied:
+def _denial(said: AgentAddress, why: str) -> StoreDenied:
     hint = "A job that has ranks on both nodes introduces them, with its next save or load."
     return StoreDenied("this agent", "hear", f"node {said.node_id}", why, hint)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.layout import MANIFEST_NAME
-from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
@@ -57,6 +57,4 @@ class ManifestBook:
         if address is None:
             raise ObjectMissing(f"node {node_id}", "find", checkpoint_id, "its address is not known")
         with AgentClient(address) as client:
-            return decoded_manifest(
-                client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME)), address.label
-            )
+            return decode_manifest(client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME)), address.label)

@@ -14,7 +14,7 @@ from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
-ASK_TIMEOUT_S = 3.0
+HOLDINGS_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PeerWatch:
     def looked(self) -> tuple[NodeView, ...]:
         """The other nodes, as of now."""
         addresses = {peer.node_id: peer for peer in self._peers.known()}
-        outcome = FanOut[str, Held]().run(addresses, lambda node: asked(addresses[node]))
+        outcome = FanOut[str, Held]().run(addresses, lambda node: ask_holdings(addresses[node]))
         return tuple(self._view(addresses[node], outcome.results) for node in sorted(addresses))
 
     def _view(self, address: AgentAddress, answers: Mapping[str, Held]) -> NodeView:
@@ -75,17 +75,17 @@ class PeerWatch:
         return any(view.presence is Presence.ASSUMED and not self._peers.is_away(view.node_id) for view in views)
 
 
-def asked(address: AgentAddress) -> Held:
+def ask_holdings(address: AgentAddress) -> Held:
     """What a node says it holds.
 
     Raises:
         StoreUnavailable: no answer. PeerProtocolError: no sensible one.
     """
-    with AgentClient(address, ASK_TIMEOUT_S) as client:
-        return held_in(client.call("GET", "/v1/holdings?upkeep=1"), address)
+    with AgentClient(address, HOLDINGS_TIMEOUT_S) as client:
+        return parse_held(client.call("GET", "/v1/holdings?upkeep=1"), address)
 
 
-def held_in(answer: Mapping[str, Any], address: AgentAddress) -> Held:
+def parse_held(answer: Mapping[str, Any], address: AgentAddress) -> Held:
     """What a node has answered to the question what it holds; what it says of other nodes is left out.
 
     Raises:

@@ -15,9 +15,9 @@ from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing, agree
 from replicated_ckpt.core.upkeep.remains import Remains
-from replicated_ckpt.core.upkeep.repair import NodeView, Presence, planned
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
-from replicated_ckpt.core.upkeep.retention import planned_retention, without_retired
+from replicated_ckpt.core.upkeep.retention import plan_retention, without_retired
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
@@ -157,8 +157,8 @@ class Auditor:
             views.append(NodeView(peer.node_id, Presence.ASSUMED, last, peer.domain))
         manifests = ManifestBook(self._store, self._node_id, self._peers).of(views)
         policies = agree(policy for view in views for policy in view.standing.policies)
-        retired = planned_retention(manifests, views, policies).retired
-        return planned(without_retired(manifests, retired), views)
+        retired = plan_retention(manifests, views, policies).retired
+        return plan_repair(without_retired(manifests, retired), views)
 
 
 def _ask_agent(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:

@@ -11,7 +11,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.core.upkeep.finding import Finding
-from replicated_ckpt.core.upkeep.repair_plan import Action, Adopt, CopyShard, SetAside
+from replicated_ckpt.core.upkeep.repair_plan import Action, CopyShard, RestoreManifest, SetAside
 from replicated_ckpt.errors import (
     ManifestInvalid,
     ManifestVersionUnknown,
@@ -22,7 +22,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.files.descriptors import fetch_manifest, fetch_metadata
-from replicated_ckpt.stores.local.committed import Committed, committed_directory, committed_save, incoming_path
+from replicated_ckpt.stores.local.committed import Committed, incoming_path, open_committed_save, open_directory
 from replicated_ckpt.stores.local.inspection import Inspector, Paced
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
@@ -56,7 +56,7 @@ class Mender:
             ReplicatedCkptError: it could not be done; what was there is as it was. Stopped: the agent is leaving.
         """
         match action:
-            case Adopt():
+            case RestoreManifest():
                 self._adopt(action)
             case CopyShard():
                 self._copy(action)
@@ -69,7 +69,7 @@ class Mender:
         Raises:
             ObjectMissing: the checkpoint is not here any more, or is of another save. StoreError. Stopped
         """
-        with committed_save(self._store.root, checkpoint_id, save_id) as (directory, manifest):
+        with open_committed_save(self._store.root, checkpoint_id, save_id) as (directory, manifest):
             return self._examined(directory, manifest, name)
 
     def of_wrong_size(self) -> list[tuple[str, str, str]]:
@@ -102,11 +102,11 @@ class Mender:
             self._service.damage.mark(*place, is_footless=is_footless)
         return finding
 
-    def _adopt(self, action: Adopt) -> None:
+    def _adopt(self, action: RestoreManifest) -> None:
         if not self._restored_in_place(action):
             self._take_over(action)
 
-    def _restored_in_place(self, action: Adopt) -> bool:
+    def _restored_in_place(self, action: RestoreManifest) -> bool:
         """Gives a directory of this save what it has lost; False if there is none, or one of another save.
 
         A directory whose manifest is damaged or gone is of this save, as the plan has found by the checksums of its files.
@@ -117,13 +117,13 @@ class Mender:
             ManifestVersionUnknown: it is a newer version's, and stays as it is.
         """
         if self._store.catalog.is_replaced(action.save_id):
-            with committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
+            with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
                 if (problem := self._restore_metadata(directory, action, manifest)) is not None:
                     raise problem
             return True
         if not self._store.final(action.checkpoint_id).is_dir():
             return False
-        with committed_directory(self._store.root, action.checkpoint_id) as directory:
+        with open_directory(self._store.root, action.checkpoint_id) as directory:
             own, why = _manifest_in(directory)
             if not directory.names() or (own is not None and own.save_id != action.save_id):
                 return False
@@ -140,7 +140,9 @@ class Mender:
             raise problem
         return True
 
-    def _restore_metadata(self, directory: Committed, action: Adopt, manifest: Manifest) -> ReplicatedCkptError | None:
+    def _restore_metadata(
+        self, directory: Committed, action: RestoreManifest, manifest: Manifest
+    ) -> ReplicatedCkptError | None:
         """Puts intact metadata in place, if it is not there; why that could not be done."""
         if self._examined(directory, manifest, METADATA_NAME) is None:
             return None
@@ -152,7 +154,7 @@ class Mender:
         log.info("restored %s/%s", directory.checkpoint_id, METADATA_NAME)
         return None
 
-    def _take_over(self, action: Adopt) -> None:
+    def _take_over(self, action: RestoreManifest) -> None:
         """Puts the save here as one that was published; one that is here and newer stays."""
         manifest, raw_manifest = fetch_manifest(action, self._addresses(action.sources))
         metadata = fetch_metadata(action, manifest, self._addresses(action.sources))
@@ -167,14 +169,14 @@ class Mender:
         log.info("took over %s (save %s)", action.checkpoint_id, action.save_id)
 
     def _set_aside(self, action: SetAside) -> None:
-        with committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
+        with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
             if action.shard not in manifest.shards:
                 directory.set_aside(action.shard, f"the manifest of save {action.save_id} names no such shard")
                 log.warning("set aside %s/%s: its manifest does not name it", action.checkpoint_id, action.shard)
 
     def _copy(self, action: CopyShard) -> None:
         path = incoming_path(self._store.root)
-        with committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
+        with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
             entry = manifest.shards.get(action.shard)
             if entry is None:
                 raise ObjectMissing(str(self._store.root), "copy", action.shard, "the manifest does not name it")
@@ -182,7 +184,7 @@ class Mender:
                 return
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
             try:
-                pulled(sources, action.shard, FileSink(path), self._pace.take)
+                pull_shard(sources, action.shard, FileSink(path), self._pace.take)
             finally:
                 sources.close()
             directory.place(path, action.shard)
@@ -230,7 +232,7 @@ def _manifest_in(directory: Committed) -> tuple[Manifest | None, str]:
         return None, exc.message
 
 
-def pulled(sources: AnySource, shard: str, sink: FileSink, paced: Paced) -> None:
+def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced) -> None:
     """Copies a shard into a file, every block verified. The file is whole and durable afterwards, or not there.
 
     Raises:

@@ -20,8 +20,8 @@ from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.upkeep.asked_repair import is_of_held_save, refuse_unplanned
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
-from replicated_ckpt.core.upkeep.repair import NodeView, Presence, planned
-from replicated_ckpt.core.upkeep.repair_plan import Action, Adopt, RepairPlan
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
+from replicated_ckpt.core.upkeep.repair_plan import Action, RepairPlan, RestoreManifest
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
@@ -189,11 +189,11 @@ class Reprotector:
         self._on_seen([view.node_id for view in others if view.presence is Presence.UP])
         views = (self._own_view(), *others)
         told = histories_of(holding.version for view in others for holding in view.holdings or ())
-        self._service.heard.hear({lineage: history.sequence for lineage, history in told.items()})
+        self._service.sequence_floor.raise_to({lineage: history.sequence for lineage, history in told.items()})
         in_doubt = self.watch.has_doubt(others)
         kept = self._retirer.keep(self._manifests.of(views), views, policies, in_doubt=in_doubt)
         drop_outlived(self._service, kept, views)
-        plan = planned(kept, views, self._service.node_id)
+        plan = plan_repair(kept, views, self._service.node_id)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         done, failed = self._carried_out(plan.of_node(self._service.node_id))
         found = Protection(
@@ -237,13 +237,13 @@ class Reprotector:
                 [(action, _NOT_PLANNED if action in refused else self._tried(action)) for action in part.actions]
             )
 
-    def _not_planned_here(self, adoptions: Sequence[Adopt]) -> frozenset[Adopt]:
+    def _not_planned_here(self, adoptions: Sequence[RestoreManifest]) -> frozenset[RestoreManifest]:
         held = self._service.holdings()
         others = [action for action in adoptions if not is_of_held_save(action, held)]
         if not others:
             return frozenset()
         views = (self._own_view(), *self.watch.looked())
-        return refuse_unplanned(others, planned(self._manifests.of(views), views, self._service.node_id).adopt)
+        return refuse_unplanned(others, plan_repair(self._manifests.of(views), views, self._service.node_id).adopt)
 
     def _tried(self, action: Action) -> str:
         """Does one action; why it could not be done, or "".

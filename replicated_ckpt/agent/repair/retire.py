@@ -8,7 +8,7 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Policy, agree, confirm
 from replicated_ckpt.core.upkeep.repair import NodeView
-from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan, planned_retention, without_retired
+from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan, plan_retention, without_retired
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.retire import retire
 
@@ -39,9 +39,9 @@ class Retirer:
         """
         own = self._service.policies.known()
         agreed = agree([*own, *(policy for view in views for policy in view.standing.policies)])
-        plan = planned_retention(manifests, views, agreed)
+        plan = plan_retention(manifests, views, agreed)
         if set(own) == set(told) and not in_doubt:
-            by_own_word = planned_retention(manifests, views, confirm(agreed, own)).retired
+            by_own_word = plan_retention(manifests, views, confirm(agreed, own)).retired
             self.carry_out(plan.only(by_own_word | self._brought(manifests)))
         return without_retired(manifests, plan.retired)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace, Stopped
@@ -123,5 +123,5 @@ class Scrubber:
             return ""
 
     def _keep_position(self, checkpoint_id: str) -> None:
-        with translated(str(self._store.root), "write", _POSITION_NAME):
+        with translate_errors(str(self._store.root), "write", _POSITION_NAME):
             write_file(self._path, json.dumps({"after": checkpoint_id, "unix_s": time.time()}).encode())

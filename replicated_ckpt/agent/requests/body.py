@@ -54,7 +54,7 @@ class Body:
             )
         length = lengths[0] if lengths else None
         self._chunked = bool(encodings)
-        self._left = 0 if self._chunked else _sized(length)
+        self._left = 0 if self._chunked else _parse_length(length)
         self.size_bytes = None if self._chunked else self._left
         """As it was said beforehand."""
         self.done = not self._chunked and self._left == 0
@@ -108,7 +108,7 @@ class Body:
         return line[:-2]
 
 
-def _sized(length: str | None) -> int:
+def _parse_length(length: str | None) -> int:
     if length is None:
         return 0
     if not length.isascii() or not length.isdigit() or len(length) > 18:

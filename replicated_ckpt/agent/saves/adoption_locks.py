@@ -9,7 +9,7 @@ HELD_S = 3600.0
 """The largest shards take minutes; a command that was killed is over after this, or with the next start of the agent."""
 
 
-class Holds:
+class AdoptionLocks:
     """Descriptors that carry the lock of a staged save. Safe for concurrent use."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

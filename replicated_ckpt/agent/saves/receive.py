@@ -7,10 +7,10 @@ from pathlib import Path
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.intake import Take
-from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, Bytes, crc32c, decoded_footer, footer_bytes_of
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, Bytes, crc32c, decode_footer, footer_bytes_of
 from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.files.direct import page_aligned
-from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.shard_file import FileSink
 
 _PIECE_BYTES = 1 << 20
@@ -29,7 +29,7 @@ class Received:
         return cls(len(raw), crc32c(raw))
 
 
-def received(path: Path, body: Body, take: Take, *, durable: bool, direct_io: str) -> Received:
+def receive_file(path: Path, body: Body, take: Take, *, durable: bool, direct_io: str) -> Received:
     """Writes the body to `path`. Afterwards the file is whole, intact and, if asked for, durable; or it is not there.
 
     Raises:
@@ -39,7 +39,7 @@ def received(path: Path, body: Body, take: Take, *, durable: bool, direct_io: st
     """
     sink = FileSink(path, direct_io)
     try:
-        size, crc = _written(sink, body, take)
+        size, crc = _write(sink, body, take)
         _check_against_footer(path, sink, size, crc)
         if durable:
             sink.sync()
@@ -50,11 +50,11 @@ def received(path: Path, body: Body, take: Take, *, durable: bool, direct_io: st
     return Received(size, crc)
 
 
-def received_plain(path: Path, body: Body, take: Take) -> Received:
-    """As `received`, for a file without a footer: whoever uses it holds it against the manifest. Durable afterwards."""
+def receive_plain_file(path: Path, body: Body, take: Take) -> Received:
+    """As `receive_file`, for a file without a footer: whoever uses it holds it against the manifest. Durable afterwards."""
     sink = FileSink(path)
     try:
-        size, crc = _written(sink, body, take)
+        size, crc = _write(sink, body, take)
         sink.finish_durably()
     except BaseException:
         sink.discard()
@@ -62,7 +62,7 @@ def received_plain(path: Path, body: Body, take: Take) -> Received:
     return Received(size, crc)
 
 
-def _written(sink: FileSink, body: Body, take: Take) -> tuple[int, int]:
+def _write(sink: FileSink, body: Body, take: Take) -> tuple[int, int]:
     piece = page_aligned(_DIRECT_PIECE_BYTES) if sink.is_direct else memoryview(bytearray(_PIECE_BYTES))
     size = crc = 0
     while not body.done:
@@ -76,9 +76,9 @@ def _written(sink: FileSink, body: Body, take: Take) -> tuple[int, int]:
 
 
 def _check_against_footer(path: Path, sink: FileSink, size: int, crc: int) -> None:
-    with translated(str(path.parent), "read back", path.name):
+    with translate_errors(str(path.parent), "read back", path.name):
         tail = sink.read_back(min(FOOTER_TAIL_BYTES, size))
-        table = decoded_footer(sink.read_back(footer_bytes_of(tail, size) or 0), size)
+        table = decode_footer(sink.read_back(footer_bytes_of(tail, size) or 0), size)
     if table is None or table.file_crc() != crc:
         expected = "a footer" if table is None else f"CRC32C {table.file_crc():08x}"
         raise ObjectCorrupt(os.fspath(path.parent), "receive", path.name, f"expected {expected}, received {crc:08x}")

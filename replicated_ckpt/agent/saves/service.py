@@ -10,16 +10,16 @@ from typing import Any
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.saves.adoption_locks import Holds
+from replicated_ckpt.agent.saves.adoption_locks import AdoptionLocks
 from replicated_ckpt.agent.saves.doubts import Doubts
 from replicated_ckpt.agent.saves.fence import Fence
 from replicated_ckpt.agent.saves.intake import Intake, taking_metadata
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.pins import Pins
-from replicated_ckpt.agent.saves.receive import Received, received, received_plain
+from replicated_ckpt.agent.saves.receive import Received, receive_file, receive_plain_file
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook
-from replicated_ckpt.agent.state.sequence_floor import HeardSequences
+from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
@@ -50,7 +50,7 @@ class NodeService:
         self.peers = PeerBook(store.agent_directory())
         self.damage = DamageBook(store)
         self.remains = RemainsShelf(store, self.node_id)
-        self.heard = HeardSequences(store.agent_directory())
+        self.sequence_floor = SequenceFloor(store.agent_directory())
         self.policies = PolicyBook(store.agent_directory())
         self.doubts = Doubts()
         self.pins = Pins()
@@ -62,7 +62,7 @@ class NodeService:
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
         self._fence = Fence()
-        self.holds = Holds()
+        self.adoption_locks = AdoptionLocks()
 
     def recover(self) -> tuple[str, ...]:
         """Completes the saves whose decision was made durable here before a crash; returns their ids.
@@ -112,7 +112,7 @@ class NodeService:
 
     def histories(self, scope: str) -> dict[str, History]:
         """What this node knows of the lineages in a directory of checkpoints: committed here, staged here, or heard of."""
-        heard = {lineage: History(sequence) for lineage, sequence in self.heard.known().items()}
+        heard = {lineage: History(sequence) for lineage, sequence in self.sequence_floor.known().items()}
         staged = [{note.lineage: History(note.sequence)} for note in self.store.places.known().values()]
         return merge_histories([self.store.catalog.histories(scope), heard, *staged])
 
@@ -170,7 +170,7 @@ class NodeService:
 
     def _is_held(self, intent: Intent) -> bool:
         """Whether a rank of this node still works on the save, or an adoption. Each takes a lock before it writes."""
-        self.holds.release_old()
+        self.adoption_locks.release_old()
         return self.store.is_held(intent.save_id)
 
     def check_open(self, save_id: str) -> None:
@@ -196,11 +196,11 @@ class NodeService:
             return Received.of(raw)
         if name == METADATA_NAME:
             with taking_metadata(intent, body.size_bytes) as take:
-                return received_plain(path, body, take)
+                return receive_plain_file(path, body, take)
         if ShardName.parse(name) is None or intent.adopts:
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint that could be brought here.")
         with self._intake.taking(intent, name, body.size_bytes) as take:
-            return received(path, body, take, durable=durable, direct_io=self._direct_io)
+            return receive_file(path, body, take, durable=durable, direct_io=self._direct_io)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
         """Publishes a save; returns the shards held here. Idempotent.
@@ -210,7 +210,7 @@ class NodeService:
         """
         self._fence.check(save_id, self.node_id)
         held = self.store.commit(save_id)
-        self.holds.release(save_id)
+        self.adoption_locks.release(save_id)
         self.doubts.settle(save_id)
         with self._lock:
             self._opened_at.pop(save_id, None)
@@ -226,7 +226,7 @@ class NodeService:
         intent = Intent.read(save_id, self.store.intent_path(save_id))
         if not intent.adopts:
             raise ConfigInvalid(f"Save {save_id} is no adoption.")
-        self.holds.hold(save_id, self.store.held(save_id))
+        self.adoption_locks.hold(save_id, self.store.held(save_id))
         tables = stage_shards(self.store.root, intent.checkpoint_id, save_id, names)
         failpoints.reach("adopt.staged")
         return tables
@@ -236,7 +236,7 @@ class NodeService:
         self._fence.give_up(save_id, why)
         with self._lock:
             self._opened_at.pop(save_id, None)
-        self.holds.release(save_id)
+        self.adoption_locks.release(save_id)
         self.store.abort(save_id)
         self.doubts.settle(save_id)
 
@@ -289,7 +289,7 @@ class NodeService:
         with self.looking():
             intent = self.store.intent_of(save_id)
             if is_over:
-                self.holds.release(save_id)
+                self.adoption_locks.release(save_id)
             is_young = not is_over and self.was_opened_within(OPEN_GRACE_S, intent)
             if not is_left and (is_young or self._is_held(intent)):
                 return {"state": Answer.WORKING.value}

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.core.protocol.settlement import Answer, Fate, Settlement, settle_staged
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.local.intent import Intent
@@ -18,7 +18,7 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 3.0
+SETTLE_TIMEOUT_S = 3.0
 
 
 def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[AgentAddress]) -> None:
@@ -103,7 +103,7 @@ def _answers(query: str, addresses: Sequence[AgentAddress]) -> Mapping[str, Answ
 
 
 def _ask(address: AgentAddress, query: str) -> Answer:
-    with AgentClient(address, ASK_TIMEOUT_S) as client:
+    with AgentClient(address, SETTLE_TIMEOUT_S) as client:
         state = client.call("GET", f"/v1/saves/{query}").get("state")
     try:
         return Answer(state)
@@ -154,6 +154,6 @@ def _fetch_decision(source: AgentAddress, save_id: str) -> dict[str, bytes]:
     with AgentClient(source) as client:
         checkpoint_id = str(client.call("GET", f"/v1/saves/{save_id}").get("checkpoint_id"))
         raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
-        size = decoded_manifest(raw, source.label).metadata_bytes
+        size = decode_manifest(raw, source.label).metadata_bytes
         metadata = client.fetch_file(file_path(checkpoint_id, save_id, METADATA_NAME), size)
         return {METADATA_NAME: metadata, MANIFEST_NAME: raw}

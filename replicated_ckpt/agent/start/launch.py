@@ -22,7 +22,7 @@ from replicated_ckpt.agent.state.endpoint import (
 from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
 from replicated_ckpt.config import TLS_CERT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError, StoreUnavailable
-from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
 from replicated_ckpt.stores.peer.tls import is_loopback, is_plain_allowed
@@ -42,7 +42,7 @@ _client_lock_by_root: dict[Path, FileLock] = {}
 _silent_by_directory: dict[Path, int] = {}
 
 
-def ensured_agent(store: LocalStore, bind_host: str) -> Endpoint:
+def ensure_agent(store: LocalStore, bind_host: str) -> Endpoint:
     """This node's running agent, started if there was none; it stays at least as long as this process.
 
     `bind_host` is where an agent that is started listens. One that listens on loopback only is replaced if other hosts
@@ -65,8 +65,8 @@ def ensured_agent(store: LocalStore, bind_host: str) -> Endpoint:
             return endpoint
         _raise_failure_since(began, lock.path)
         try:
-            with translated(str(store.root), "start", "agent"):
-                return _started(store, directory, bind_host)
+            with translate_errors(str(store.root), "start", "agent"):
+                return _start(store, directory, bind_host)
         except AgentUnavailable as exc:
             lock.path.write_text(json.dumps({"unix_s": time.time(), "why": exc.message}))
             raise
@@ -78,7 +78,7 @@ def running_agent(store: LocalStore) -> Endpoint | None:
     Raises:
         AgentUnavailable: it runs and does not answer.
     """
-    return _asked(store.root_agent_directory())
+    return _ask(store.root_agent_directory())
 
 
 def can_hold_agent(store: LocalStore) -> bool:
@@ -125,7 +125,7 @@ def _raise_failure_since(began: float, path: Path) -> None:
         raise AgentUnavailable(found["why"])
 
 
-def _asked(directory: Path) -> Endpoint | None:
+def _ask(directory: Path) -> Endpoint | None:
     """The agent if it runs and answers.
 
     Raises:
@@ -159,7 +159,7 @@ def _silence(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
 
 def _answering(directory: Path, bind_host: str) -> Endpoint | None:
     """The agent if it runs, answers, and listens where it must. Raises AgentUnavailable: it runs and does not answer."""
-    endpoint = _asked(directory)
+    endpoint = _ask(directory)
     if endpoint is None:
         return None
     is_deaf = is_loopback(endpoint.host) and bind_host not in (endpoint.host, "localhost")
@@ -193,7 +193,7 @@ def _wait_until_gone(directory: Path) -> None:
     lock.release()
 
 
-def _started(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
+def _start(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
     idle_exit_s = os.environ.get(IDLE_EXIT_ENV, str(IDLE_EXIT_S))
     arguments = ["--root", str(store.root), "--host", bind_host, "--idle-exit-s", idle_exit_s]
     log = open_log(directory)

@@ -10,7 +10,7 @@ from typing import Any
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import METADATA_NAME, is_checkpoint_file, is_checkpoint_id, is_save_id
 from replicated_ckpt.errors import ManifestVersionUnknown, StoreError
-from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.local.store import LocalStore
 
 log = logging.getLogger(__name__)
@@ -120,19 +120,19 @@ class DamageBook:
     def _write(self) -> None:
         entries = [[*key, found.signature, found.is_footless] for key, found in self._bad.items()]
         path = self._store.agent_directory() / NAME
-        with translated(str(self._store.root), "write", NAME):
+        with translate_errors(str(self._store.root), "write", NAME):
             write_file(path, json.dumps(entries).encode())
 
     def _read(self) -> dict[_Key, _Bad]:
         """What was known when the last agent ended; a file that cannot be read counts as none: the scrub finds it again."""
         try:
             entries = json.loads((self._store.root_agent_directory() / NAME).read_bytes())
-            return dict(_parsed(entry) for entry in entries)
+            return dict(_parse(entry) for entry in entries)
         except (OSError, ValueError, TypeError, RecursionError):
             return {}
 
 
-def _parsed(entry: Any) -> tuple[_Key, _Bad]:
+def _parse(entry: Any) -> tuple[_Key, _Bad]:
     checkpoint_id, save_id, name, signature, is_footless = entry
     if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
         raise ValueError(f"no file of a checkpoint: {entry!r}"[:300])

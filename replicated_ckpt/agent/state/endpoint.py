@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from replicated_ckpt.agent.state.rights import Tokens, invite
-from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.client import AgentAddress
 
@@ -137,7 +137,7 @@ class FileLock:
         Raises:
             StoreError: the file cannot be opened or made.
         """
-        with translated(str(path.parent), "lock", path.name):
+        with translate_errors(str(path.parent), "lock", path.name):
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except OSError as exc:

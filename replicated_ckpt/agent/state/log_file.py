@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from replicated_ckpt.errors import StoreDenied
-from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.files.durable import translate_errors
 
 LOG_NAME = "log"
 LOG_BYTES_MAX = 8 << 20
@@ -22,7 +22,7 @@ def open_log(directory: Path) -> int:
         StoreDenied: there is something else in its place. StoreError
     """
     path = directory / LOG_NAME
-    with translated(str(directory), "open", LOG_NAME):
+    with translate_errors(str(directory), "open", LOG_NAME):
         if path.exists() and path.lstat().st_size >= LOG_BYTES_MAX:
             path.replace(path.with_name(LOG_NAME + _OLDER_SUFFIX))
         if path.is_symlink():

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from replicated_ckpt.core.upkeep.policy import Policy, merged
+from replicated_ckpt.core.upkeep.policy import Policy, merge_policies
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class PolicyBook:
         with self._lock:
             for policy in policies:
                 before = self._by_key.pop(policy.key, replace(policy, revision=-1, retention=None))
-                after = self._by_key[policy.key] = merged(before, policy)
+                after = self._by_key[policy.key] = merge_policies(before, policy)
                 is_moved = is_moved or before != after
                 if before.retention != after.retention:
                     changed.append(after)
@@ -54,7 +54,7 @@ class PolicyBook:
                 del self._by_key[next(iter(self._by_key))]
             raw = json.dumps([policy.to_json() for policy in self._by_key.values()]).encode()
             if is_moved:
-                with translated(str(self._path.parent), "write", NAME):
+                with translate_errors(str(self._path.parent), "write", NAME):
                     write_file(self._path, raw)
         for policy in changed:
             log.info("retention of %r in %s: %s", policy.scope or "*", policy.tier or "the nodes", policy.retention)

@@ -70,15 +70,15 @@ def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 -
     match (method, *parts):
         case ("GET", "metrics") | ("GET", "v1", "holdings"):
             return Right.PEER
-        case ("GET" | "HEAD", "v1", "files", _, _) | ("GET" | "HEAD", "v1", "stock", *_):
+        case ("GET" | "HEAD", "v1", "files", _, _) | ("GET" | "HEAD", "v1", "unmanaged", *_):
             return Right.PEER
         case ("POST", "v1", "saves", _):  # an adoption of what lies here may be opened by a peer: see Routes
             return Right.PEER
         case ("GET" | "PUT" | "POST", "v1", "saves", _, *_):
             return Right.PEER
-        case ("POST", "v1", "hello" | "bye" | "hear" | "suspects" | "verify" | "repair"):
+        case ("POST", "v1", "hello" | "bye" | "sequence" | "suspects" | "verify" | "repair"):
             return Right.PEER
-        case ("POST", "v1", "stock", "verify") | ("POST", "v1", "object", "upload"):
+        case ("POST", "v1", "unmanaged", "verify") | ("POST", "v1", "object", "upload"):
             return Right.PEER
         case ("POST", "v1", "peers"):
             return Right.JOB

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from replicated_ckpt.core.layout import is_lineage
-from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
-_HEARD_NAME = "heard.json"
+_NAME = "sequence_floor.json"
 _LINEAGES_MAX = 256
 
 
-class HeardSequences:
+class SequenceFloor:
     """Only grow. Safe to use concurrently. An unreadable file counts as none: peers will say it again."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / _HEARD_NAME
+        self._path = directory / _NAME
         self._lock = threading.Lock()
         try:
             told = json.loads(self._path.read_bytes())["sequences"]
@@ -30,7 +30,7 @@ class HeardSequences:
         with self._lock:
             return dict(self._by_lineage)
 
-    def hear(self, sequences: Mapping[str, int]) -> None:
+    def raise_to(self, sequences: Mapping[str, int]) -> None:
         """Keeps the sequences of checkpoints that are committed somewhere, where they are larger than any before."""
         with self._lock:
             later = {name: found for name, found in sequences.items() if found > self._by_lineage.get(name, 0)}
@@ -42,5 +42,5 @@ class HeardSequences:
             while len(self._by_lineage) > _LINEAGES_MAX:
                 del self._by_lineage[next(iter(self._by_lineage))]
             document = json.dumps({"sequences": self._by_lineage}).encode()
-            with translated(str(self._path.parent), "write", _HEARD_NAME):
+            with translate_errors(str(self._path.parent), "write", _NAME):
                 write_file(self._path, document)

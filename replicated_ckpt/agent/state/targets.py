@@ -7,9 +7,9 @@ from pathlib import Path
 
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.url import ObjectTarget
-from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class TargetBook:
                 del self._target_by_url[next(iter(self._target_by_url))]
             self._bucket_by_url.pop(target.url, None)
             raw = json.dumps([entry.to_json() for entry in self._target_by_url.values()]).encode()
-        with translated(str(self._path.parent), "write", _NAME):
+        with translate_errors(str(self._path.parent), "write", _NAME):
             write_file(self._path, raw, 0o600)
         log.info("object store %s is known", target.url)
         return True
@@ -66,7 +66,7 @@ class TargetBook:
             return known
         if target is None:
             raise ConfigInvalid(f"No rank of this node has named the object store {url}.", _UNKNOWN_HINT)
-        opened = Bucket(opened_client(target))  # it may look for credentials for seconds
+        opened = Bucket(open_client(target))  # it may look for credentials for seconds
         with self._lock:
             is_current = self._target_by_url.get(url) == target
             return self._bucket_by_url.setdefault(url, opened) if is_current else opened

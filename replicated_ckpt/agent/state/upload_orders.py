@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
-from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class OrderBook:
                 self._write()
 
     def _write(self) -> None:
-        with translated(str(self._path.parent), "write", _NAME):
+        with translate_errors(str(self._path.parent), "write", _NAME):
             write_file(self._path, json.dumps(self._url_by_save).encode(), 0o600)
 
     def _read(self) -> dict[str, str]:

@@ -8,11 +8,11 @@ from operator import index
 from typing import Any, TypeVar
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.unmanaged.look import StockFound
+from replicated_ckpt.agent.unmanaged.look import UnmanagedFound
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_histories, newest_lineage
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
-from replicated_ckpt.core.unmanaged.adopting import AdoptStock
+from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
 from replicated_ckpt.core.unmanaged.survey import manifest_of, rank_of
 from replicated_ckpt.errors import CheckpointAmbiguous, PeerProtocolError, ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -32,7 +32,7 @@ class Adopter:
         self._addresses = addresses
         self._peers = [peer.to_json() for peer in peers]
 
-    def adopt(self, plan: AdoptStock, found: StockFound) -> Mapping[str, ReplicatedCkptError]:
+    def adopt(self, plan: AdoptUnmanaged, found: UnmanagedFound) -> Mapping[str, ReplicatedCkptError]:
         """Makes the checkpoint one of ours on the nodes that give shards; returns which have not published it yet, and why.
 
         Those complete it when they are asked the next time, as after a save. A failure before anybody has the decision
@@ -63,7 +63,7 @@ class Adopter:
 
         return FanOut[str, _Result]().run(nodes, called).raise_first()
 
-    def _open(self, client: AgentClient, plan: AdoptStock, found: StockFound, save_id: str) -> Histories:
+    def _open(self, client: AgentClient, plan: AdoptUnmanaged, found: UnmanagedFound, save_id: str) -> Histories:
         document = {
             "checkpoint_id": plan.checkpoint_id,
             "session": f"{_SESSION}/{save_id}",
@@ -78,7 +78,7 @@ class Adopter:
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise PeerProtocolError(f"{client.address.label} opened an adoption wrongly: {exc!r}.") from exc
 
-    def _stage(self, client: AgentClient, plan: AdoptStock, node: str, save_id: str) -> _Staged:
+    def _stage(self, client: AgentClient, plan: AdoptUnmanaged, node: str, save_id: str) -> _Staged:
         names = plan.shards_by_node[node]
         answer = client.call("POST", f"/v1/saves/{save_id}/adopt", {"shards": list(names)})
         try:
@@ -87,7 +87,9 @@ class Adopter:
         except (KeyError, TypeError) as exc:
             raise PeerProtocolError(f"{client.address.label} answered adopt wrongly: {exc!r}.") from exc
 
-    def _manifest(self, plan: AdoptStock, found: StockFound, save_id: str, staged: Mapping[str, _Staged]) -> Manifest:
+    def _manifest(
+        self, plan: AdoptUnmanaged, found: UnmanagedFound, save_id: str, staged: Mapping[str, _Staged]
+    ) -> Manifest:
         shards = {}
         for shard in found.save.holders:
             by_node = {node: files[shard] for node, files in sorted(staged.items()) if shard in files}
@@ -99,7 +101,7 @@ class Adopter:
         hosts = {node: self._addresses[node].host for node in plan.node_ids}
         return manifest_of(found.save, save_id, shards, plan.copies, hosts)
 
-    def _published(self, plan: AdoptStock, save_id: str, raw: bytes) -> Mapping[str, ReplicatedCkptError]:
+    def _published(self, plan: AdoptUnmanaged, save_id: str, raw: bytes) -> Mapping[str, ReplicatedCkptError]:
         """From the first manifest that was sent on nothing is taken back: some node may have published already."""
 
         def published(node: str) -> None:
@@ -112,7 +114,7 @@ class Adopter:
             raise next(iter(outcome.errors.values()))
         return outcome.errors
 
-    def _abort(self, plan: AdoptStock, save_id: str, why: str) -> None:
+    def _abort(self, plan: AdoptUnmanaged, save_id: str, why: str) -> None:
         def aborted(node: str) -> None:
             with AgentClient(self._addresses[node]) as client:
                 client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why[:500]})

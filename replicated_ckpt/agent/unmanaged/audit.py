@@ -6,15 +6,15 @@ from operator import index
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.unmanaged.look import StockFound, StockLook, stock_verify_path
-from replicated_ckpt.core.unmanaged.adopting import AdoptStock, planned_adoption
-from replicated_ckpt.core.unmanaged.survey import StockCheckpoint
+from replicated_ckpt.agent.unmanaged.look import UnmanagedFound, UnmanagedLook, unmanaged_verify_path
+from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged, plan_adoption
+from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import CheckpointAmbiguous, MetadataUnsafe, PeerProtocolError, StoreError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.unmanaged.inspection import StockInspector
+from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Reading:
 
 
 @dataclass(frozen=True)
-class StockAudit:
+class UnmanagedAudit:
     """One checkpoint of stock torch. `problem` says in words why nothing can be made of it; empty: something can.
 
     `unchecked` counts items without a CRC32 of their own.
@@ -36,7 +36,7 @@ class StockAudit:
     checkpoint_id: str
     node_ids: tuple[str, ...]
     problem: str = ""
-    found: StockFound | None = field(default=None, repr=False)
+    found: UnmanagedFound | None = field(default=None, repr=False)
     findings: tuple[Finding, ...] = ()
     bytes_read: int = 0
     unchecked: int = 0
@@ -49,12 +49,12 @@ class StockAudit:
     def is_sound(self) -> bool:
         return not (self.problem or self.missing or self.findings)
 
-    def adoption(self, node_ids: Collection[str], copies: int) -> AdoptStock | str:
+    def adoption(self, node_ids: Collection[str], copies: int) -> AdoptUnmanaged | str:
         """How it is adopted, or in words why it cannot be."""
         if self.found is None:
             return f"{self.checkpoint_id} is not adopted: {self.problem}"
         bad = {(finding.node_id, finding.name) for finding in self.findings if finding.problem is Problem.CORRUPT}
-        return planned_adoption(self.found.save, bad, node_ids, copies)
+        return plan_adoption(self.found.save, bad, node_ids, copies)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -69,7 +69,7 @@ class StockAudit:
         }
 
 
-class StockAuditor:
+class UnmanagedAuditor:
     """Reads this node's store in this process and has the agents of the others read theirs. Changes nothing.
 
     `node_ids` are afterwards the nodes that answered.
@@ -82,27 +82,27 @@ class StockAuditor:
         self._addresses = {peer.node_id: peer for peer in known if peer.node_id not in lost}
         self.node_ids: tuple[str, ...] = ()
 
-    def audited(self, checkpoint_id: str | None = None, without: Iterable[str] = ()) -> tuple[StockAudit, ...]:
+    def audited(self, checkpoint_id: str | None = None, without: Iterable[str] = ()) -> tuple[UnmanagedAudit, ...]:
         """Audit of one checkpoint, or of all, newest first; ids `without` have a manifest somewhere."""
-        look = StockLook(self._store, self._node_id, self._addresses.values())
+        look = UnmanagedLook(self._store, self._node_id, self._addresses.values())
         checkpoints = look.checkpoints(checkpoint_id, without)
         reached = {self._node_id, *self._addresses} - set(look.unreached)
         self.node_ids = tuple(sorted(reached))
         return tuple(self._of(look, checkpoint) for checkpoint in checkpoints)
 
-    def _of(self, look: StockLook, checkpoint: StockCheckpoint) -> StockAudit:
+    def _of(self, look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> UnmanagedAudit:
         nodes = tuple(holding.node_id for holding in checkpoint.holdings)
         if not checkpoint.nodes_with_metadata:
             problem = "no node that was reached has its .metadata: stock torch writes it on rank 0's node, at the end"
-            return StockAudit(checkpoint.checkpoint_id, nodes, problem)
+            return UnmanagedAudit(checkpoint.checkpoint_id, nodes, problem)
         try:
             found = look.found(checkpoint)
         except (CheckpointAmbiguous, MetadataUnsafe, StoreError, PeerProtocolError) as exc:
-            return StockAudit(checkpoint.checkpoint_id, nodes, exc.message)
+            return UnmanagedAudit(checkpoint.checkpoint_id, nodes, exc.message)
         outcome = FanOut[str, _Reading]().run(nodes, lambda node: self._read(node, found))
         failed = "; ".join(f"node {node}: {error.message}" for node, error in sorted(outcome.errors.items()))
         readings = [outcome.results[node] for node in sorted(outcome.results)]
-        return StockAudit(
+        return UnmanagedAudit(
             checkpoint.checkpoint_id,
             nodes,
             failed,
@@ -112,13 +112,13 @@ class StockAuditor:
             sum(reading.unchecked for reading in readings),
         )
 
-    def _read(self, node: str, found: StockFound) -> _Reading:
+    def _read(self, node: str, found: UnmanagedFound) -> _Reading:
         if node == self._node_id:
-            inspector = StockInspector(self._store, node)
+            inspector = UnmanagedInspector(self._store, node)
             findings = tuple(inspector.inspected(found.save.checkpoint_id, found.ranges))
             return _Reading(findings, inspector.bytes_read, inspector.unchecked)
         with AgentClient(self._addresses[node]) as client:
-            answer = client.put("POST", stock_verify_path(found.save.checkpoint_id), found.metadata)
+            answer = client.put("POST", unmanaged_verify_path(found.save.checkpoint_id), found.metadata)
         return _reading(answer, self._addresses[node].label)
 
 

@@ -8,58 +8,65 @@ from dataclasses import dataclass, field
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges, needed_bytes
-from replicated_ckpt.core.unmanaged.survey import StockCheckpoint, StockHolding, StockSave, stock_checkpoints
+from replicated_ckpt.core.unmanaged.survey import (
+    UnmanagedCheckpoint,
+    UnmanagedHolding,
+    UnmanagedSave,
+    unmanaged_checkpoints,
+)
 from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, stock_path
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, unmanaged_path
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.unmanaged.directory import StockShelf
+from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 
 log = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 10.0
+LOOK_TIMEOUT_S = 10.0
 """Longer than for other holdings: the first look reads the beginning and the end of every file."""
 
 
 @dataclass(frozen=True)
-class StockFound:
+class UnmanagedFound:
     """A checkpoint whose `.metadata` was read: what it is made of, and where its items lie."""
 
-    save: StockSave
+    save: UnmanagedSave
     metadata: bytes = field(repr=False)
     ranges: Mapping[str, tuple[ByteRange, ...]] = field(repr=False)
 
 
-class StockLook:
+class UnmanagedLook:
     """Reads this node's store itself and the others' through their agents. `unreached` says who did not answer."""
 
     def __init__(self, store: LocalStore, own_node: str, peers: Iterable[AgentAddress]) -> None:
         self._store = store
-        self._shelf = StockShelf(store.root)
+        self._shelf = UnmanagedDirectory(store.root)
         self._own_node = own_node
         self._by_node = {peer.node_id: peer for peer in peers if peer.node_id != own_node}
         self.unreached: dict[str, ReplicatedCkptError] = {}
 
-    def checkpoints(self, checkpoint_id: str | None = None, without: Iterable[str] = ()) -> tuple[StockCheckpoint, ...]:
+    def checkpoints(
+        self, checkpoint_id: str | None = None, without: Iterable[str] = ()
+    ) -> tuple[UnmanagedCheckpoint, ...]:
         """One checkpoint or all of them, newest first; ids `without` are left out, as they have a manifest somewhere."""
-        path = stock_listing_path(checkpoint_id)
+        path = unmanaged_listing_path(checkpoint_id)
 
-        def asked(node: str) -> list[StockHolding]:
-            with AgentClient(self._by_node[node], ASK_TIMEOUT_S) as client:
+        def asked(node: str) -> list[UnmanagedHolding]:
+            with AgentClient(self._by_node[node], LOOK_TIMEOUT_S) as client:
                 answer = client.call("GET", path)
             try:
-                found = [StockHolding.from_json(fields) for fields in answer["stock"]]
+                found = [UnmanagedHolding.from_json(fields) for fields in answer["unmanaged"]]
             except (KeyError, TypeError, ValueError, AttributeError) as exc:
                 raise PeerProtocolError(f"{self._by_node[node].label} listed its files wrongly: {exc}.") from exc
             return [holding for holding in found if holding.node_id == node]
 
-        outcome = FanOut[str, list[StockHolding]]().run(self._by_node, asked)
+        outcome = FanOut[str, list[UnmanagedHolding]]().run(self._by_node, asked)
         self.unreached = dict(outcome.errors)
         own = list(self._shelf.holdings(self._own_node, checkpoint_id))
         there = [holding for node in sorted(outcome.results) for holding in outcome.results[node]]
-        return stock_checkpoints([*own, *there], without)
+        return unmanaged_checkpoints([*own, *there], without)
 
-    def found(self, checkpoint: StockCheckpoint) -> StockFound:
+    def found(self, checkpoint: UnmanagedCheckpoint) -> UnmanagedFound:
         """What a checkpoint that has a `.metadata` somewhere is made of.
 
         Raises:
@@ -68,9 +75,9 @@ class StockLook:
         """
         metadata = self.metadata(checkpoint)
         ranges = item_ranges(metadata)
-        return StockFound(checkpoint.save(needed_bytes(ranges)), metadata, ranges)
+        return UnmanagedFound(checkpoint.save(needed_bytes(ranges)), metadata, ranges)
 
-    def metadata(self, checkpoint: StockCheckpoint) -> bytes:
+    def metadata(self, checkpoint: UnmanagedCheckpoint) -> bytes:
         """The bytes of the one `.metadata`, from whoever has it."""
         file = checkpoint.metadata()
         last: ReplicatedCkptError = ObjectMissing("the nodes", "read", f"{checkpoint.checkpoint_id}/{METADATA_NAME}")
@@ -85,16 +92,16 @@ class StockLook:
     def _metadata_at(self, node: str, checkpoint_id: str, size_bytes: int) -> bytes:
         if node == self._own_node:
             return self._shelf.read(checkpoint_id, METADATA_NAME, size_bytes)
-        with AgentClient(self._by_node[node], ASK_TIMEOUT_S) as client:
-            return client.fetch_file(stock_path(checkpoint_id, METADATA_NAME, size_bytes), size_bytes)
+        with AgentClient(self._by_node[node], LOOK_TIMEOUT_S) as client:
+            return client.fetch_file(unmanaged_path(checkpoint_id, METADATA_NAME, size_bytes), size_bytes)
 
 
-def stock_listing_path(checkpoint_id: str | None) -> str:
-    return "/v1/stock" if checkpoint_id is None else f"/v1/stock?{_query(checkpoint_id)}"
+def unmanaged_listing_path(checkpoint_id: str | None) -> str:
+    return "/v1/unmanaged" if checkpoint_id is None else f"/v1/unmanaged?{_query(checkpoint_id)}"
 
 
-def stock_verify_path(checkpoint_id: str) -> str:
-    return f"/v1/stock/verify?{_query(checkpoint_id)}"
+def unmanaged_verify_path(checkpoint_id: str) -> str:
+    return f"/v1/unmanaged/verify?{_query(checkpoint_id)}"
 
 
 def _query(checkpoint_id: str) -> str:

@@ -10,7 +10,7 @@ from replicated_ckpt.config import Retention
 from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing, scope_of
-from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judged
+from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.bucket.bucket import Bucket
 
@@ -42,7 +42,7 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
     if retention is None or newest is None or manifest.sequence >= newest.sequence:
         return
     own = Candidate(manifest.checkpoint_id, manifest.save_id, manifest.sequence)
-    for verdict in judged([own, *_there(bucket, manifest)], retention):
+    for verdict in judge([own, *_there(bucket, manifest)], retention):
         if verdict.save_id == manifest.save_id and not verdict.is_kept:
             raise SaveAborted(f"{bucket.client.target.url} would not keep {manifest.checkpoint_id!r}: {verdict.rule}.")
 
@@ -53,7 +53,7 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
     if retention is None:
         return
     try:
-        for verdict in reversed(judged(_there(bucket, manifest), retention)):
+        for verdict in reversed(judge(_there(bucket, manifest), retention)):
             if not verdict.is_kept:
                 _remove(bucket, verdict)
     except ReplicatedCkptError as exc:

@@ -6,7 +6,7 @@ from typing import Any
 
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
@@ -44,7 +44,11 @@ class Prober:
             )
             thread.start()
             thread.join(wait_s)
-        return found[0] if found else _failed(StoreUnavailable(url, "probe", checkpoint_id, "it has not answered yet"))
+        return (
+            found[0]
+            if found
+            else _describe_failure(StoreUnavailable(url, "probe", checkpoint_id, "it has not answered yet"))
+        )
 
     def _probe(self, url: str, checkpoint_id: str, found: list[Mapping[str, Any]]) -> None:
         try:
@@ -55,7 +59,7 @@ class Prober:
             save_id = there.save_id if there else ""
             found.append({**_NOTHING, "is_empty": is_empty, "save_id": save_id, "histories": histories})
         except ReplicatedCkptError as exc:
-            found.append(_failed(exc))
+            found.append(_describe_failure(exc))
         finally:
             with self._lock:
                 self._under_way.discard(url)
@@ -65,9 +69,9 @@ class Prober:
         if url not in self._holdings_by_url:
             self._holdings_by_url[url] = tuple(save.holding for save in bucket.saves() if save.mark is not None)
         held = (holding for holding in self._holdings_by_url[url] if scope_of(holding.checkpoint_id) == scope)
-        versions = (holding.version for holding in held if holding.sequence <= HEARD_SEQUENCE_MAX)
+        versions = (holding.version for holding in held if holding.sequence <= SEQUENCE_FLOOR_MAX)
         return {lineage: history.to_json() for lineage, history in histories_of(versions).items()}
 
 
-def _failed(error: ReplicatedCkptError) -> Mapping[str, Any]:
+def _describe_failure(error: ReplicatedCkptError) -> Mapping[str, Any]:
     return {**_NOTHING, "error": str(error), "kind": type(error).__name__}

@@ -18,13 +18,13 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.state.upload_orders import OrderBook
 from replicated_ckpt.agent.uploads.bucket_retention import check_wanted, retire_in_bucket, standing_of
-from replicated_ckpt.core.bucket.upload_plan import UploadState, chosen_uploader
+from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ReplicatedCkptError, SaveAborted, StoreDenied
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.upload_source import UploadSource
-from replicated_ckpt.stores.local.committed import committed_directory, descriptions
+from replicated_ckpt.stores.local.committed import descriptions, open_directory
 from replicated_ckpt.stores.throttle import Pace, Stopped
 from replicated_ckpt.stores.verified import Expected
 
@@ -247,7 +247,7 @@ class Uploader:
             missing.discard(name)
         if missing and missing - {name for name in bucket.arrived(manifest) if self._is_intact(bucket, manifest, name)}:
             return False
-        with committed_directory(self._service.store.root, manifest.checkpoint_id) as directory:
+        with open_directory(self._service.store.root, manifest.checkpoint_id) as directory:
             raw_manifest, raw_metadata = descriptions(directory, manifest)
         bucket.commit(manifest, raw_manifest, raw_metadata)
         retire_in_bucket(self._service, bucket, manifest)
@@ -272,7 +272,7 @@ class Uploader:
         others = (missing & held) - mine
         if others and self._clock() - self._first_seen[manifest.save_id] > self._patience.lost_after_s / 3:
             views = self._watch.looked()
-            mine |= {name for name in others if chosen_uploader(manifest, name, views, own) == own}
+            mine |= {name for name in others if choose_uploader(manifest, name, views, own) == own}
         return mine
 
     def _bring(self, bucket: Bucket, manifest: Manifest, name: str, state: UploadState) -> None:
@@ -280,7 +280,7 @@ class Uploader:
         label = f"node {self._service.node_id} at {store.root}"
         notes = store.agent_directory() / f"upload-{manifest.save_id}-{name}.json"
         try:
-            with committed_directory(store.root, manifest.checkpoint_id) as directory:
+            with open_directory(store.root, manifest.checkpoint_id) as directory:
                 expected = Expected(entry.size_bytes, entry.crc32c)
                 source = UploadSource(directory.open(name), label, name, expected, resume_path=notes)
             with source:

@@ -62,7 +62,7 @@ class CommitMark:
         return body + struct.pack("<I", crc32c(body))
 
 
-def decoded_mark(tail: Bytes) -> CommitMark | None:
+def decode_mark(tail: Bytes) -> CommitMark | None:
     """The mark in the last MARK_BYTES of a `.metadata`; None if it has none, as those have that stock torch wrote."""
     if len(tail) != MARK_BYTES or crc32c(memoryview(tail)[:-4]) != int.from_bytes(tail[-4:], "little"):
         return None

@@ -40,7 +40,7 @@ class KeyRules:
             self._check_fits([key.startswith(self.strip_prefix) for key in names], "prefix", self.strip_prefix, names)
             names = {key: name.removeprefix(self.strip_prefix) for key, name in names.items()}
         for pattern, replacement in self.rename:
-            names = _renamed(names, pattern, replacement)
+            names = _rename(names, pattern, replacement)
         names = {key: self.add_prefix + name for key, name in names.items()}
         key_by_name: dict[str, str] = {}
         for key, name in names.items():
@@ -57,36 +57,36 @@ class KeyRules:
         included = [key for key in keys if not self.include or _fits_any(key, self.include)]
         chosen = {key: key for key in included if not _fits_any(key, self.exclude)}
         if not chosen:
-            raise ConfigInvalid(f"Nothing is left to convert: all of {_listed(keys)} are excluded.")
+            raise ConfigInvalid(f"Nothing is left to convert: all of {_format_keys(keys)} are excluded.")
         return chosen
 
     @staticmethod
     def _check_fits(fits: Sequence[bool], kind: str, rule: str, keys: Iterable[str]) -> None:
         if not any(fits):
-            raise ConfigInvalid(f"No key has the {kind} {rule!r}. Keys are {_listed(list(keys))}.")
+            raise ConfigInvalid(f"No key has the {kind} {rule!r}. Keys are {_format_keys(list(keys))}.")
 
 
 def _fits_any(key: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(key, glob) for glob in globs)
 
 
-def _renamed(names: Mapping[str, str], pattern: str, replacement: str) -> dict[str, str]:
+def _rename(names: Mapping[str, str], pattern: str, replacement: str) -> dict[str, str]:
     try:
         expression = re.compile(pattern)
         renamed = {key: expression.sub(replacement, name) for key, name in names.items()}
     except (re.error, IndexError) as exc:
         raise ConfigInvalid(f"{pattern!r} = {replacement!r} is no renaming: {exc}.") from exc
     if not any(map(expression.search, names.values())):
-        raise ConfigInvalid(f"No key has a part like {pattern!r}. Keys are {_listed(list(names.values()))}.")
+        raise ConfigInvalid(f"No key has a part like {pattern!r}. Keys are {_format_keys(list(names.values()))}.")
     return renamed
 
 
-def _listed(keys: Sequence[str]) -> str:
+def _format_keys(keys: Sequence[str]) -> str:
     shown = ", ".join(map(repr, keys[:_KEYS_SHOWN]))
     return shown + (f" and {len(keys) - _KEYS_SHOWN} more" if len(keys) > _KEYS_SHOWN else "") if keys else "no key"
 
 
-def renamed_path(path: Path, name: str) -> Path:
+def rename_path(path: Path, name: str) -> Path:
     """Where an entry lies under its new name: the levels that the names have in common stay, the rest becomes one level."""
     parts = [str(part) for part in path]
     if ".".join(parts) == name:
@@ -110,7 +110,7 @@ def _begins_with(name: str, start: str) -> bool:
     return name == start or name.startswith(f"{start}.")
 
 
-def nested(values: Mapping[Path, Any]) -> dict[str, Any]:
+def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
     """The state dict that has each value at its path. Gaps in lists are None.
 
     Raises:

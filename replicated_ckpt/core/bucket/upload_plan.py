@@ -34,7 +34,7 @@ class UploadState:
     bytes_sent: int = 0
 
 
-def chosen_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], own_node: str) -> str | None:
+def choose_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], own_node: str) -> str | None:
     """The node that is to bring `shard` to the bucket, as `own_node`, which holds it, sees the others.
 
     In order: the owner, the other intended holders, then any holder by name. None: one that comes first is silent and not

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from fastcrc.crc32 import iscsi
 
-from replicated_ckpt.core.integrity.crc_combination import combined
+from replicated_ckpt.core.integrity.crc_combination import combine_crcs
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
@@ -72,7 +72,7 @@ class BlockTable:
         if total is None:
             total = 0
             for index, crc in enumerate(self.crcs):
-                total = combined(total, crc, self.block_size(index))
+                total = combine_crcs(total, crc, self.block_size(index))
             if len(_data_crc_by_blocks) >= _REMEMBERED_MAX:
                 _data_crc_by_blocks.clear()
             _data_crc_by_blocks[key] = total
@@ -90,7 +90,7 @@ class BlockTable:
         return offset // self.block_bytes, -(-(offset + length) // self.block_bytes)
 
 
-def footed_bytes(data_bytes: int) -> int:
+def size_with_footer(data_bytes: int) -> int:
     """Size of a file of so much data once it has its footer."""
     return data_bytes + 4 * -(-data_bytes // BLOCK_BYTES) + FOOTER_TAIL_BYTES
 
@@ -106,7 +106,7 @@ def tables_of_size(file_tail: Bytes, file_bytes: int) -> tuple[tuple[int, int], 
         found.append((block_bytes, data_bytes))
     blocks = -(-(file_bytes - FOOTER_TAIL_BYTES) // (BLOCK_BYTES + 4))
     data_bytes = file_bytes - FOOTER_TAIL_BYTES - 4 * blocks
-    if data_bytes >= 0 and footed_bytes(data_bytes) == file_bytes and (BLOCK_BYTES, data_bytes) not in found:
+    if data_bytes >= 0 and size_with_footer(data_bytes) == file_bytes and (BLOCK_BYTES, data_bytes) not in found:
         found.append((BLOCK_BYTES, data_bytes))
     return tuple(found)
 
@@ -122,7 +122,7 @@ def footer_bytes_of(file_tail: Bytes, file_bytes: int) -> int | None:
     return footer if data_bytes + footer == file_bytes and footer <= FOOTER_BYTES_MAX else None
 
 
-def decoded_footer(footer: Bytes, file_bytes: int) -> BlockTable | None:
+def decode_footer(footer: Bytes, file_bytes: int) -> BlockTable | None:
     """The block table in `footer`, or None if the bytes are no intact footer of a file of `file_bytes`."""
     if len(footer) < FOOTER_TAIL_BYTES:
         return None

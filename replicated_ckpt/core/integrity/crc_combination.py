@@ -15,14 +15,14 @@ _ONE, _X = 1 << 31, 1 << 30
 _LENGTHS_REMEMBERED = 64
 
 
-def combined(first: int, second: int, second_bytes: int) -> int:
+def combine_crcs(first: int, second: int, second_bytes: int) -> int:
     """CRC32C of two adjoining pieces, from the CRC32C of each."""
-    lowest, low, high, highest = _moved(second_bytes)
+    lowest, low, high, highest = _shift_tables(second_bytes)
     return lowest[first & 255] ^ low[first >> 8 & 255] ^ high[first >> 16 & 255] ^ highest[first >> 24] ^ second
 
 
 @lru_cache(_LENGTHS_REMEMBERED)
-def _moved(zero_bytes: int) -> tuple[Sequence[int], ...]:
+def _shift_tables(zero_bytes: int) -> tuple[Sequence[int], ...]:
     """What each byte of a CRC, the lowest first, becomes with so many zero bytes behind it: by its value."""
     power = _power_of_x(8 * zero_bytes)
     return tuple(_sums([_product(power, 1 << bit) for bit in range(first, first + 8)]) for first in range(0, 32, 8))

@@ -26,7 +26,7 @@ class ItemDamaged(ValueError):
     """An item begins as a zip container and is not one, or a record differs from its CRC32."""
 
 
-def checked_item(fetch: Fetch, size_bytes: int) -> Verdict:
+def check_item(fetch: Fetch, size_bytes: int) -> Verdict:
     """Reads one item of `size_bytes` and holds it against what is in it.
 
     Raises:

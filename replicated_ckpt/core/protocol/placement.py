@@ -51,7 +51,7 @@ class Placement:
         return tuple(member for member in order[at + 1 :] + order[:at] if member not in taken)
 
 
-def placed(nodes: Sequence[PlacedNode], copies: int) -> Placement:
+def place_copies(nodes: Sequence[PlacedNode], copies: int) -> Placement:
     """Placement of `copies` copies over `nodes`.
 
     Holds afterwards: every node is in exactly one group; no node is its own buddy; every node has min(copies, nodes) - 1

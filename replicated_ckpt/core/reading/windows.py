@@ -81,7 +81,7 @@ def in_order(windows: Iterable[Window], shards: Sequence[str]) -> list[Window]:
     return sorted(windows, key=key)
 
 
-def shared_units(windows_by_rank: Mapping[int, Sequence[Window]], shards: Sequence[str]) -> tuple[Unit, ...]:
+def plan_shared_units(windows_by_rank: Mapping[int, Sequence[Window]], shards: Sequence[str]) -> tuple[Unit, ...]:
     """What the ranks of one node fetch for each other, in order: the cells of which some block is needed by several.
 
     Of the ranks that need a cell, the one fetches it that has the least to fetch so far; all that lies between their

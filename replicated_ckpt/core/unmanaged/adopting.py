@@ -4,11 +4,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from replicated_ckpt.core.unmanaged.survey import StockSave
+from replicated_ckpt.core.unmanaged.survey import UnmanagedSave
 
 
 @dataclass(frozen=True)
-class AdoptStock:
+class AdoptUnmanaged:
     """A checkpoint gets a manifest, and each shard a footer of checksums on every node that holds it intact.
 
     `node_ids` are all nodes that answer: each gets manifest and metadata. Afterwards it is short of copies like any
@@ -33,9 +33,9 @@ class AdoptStock:
         return asdict(self)
 
 
-def planned_adoption(
-    save: StockSave, bad: Collection[tuple[str, str]], node_ids: Collection[str], copies: int
-) -> "AdoptStock | str":
+def plan_adoption(
+    save: UnmanagedSave, bad: Collection[tuple[str, str]], node_ids: Collection[str], copies: int
+) -> "AdoptUnmanaged | str":
     """How a checkpoint is adopted, or in words why it cannot be. `bad` are the copies that fail their own checks."""
     givers: dict[str, tuple[str, ...]] = {}
     size_bytes = 0
@@ -46,4 +46,4 @@ def planned_adoption(
         size_bytes += save.size_of(shard)
         for node in intact:
             givers[node] = (*givers.get(node, ()), shard)
-    return AdoptStock(save.checkpoint_id, givers, tuple(sorted(node_ids)), size_bytes, copies)
+    return AdoptUnmanaged(save.checkpoint_id, givers, tuple(sorted(node_ids)), size_bytes, copies)

@@ -25,7 +25,7 @@ _SLACK_S = 60.0
 
 
 @dataclass(frozen=True)
-class StockFile:
+class UnmanagedFile:
     """One file as a node sees it. `print_crc32c`: of all of `.metadata`, of the beginning and the end of a shard."""
 
     size_bytes: int
@@ -33,7 +33,7 @@ class StockFile:
     modified_unix_s: float
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "StockFile":
+    def from_json(cls, fields: Mapping[str, Any]) -> "UnmanagedFile":
         size, print_crc = index(fields["size_bytes"]), index(fields["print_crc32c"])
         if size < 0 or not 0 <= print_crc < 1 << 32:
             raise ValueError(f"no file of a checkpoint: {fields!r}"[:300])
@@ -48,40 +48,43 @@ class StockFile:
 
 
 @dataclass(frozen=True)
-class StockHolding:
+class UnmanagedHolding:
     """What one node holds of one checkpoint that has no manifest there."""
 
     node_id: str
     checkpoint_id: str
-    metadata: StockFile | None
-    shards: Mapping[str, StockFile] = field(default_factory=dict)
+    metadata: UnmanagedFile | None
+    shards: Mapping[str, UnmanagedFile] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "StockHolding":
+    def from_json(cls, fields: Mapping[str, Any]) -> "UnmanagedHolding":
         """Holding described by `fields`, validated.
 
         Raises:
             ValueError, KeyError, TypeError: it is none; the caller names the peer that said so.
         """
         metadata = fields["metadata"]
-        shards = {str(name): StockFile.from_json(file) for name, file in dict(fields["shards"]).items()}
+        shards = {str(name): UnmanagedFile.from_json(file) for name, file in dict(fields["shards"]).items()}
         checkpoint_id = str(fields["checkpoint_id"])
         if not is_checkpoint_id(checkpoint_id) or any(ShardName.parse(name) is None for name in shards):
             raise ValueError(f"no holding of a checkpoint: {checkpoint_id!r}"[:300])
         return cls(
-            str(fields["node_id"]), checkpoint_id, None if metadata is None else StockFile.from_json(metadata), shards
+            str(fields["node_id"]),
+            checkpoint_id,
+            None if metadata is None else UnmanagedFile.from_json(metadata),
+            shards,
         )
 
 
 @dataclass(frozen=True)
-class StockCheckpoint:
+class UnmanagedCheckpoint:
     """One id as all nodes that were reached hold it."""
 
     checkpoint_id: str
-    holdings: tuple[StockHolding, ...]
+    holdings: tuple[UnmanagedHolding, ...]
 
     @property
     def nodes_with_metadata(self) -> tuple[str, ...]:
@@ -92,7 +95,7 @@ class StockCheckpoint:
         """When `.metadata` was written, by its file's time: the only order that there is among them. 0: there is none."""
         return max((held.metadata.modified_unix_s for held in self.holdings if held.metadata is not None), default=0.0)
 
-    def metadata(self) -> StockFile:
+    def metadata(self) -> UnmanagedFile:
         """The one `.metadata` that some node has.
 
         Raises:
@@ -101,14 +104,14 @@ class StockCheckpoint:
         found = {held.node_id: held.metadata for held in self.holdings if held.metadata is not None}
         return _only(self.checkpoint_id, METADATA_NAME, found)
 
-    def save(self, needed_bytes: Mapping[str, int]) -> "StockSave":
+    def save(self, needed_bytes: Mapping[str, int]) -> "UnmanagedSave":
         """What it is made of, where `.metadata` needs that many bytes of each shard.
 
         Raises:
             CheckpointAmbiguous: nodes have different files for one shard, and each could be the right one.
         """
         metadata, refused = self.metadata(), list[str]()
-        holders: dict[str, dict[str, StockFile]] = {}
+        holders: dict[str, dict[str, UnmanagedFile]] = {}
         for shard, needed in needed_bytes.items():
             held = {h.node_id: h.shards[shard] for h in self.holdings if shard in h.shards}
             holders[shard] = {node: file for node, file in held.items() if file.size_bytes >= needed}
@@ -119,23 +122,23 @@ class StockCheckpoint:
             ]
             if holders[shard]:
                 _only(self.checkpoint_id, shard, holders[shard])
-        return StockSave(self, metadata, dict(needed_bytes), holders, tuple(refused))
+        return UnmanagedSave(self, metadata, dict(needed_bytes), holders, tuple(refused))
 
 
-def _only(checkpoint_id: str, name: str, file_by_node: Mapping[str, StockFile]) -> StockFile:
+def _only(checkpoint_id: str, name: str, file_by_node: Mapping[str, UnmanagedFile]) -> UnmanagedFile:
     if len({file.identity for file in file_by_node.values()}) > 1:
         raise CheckpointAmbiguous(checkpoint_id, name, {node: str(file) for node, file in file_by_node.items()})
     return file_by_node[min(file_by_node)]
 
 
 @dataclass(frozen=True)
-class StockSave:
+class UnmanagedSave:
     """A checkpoint whose files can belong together. `refused` tells in words which ones cannot."""
 
-    checkpoint: StockCheckpoint
-    metadata: StockFile
+    checkpoint: UnmanagedCheckpoint
+    metadata: UnmanagedFile
     needed_bytes: Mapping[str, int]
-    holders: Mapping[str, Mapping[str, StockFile]]
+    holders: Mapping[str, Mapping[str, UnmanagedFile]]
     refused: tuple[str, ...] = ()
 
     @property
@@ -201,7 +204,7 @@ class StockSave:
 
 
 def manifest_of(
-    save: StockSave,
+    save: UnmanagedSave,
     save_id: str,
     shards: Mapping[str, ShardEntry],
     copies: int,
@@ -234,12 +237,14 @@ def rank_of(shard: str) -> int:
     return name.rank if name else 0
 
 
-def stock_checkpoints(holdings: Iterable[StockHolding], without: Iterable[str] = ()) -> tuple[StockCheckpoint, ...]:
+def unmanaged_checkpoints(
+    holdings: Iterable[UnmanagedHolding], without: Iterable[str] = ()
+) -> tuple[UnmanagedCheckpoint, ...]:
     """The checkpoints among `holdings`, newest first. Ids `without` have a manifest somewhere: they are none of these."""
-    grouped: dict[str, list[StockHolding]] = {}
+    grouped: dict[str, list[UnmanagedHolding]] = {}
     excluded = set(without)
     for holding in holdings:
         if holding.checkpoint_id not in excluded:
             grouped.setdefault(holding.checkpoint_id, []).append(holding)
-    found: Sequence[StockCheckpoint] = [StockCheckpoint(name, tuple(held)) for name, held in grouped.items()]
+    found: Sequence[UnmanagedCheckpoint] = [UnmanagedCheckpoint(name, tuple(held)) for name, held in grouped.items()]
     return tuple(sorted(found, key=lambda each: (each.modified_unix_s, each.checkpoint_id), reverse=True))

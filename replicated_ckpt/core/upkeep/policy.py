@@ -7,7 +7,7 @@ from posixpath import dirname
 from typing import Any
 
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, is_checkpoint_id, is_lineage, is_save_id
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_id, is_lineage, is_save_id
 
 NODES = ""
 """The tier of the nodes; the object tier goes by its URL."""
@@ -56,7 +56,7 @@ class Policy:
         policy = cls(str(fields["scope"]), str(fields["tier"]), index(fields["revision"]), retention, lineage)
         if (
             not (policy.scope == "" or is_checkpoint_id(policy.scope))
-            or not 0 <= policy.revision <= HEARD_SEQUENCE_MAX
+            or not 0 <= policy.revision <= SEQUENCE_FLOOR_MAX
             or len(policy.tier) > _URL_CHARS_MAX
             or not is_lineage(lineage)
         ):
@@ -69,7 +69,7 @@ def scope_of(checkpoint_id: str) -> str:
     return dirname(checkpoint_id)
 
 
-def merged(own: Policy, heard: Policy) -> Policy:
+def merge_policies(own: Policy, heard: Policy) -> Policy:
     """The later of two policies of one scope and tier. Where one save brought different ones, everything is kept.
 
     Whatever the order in which nodes hear of each other's, all end with the same.
@@ -83,7 +83,7 @@ def agree(policies: Iterable[Policy]) -> tuple[Policy, ...]:
     """What all nodes that said these want kept together: of each scope and tier the later policy, in whatever order."""
     by_key: dict[tuple[str, str, str], Policy] = {}
     for policy in policies:
-        by_key[policy.key] = merged(by_key.get(policy.key, policy), policy)
+        by_key[policy.key] = merge_policies(by_key.get(policy.key, policy), policy)
     return tuple(by_key.values())
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
 
-from replicated_ckpt.core.integrity.checksum import footed_bytes
+from replicated_ckpt.core.integrity.checksum import size_with_footer
 from replicated_ckpt.core.inventory import Holding, SaveFound
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file, is_checkpoint_id
 from replicated_ckpt.core.manifest import Manifest
@@ -38,7 +38,7 @@ class Remains:
         Which bytes they are, the checksums of the save tell.
         """
         return not self.is_ours and any(
-            footed_bytes(self.sizes[name]) == entry.size_bytes
+            size_with_footer(self.sizes[name]) == entry.size_bytes
             for name, entry in manifest.shards.items()
             if name in self.sizes
         )

@@ -11,7 +11,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.remains import Remains, recognize
-from replicated_ckpt.core.upkeep.repair_plan import Adopt, CopyShard, RepairPlan, SetAside, ShortShard
+from replicated_ckpt.core.upkeep.repair_plan import CopyShard, RepairPlan, RestoreManifest, SetAside, ShortShard
 
 
 class Presence(Enum):
@@ -45,7 +45,7 @@ class NodeView:
         return tuple(found.checkpoint_id for found in self.remains if found.is_ours)
 
 
-def planned(
+def plan_repair(
     manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView], own_node: str | None = None
 ) -> RepairPlan:
     """What brings every checkpoint back to its number of intact copies on the nodes that are there.
@@ -149,8 +149,8 @@ class _Planning:
         self._there = there - self._unsure
         self._domains = {node.node_id: node.domain for node in nodes if node.domain is not None}
         self._bytes_by_node = dict.fromkeys(self._up, 0)
-        self._published = _published(nodes)
-        self.adopt: list[Adopt] = []
+        self._published = _index_published(nodes)
+        self.adopt: list[RestoreManifest] = []
         self.copy: list[CopyShard] = []
         self.set_aside: list[SetAside] = []
         self.short: list[ShortShard] = []
@@ -198,7 +198,7 @@ class _Planning:
             lacks_metadata = node_id not in save.with_metadata and bool(save.with_metadata)
             if node_id not in save.with_manifest or lacks_metadata:
                 sources = tuple(source for source in save.sources if source != node_id)
-                self.adopt.append(Adopt(node_id, found.checkpoint_id, found.save_id, sources))
+                self.adopt.append(RestoreManifest(node_id, found.checkpoint_id, found.save_id, sources))
             for shard in save.strays(node_id):
                 self.set_aside.append(SetAside(node_id, found.checkpoint_id, found.save_id, shard))
         if not save.with_metadata:
@@ -258,7 +258,7 @@ class _Planning:
         return chosen
 
 
-def _published(nodes: Sequence[NodeView]) -> Mapping[str, Mapping[str, Version]]:
+def _index_published(nodes: Sequence[NodeView]) -> Mapping[str, Mapping[str, Version]]:
     """By checkpoint, the save that has its name on each node that answers and has a manifest of it."""
     published: dict[str, dict[str, Version]] = {}
     for node in nodes:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
-class Adopt:
+class RestoreManifest:
     """A node gets manifest and metadata of a save: one that it does not hold, or of which it has lost either.
 
     `sources` answer, and have an intact manifest or intact metadata; those with both come first.
@@ -61,7 +61,7 @@ class SetAside:
         return f"node {self.node_id}: set aside {self.checkpoint_id}/{self.shard}, which its manifest does not name"
 
 
-Action: TypeAlias = Adopt | CopyShard | SetAside
+Action: TypeAlias = RestoreManifest | CopyShard | SetAside
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ShortShard:
 class RepairPlan:
     """What is to be done, in this order, and what cannot be."""
 
-    adopt: tuple[Adopt, ...] = ()
+    adopt: tuple[RestoreManifest, ...] = ()
     copy: tuple[CopyShard, ...] = ()
     set_aside: tuple[SetAside, ...] = ()
     short: tuple[ShortShard, ...] = ()
@@ -143,7 +143,7 @@ class RepairPlan:
             KeyError, TypeError, ValueError: it is no plan; the caller names the peer that sent it.
         """
         return cls(
-            tuple(Adopt(**_texts(entry), sources=_nodes(entry)) for entry in fields["adopt"]),
+            tuple(RestoreManifest(**_texts(entry), sources=_nodes(entry)) for entry in fields["adopt"]),
             tuple(
                 CopyShard(
                     **_texts(entry, "shard"),

@@ -43,7 +43,7 @@ class Verdict:
         return f"{self.checkpoint_id} (save {self.save_id}) {'stays' if self.is_kept else 'goes'}: {self.rule}"
 
 
-def judged(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdict, ...]:
+def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdict, ...]:
     """What becomes of each save of one run in one tier, newest first.
 
     The newest `keep_last` whole checkpoints stay, and everything of a sequence that is not smaller than theirs; so do,
@@ -59,10 +59,10 @@ def judged(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdi
     oldest = last[-1] if len(last) == retention.keep_last else None
     protected = max((candidate.sequence for candidate in candidates if candidate.is_protected), default=None)
     ordered = sorted(candidates, key=lambda candidate: (-candidate.sequence, candidate.save_id))
-    return tuple(_judged(candidate, retention, oldest, protected) for candidate in ordered)
+    return tuple(_judge_one(candidate, retention, oldest, protected) for candidate in ordered)
 
 
-def _judged(candidate: Candidate, retention: Retention, oldest: int | None, protected: int | None) -> Verdict:
+def _judge_one(candidate: Candidate, retention: Retention, oldest: int | None, protected: int | None) -> Verdict:
     sequence, every = candidate.sequence, retention.keep_every
     is_kept = True
     if oldest is None:
@@ -129,7 +129,7 @@ NO_MANIFEST = "a node has to restore its manifest first"
 _HOLDING_BACK = (NOT_UPLOADED, NO_MANIFEST)
 
 
-def planned_retention(
+def plan_retention(
     manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView], policies: Iterable[Policy]
 ) -> RetentionPlan:
     """What the nodes remove under the policies of the runs; the same views and policies give the same plan.
@@ -143,7 +143,7 @@ def planned_retention(
     for policy in sorted(policies, key=lambda policy: policy.key):
         if policy.tier == NODES and policy.retention is not None:
             mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
-            verdicts += judged(list(_candidates(mine, up, holdings)), policy.retention)
+            verdicts += judge(list(_candidates(mine, up, holdings)), policy.retention)
     removals = tuple(
         Removal(node_id, verdict.checkpoint_id, verdict.save_id, verdict.rule)
         for verdict in verdicts

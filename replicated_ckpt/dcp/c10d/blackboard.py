@@ -60,7 +60,7 @@ class Blackboard:
 
     def repost(self, topic: str, fields: Mapping[str, Any], nonce: str) -> None:
         """Replaces this rank's post, if it has not been answered."""
-        key, raw = f"{topic}/{self._rank}", _encoded({**fields, "nonce": nonce})
+        key, raw = f"{topic}/{self._rank}", _encode({**fields, "nonce": nonce})
         self._write(key, self._seal.mark(key, raw) + raw)
 
     def withdraw(self, topic: str) -> None:
@@ -98,7 +98,7 @@ class Blackboard:
             absent = [rank for rank in missing if rank not in found]
             if is_look:
                 lost = self._find_lost()
-                problem = _ended(lost) if lost else problem
+                problem = _describe_ended(lost) if lost else problem
                 absent = [rank for rank in absent if rank not in lost]
                 if problem is not None or any("error" in post for post in found.values()):
                     wait.end_within(LINGER_S)
@@ -123,7 +123,7 @@ class Blackboard:
         mark, raw = split(sealed)
         try:
             self._seal.check(key, raw, mark)
-            fields = _decoded(key, raw)
+            fields = _decode(key, raw)
             if not isinstance(fields.get("nonce"), str):
                 raise PeerProtocolError(f"{key!r} on the c10d store is no post.")
         except ReplicatedCkptError as exc:
@@ -143,7 +143,7 @@ class Blackboard:
         again and again is small, and the decision, which may be large, is read once. Its mark is that of both. A rank
         without a post finds that it was not waited for, and by its `stale` nonce that its next post is meant.
         """
-        raw = _encoded(fields)
+        raw = _encode(fields)
         self._write(f"{topic}/decision", raw)
         before = stale or [None] * self._size
         notes = {
@@ -182,7 +182,7 @@ class Blackboard:
             if found is not None:
                 return found
             if COORDINATOR in lost or (lost and wait.is_long):
-                raise _ended(lost)
+                raise _describe_ended(lost)
             if is_over:
                 raise MeetingFailed(f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.")
             wait.pause()
@@ -195,14 +195,14 @@ class Blackboard:
             if not note.startswith(nonce.encode()):
                 return None
             raw = self._store.get(f"{topic}/decision")
-        signed = _signed(nonce, raw)
+        signed = _sign(nonce, raw)
         self._seal.check(key, signed, note[len(signed) :])
         if not note.startswith(signed):
             raise MeetingFailed(f"This rank was too late to read what was decided about this {topic}.")
-        return _decoded(f"{topic}/decision", raw)
+        return _decode(f"{topic}/decision", raw)
 
     def _note(self, key: str, nonce: str, decision: bytes) -> str:
-        signed = _signed(nonce, decision)
+        signed = _sign(nonce, decision)
         return (signed + self._seal.mark(key, signed)).decode()
 
     def _write(self, key: str, raw: bytes) -> None:
@@ -217,7 +217,7 @@ class Blackboard:
         return [self._store.get(key) for key in keys]
 
 
-def _ended(ranks: Sequence[int]) -> RankFailed:
+def _describe_ended(ranks: Sequence[int]) -> RankFailed:
     return RankFailed(f"The process of {', '.join(f'rank {rank}' for rank in ranks)} has ended.", ENDED_HINT)
 
 
@@ -232,11 +232,11 @@ def all_present(posts: Sequence[Mapping[str, Any] | None], problem: ReplicatedCk
     return here
 
 
-def _signed(nonce: str, decision: bytes) -> bytes:
+def _sign(nonce: str, decision: bytes) -> bytes:
     return (nonce + hashlib.sha256(decision).hexdigest()).encode()
 
 
-def _encoded(fields: Mapping[Any, Any]) -> bytes:
+def _encode(fields: Mapping[Any, Any]) -> bytes:
     """What every rank reads is packed where it is large: the coordinator's link carries it once for each of them."""
     raw = json.dumps(fields).encode()
     return raw if len(raw) < _PACKED_FROM_BYTES else zlib.compress(raw, 1)
@@ -250,7 +250,7 @@ def _claimed_nonce(raw: bytes) -> str:
         return ""
 
 
-def _decoded(key: str, raw: bytes) -> dict[str, Any]:
+def _decode(key: str, raw: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(raw if raw[:1] == b"{" else zlib.decompress(raw))
     except (ValueError, RecursionError, zlib.error) as exc:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from replicated_ckpt.errors import RankFailed
-from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.files.durable import translate_errors
 
 _OWN_HOOKS = (
     "set_up_storage_writer",
@@ -38,7 +38,9 @@ def _tellable(hook: Callable[..., Any], *, is_own: bool) -> Callable[..., Any]:
     @functools.wraps(hook)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with translated(str(self.config.root), hook.__name__, self.checkpoint_id) if is_own else nullcontext():
+            with (
+                translate_errors(str(self.config.root), hook.__name__, self.checkpoint_id) if is_own else nullcontext()
+            ):
                 return hook(self, *args, **kwargs)
         except BaseException as exc:
             if not _can_be_sent(exc):

@@ -79,7 +79,7 @@ def export_checkpoint(
         name = os.fspath(to).rstrip("/").rpartition("/")[2]
         sink = _sink(format, name, contents, size_of(shard_size_limit), trust_pickles=trust_pickles)
         output = _place(to, sink, contents, to_options, overwrite=overwrite)
-        _written(sink, source, contents, output, Reporter(contents.size_bytes, progress))
+        _write(sink, source, contents, output, Reporter(contents.size_bytes, progress))
     finally:
         source.close()
     skipped = tuple(key for key in chosen.order if key not in set(contents.order))
@@ -108,7 +108,7 @@ def _place(
     return LocalOutput(path, is_directory=sink.is_directory, size_bytes=size_bytes, may_replace=may_replace)
 
 
-def _written(sink: Sink, source: Source, contents: Contents, output: Output, reporter: Reporter) -> None:
+def _write(sink: Sink, source: Source, contents: Contents, output: Output, reporter: Reporter) -> None:
     with output:
         sink.write(source, contents, output, reporter.more)
         reporter.verifying()

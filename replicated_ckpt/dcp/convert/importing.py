@@ -54,7 +54,7 @@ def import_checkpoint(
         UploadFailed: as in a save.
     """
     started_at = time.monotonic()
-    source = opened_source(Path(path), format, trust_pickles=trust_pickles)
+    source = open_source(Path(path), format, trust_pickles=trust_pickles)
     try:
         contents = source.contents.chosen(keys or KeyRules())
         source.check(contents)
@@ -72,7 +72,7 @@ def import_checkpoint(
     return Converted.of(contents, checkpoint_id, str(root), time.monotonic() - started_at, ())
 
 
-def opened_source(path: Path, format_: Format, *, trust_pickles: bool) -> Source:
+def open_source(path: Path, format_: Format, *, trust_pickles: bool) -> Source:
     """What lies at `path`.
 
     Raises:

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.find.rendezvous import AgreedError, met
+from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
 from replicated_ckpt.errors import CheckpointNotFound, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
 
 
-def looked_up(
+def look_up(
     store: LocalStore,
     world: World,
     checkpoint_id: str,
@@ -27,7 +27,7 @@ def looked_up(
         and there are checkpoints, none of them whole. ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
     """
     try:
-        return met(store, world, checkpoint_id, opened_bucket, lineage=lineage).found.checkpoint_id
+        return meet(store, world, checkpoint_id, opened_bucket, lineage=lineage).found.checkpoint_id
     except AgreedError as exc:
         _check_is_not_there(exc.error, checkpoint_id)
     except CheckpointNotFound as exc:

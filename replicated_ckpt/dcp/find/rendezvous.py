@@ -13,7 +13,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, LATEST, checkpoint_id_under
+from replicated_ckpt.core.layout import LATEST, SEQUENCE_FLOOR_MAX, checkpoint_id_under
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import LINGER_S
@@ -23,7 +23,7 @@ from replicated_ckpt.dcp.node.node import NodePost, SeenStore, reading_post
 from replicated_ckpt.dcp.node.seen_lineage import remember
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -51,7 +51,7 @@ class AgreedError(Exception):
         self.error = error
 
 
-def met(
+def meet(
     store: LocalStore,
     world: World,
     given_id: str | os.PathLike[str] | None,
@@ -65,15 +65,15 @@ def met(
         AgreedError: with the error that this rank raises, as every rank does. Others: this rank's alone.
     """
     if world.blackboard is None:
-        return _remembered(store, _alone(store, world, given_id, opened_bucket(), lineage))
+        return _remember(store, _alone(store, world, given_id, opened_bucket(), lineage))
 
     def survey(posts: Sequence[Mapping[str, Any]]) -> Survey:
-        with translated(str(store.root), "look for", "checkpoints"):
-            return _surveyed(store, world, posts, opened_bucket(), lineage)
+        with translate_errors(str(store.root), "look for", "checkpoints"):
+            return _survey(store, world, posts, opened_bucket(), lineage)
 
-    post, failure = _presented(store, world, given_id)
+    post, failure = _present(store, world, given_id)
     decision = _decision(world, world.blackboard, post, failure, survey)
-    return _remembered(store, Survey.from_json(decision["survey"]))
+    return _remember(store, Survey.from_json(decision["survey"]))
 
 
 def _decision(
@@ -116,13 +116,13 @@ def _decision(
     return decision
 
 
-def _presented(
+def _present(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], BaseException | None]:
     """What this rank posts, its error if it cannot take part; and the error, if it is none of ours."""
     try:
-        with translated(str(store.root), "present", "node"):
-            checkpoint_id = _resolved(store, given_id)
+        with translate_errors(str(store.root), "present", "node"):
+            checkpoint_id = _resolve_id(store, given_id)
             node = None if is_nowhere(store) else reading_post(store)
             post: dict[str, Any] = {"checkpoint_id": checkpoint_id, "node": node.to_json() if node else None}
             if node is not None and node.silence:
@@ -141,7 +141,7 @@ def _failure_post(world: World, failure: BaseException) -> dict[str, Any]:
     return {"error": pack_error(RankFailed(f"Rank {world.rank} failed before the load was agreed upon: {what}"))}
 
 
-def _remembered(store: LocalStore, survey: Survey) -> Survey:
+def _remember(store: LocalStore, survey: Survey) -> Survey:
     """What this process saves next is of the lineage that it loads now, and newer."""
     found = survey.found
     if survey.lineages and survey.lineages[0].lineage == found.version.lineage:
@@ -155,13 +155,13 @@ def _alone(
 ) -> Survey:
     peers = PeerBook(store.root_agent_directory()).known()
     look = Surveyor(store, store.known_node_id(), peers, bucket, lineage=lineage)
-    survey = look.surveyed(_resolved(store, given_id))
+    survey = look.surveyed(_resolve_id(store, given_id))
     own = read_endpoint(store.root_agent_directory())
     _tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey, world)
     return survey
 
 
-def _resolved(store: LocalStore, given_id: str | os.PathLike[str] | None) -> str:
+def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None) -> str:
     if not isinstance(given_id, str | os.PathLike):
         what = "no checkpoint_id" if given_id is None else f"{given_id!r} as its checkpoint_id"
         raise ConfigInvalid(f"The load was given {what}.", 'Pass checkpoint_id="step-10" or "latest", say.')
@@ -190,7 +190,7 @@ def _coordinate(
     return failure
 
 
-def _surveyed(
+def _survey(
     store: LocalStore,
     world: World,
     posts: Sequence[Mapping[str, Any]],
@@ -207,7 +207,7 @@ def _surveyed(
     own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.known_node_id()
     known = [node.address for node in nodes.values() if node.address.port]
     openers = [node.opener() for node in nodes.values() if not node.silence]
-    _introduced(known, openers, world.session)
+    _introduce(known, openers, world.session)
     absent = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in nodes]
     survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen).surveyed(ids[0])
     _tell_load({address.node_id: address for address in (*survey.addresses, *addresses)}.values(), survey, world)
@@ -236,17 +236,17 @@ def _tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) 
     if not survey.lineages:
         return
     reader = f"{world.session}/{threading.get_ident()}"  # one load at a time
-    lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, HEARD_SEQUENCE_MAX)
+    lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
     document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}
 
     def tell(address: AgentAddress) -> None:
         with AgentClient(address) as client:
-            client.call("POST", "/v1/hear", document)
+            client.call("POST", "/v1/sequence", document)
 
     FanOut[AgentAddress, None]().run(addresses, tell)
 
 
-def _introduced(known: Sequence[AgentAddress], openers: Sequence[AgentAddress], session: str) -> None:
+def _introduce(known: Sequence[AgentAddress], openers: Sequence[AgentAddress], session: str) -> None:
     """Tells every agent that answers who takes part, upon which each settles what earlier saves left behind."""
     body = json.dumps({"peers": [address.to_json() for address in known], "session": session}).encode()
 

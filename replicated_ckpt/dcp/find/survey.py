@@ -8,16 +8,16 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from replicated_ckpt.agent.peers.watch import Held, held_in
-from replicated_ckpt.agent.unmanaged.look import StockLook
+from replicated_ckpt.agent.peers.watch import Held, parse_held
+from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, saves_found
 from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
-from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
-from replicated_ckpt.dcp.find.unmanaged_survey import stock_save, stock_warning
+from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
 from replicated_ckpt.dcp.node.node import SeenStore
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
@@ -34,7 +34,7 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 3.0
+SURVEY_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Survey:
     """The save to load and where it lies. Every rank of a load acts on the same one.
 
     `addresses` are the peers that answered; `searched` tells in words every place that was looked at. `in_bucket` is None
-    if the save does not lie there. `stock_warning` is not empty if stock torch wrote it on the nodes' disks: then the
+    if the save does not lie there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: then the
     manifest was made up by the look, and has no checksums of shards. `lineages` are those in the directory of the
     checkpoint's id, the chosen one first; `sequence_max` is the largest sequence of that.
     """
@@ -52,13 +52,13 @@ class Survey:
     addresses: tuple[AgentAddress, ...]
     searched: tuple[str, ...]
     in_bucket: InBucket | None = None
-    stock_warning: str = ""
+    unmanaged_warning: str = ""
     lineages: tuple[LineageFound, ...] = ()
     sequence_max: int = 0
 
     @cached_property
     def manifest(self) -> Manifest:
-        return decoded_manifest(self.manifest_raw.encode(), "the survey")
+        return decode_manifest(self.manifest_raw.encode(), "the survey")
 
     @cached_property
     def found(self) -> SaveFound:
@@ -81,7 +81,7 @@ class Survey:
             tuple(AgentAddress.from_json(address) for address in fields["addresses"]),
             tuple(fields["searched"]),
             None if fields["in_bucket"] is None else InBucket(**fields["in_bucket"]),
-            fields["stock_warning"],
+            fields["unmanaged_warning"],
             tuple(LineageFound(**{**found, "nodes": tuple(found["nodes"])}) for found in fields["lineages"]),
             fields["sequence_max"],
         )
@@ -134,16 +134,16 @@ class Surveyor:
         try:
             return self._surveyed(checkpoint_id)
         except (CheckpointNotFound, ShardLost) as exc:
-            return self._stock(checkpoint_id, exc)
+            return self._survey_unmanaged(checkpoint_id, exc)
 
-    def _stock(self, checkpoint_id: str, because: ReplicatedCkptError) -> Survey:
-        look = StockLook(self._store, self._own_node, self._by_node.values())
-        save = stock_save(look, checkpoint_id, self._ids, self._places(), because)
+    def _survey_unmanaged(self, checkpoint_id: str, because: ReplicatedCkptError) -> Survey:
+        look = UnmanagedLook(self._store, self._own_node, self._by_node.values())
+        save = unmanaged_save(look, checkpoint_id, self._ids, self._places(), because)
         for node, error in look.unreached.items():
             self._searched[node] = f"{self._by_node.pop(node).label}: not reached ({error.message})"
         self._problems += save.refused
         survey = self._survey(save.holdings, save.manifest.encoded().decode())
-        return replace(survey, stock_warning=stock_warning(save))
+        return replace(survey, unmanaged_warning=unmanaged_warning(save))
 
     def _surveyed(self, checkpoint_id: str) -> Survey:
         wanted = None if checkpoint_id == LATEST else checkpoint_id
@@ -171,7 +171,7 @@ class Surveyor:
             if raw is None:
                 self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
                 continue
-            manifest = _parsed(raw)
+            manifest = _parse_manifest(raw)
             save = with_remains(save, manifest, self._remains)  # noqa: PLW2901
             sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
             if not save.lacking(sizes) and any(holding.has_metadata for holding in save.holdings):
@@ -182,7 +182,7 @@ class Surveyor:
             raise self._unreadable() if self._damaged else self._not_found(checkpoint_id)
         save, raw, manifest = min(lost, key=lambda found: not found[0].has_any(found[2].shards))
         if checkpoint_id == LATEST and not save.has_any(manifest.shards):
-            raise lost_shards(manifest, save, self._places())
+            raise shard_lost_error(manifest, save, self._places())
         return self._survey(save.holdings, raw, save.save_id)
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
@@ -193,9 +193,9 @@ class Surveyor:
         path = "/v1/holdings" + (f"?checkpoint_id={checkpoint_id}" if checkpoint_id else "")
 
         def asked(node: str) -> Held:
-            with AgentClient(self._by_node[node], ASK_TIMEOUT_S) as client:
+            with AgentClient(self._by_node[node], SURVEY_TIMEOUT_S) as client:
                 answer = client.call("GET", path)
-            return held_in(answer, self._by_node[node])
+            return parse_held(answer, self._by_node[node])
 
         outcome = FanOut[str, Held]().run(self._by_node, asked)
         holdings += [holding for store in self._seen.values() for holding in store.holdings]
@@ -242,7 +242,7 @@ class Surveyor:
                 else:
                     with AgentClient(self._by_node[holding.node_id]) as client:
                         raw = client.fetch("GET", file_path(holding.checkpoint_id, holding.save_id, MANIFEST_NAME))
-                if decoded_manifest(raw, f"node {holding.node_id}").save_id == save.save_id:
+                if decode_manifest(raw, f"node {holding.node_id}").save_id == save.save_id:
                     return raw.decode()
             except (ReplicatedCkptError, OSError) as exc:
                 log.warning("manifest of %s on node %s: %s", holding.checkpoint_id, holding.node_id, exc)
@@ -285,14 +285,14 @@ class Surveyor:
         return CheckpointNotFound(f"{what} was found. Searched: {where}.", unreached=self._unreached)
 
 
-def _parsed(raw: str) -> Manifest:
+def _parse_manifest(raw: str) -> Manifest:
     try:
-        return decoded_manifest(raw.encode(), "a holder")
+        return decode_manifest(raw.encode(), "a holder")
     except ManifestInvalid as exc:
         raise AssertionError("a manifest that was validated before does not parse") from exc
 
 
-def lost_shards(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
+def shard_lost_error(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
     """The error that names every shard of a save that no store holds whole."""
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
     owners = {name: manifest.owner_of(name) for name in save.lacking(sizes)}

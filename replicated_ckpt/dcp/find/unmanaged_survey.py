@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Collection, Sequence
 
-from replicated_ckpt.agent.unmanaged.look import StockLook
+from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.core.unmanaged.survey import StockCheckpoint, StockSave
+from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint, UnmanagedSave
 from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, ReplicatedCkptError, ShardLost
 
 log = logging.getLogger(__name__)
@@ -15,9 +15,13 @@ _HINT = (
 )
 
 
-def stock_save(
-    look: StockLook, checkpoint_id: str, ours: Collection[str], searched: Sequence[str], because: ReplicatedCkptError
-) -> StockSave:
+def unmanaged_save(
+    look: UnmanagedLook,
+    checkpoint_id: str,
+    ours: Collection[str],
+    searched: Sequence[str],
+    because: ReplicatedCkptError,
+) -> UnmanagedSave:
     """The stock checkpoint that `checkpoint_id` (or "latest") means, where nothing of ours is it, `because`.
 
     An explicit id gives what there is of it, as a load may need only what is left. "latest" gives the newest one, by the
@@ -43,7 +47,7 @@ def stock_save(
     raise lost or because
 
 
-def _without_metadata(checkpoint: StockCheckpoint, searched: Sequence[str]) -> str:
+def _without_metadata(checkpoint: UnmanagedCheckpoint, searched: Sequence[str]) -> str:
     nodes = ", ".join(holding.node_id for holding in checkpoint.holdings)
     return (
         f"Shards of {checkpoint.checkpoint_id!r} lie on node(s) {nodes} without a manifest, and no node that was reached "
@@ -51,7 +55,7 @@ def _without_metadata(checkpoint: StockCheckpoint, searched: Sequence[str]) -> s
     )
 
 
-def stock_warning(save: StockSave) -> str:
+def unmanaged_warning(save: UnmanagedSave) -> str:
     """What a load of such a checkpoint warns about."""
     later = ", ".join(save.written_later)
     return (

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from replicated_ckpt.dcp.objects.weights_only import save_again
-from replicated_ckpt.dcp.runtime.torch_private import narrowed
+from replicated_ckpt.dcp.runtime.torch_private import narrow
 from replicated_ckpt.dcp.tensors.container import TensorReader
 from replicated_ckpt.errors import ObjectCorrupt
 
@@ -36,7 +36,7 @@ class ItemReader:
             planner.load_bytes(item, given)
             return
         try:
-            tensor = narrowed(self._tensors.read(raw), item.storage_offsets, item.lengths)
+            tensor = narrow(self._tensors.read(raw), item.storage_offsets, item.lengths)
         except (ValueError, RuntimeError) as exc:
             raise ObjectCorrupt(source, "load", name, f"its bytes are intact but no tensor: {exc}") from exc
         target = target_of(item, planner, tuple(tensor.size()), source)

@@ -11,11 +11,11 @@ from replicated_ckpt.agent.repair.mender import tell_suspect
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path, stock_path
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path, unmanaged_path
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +41,13 @@ class UnreadMetadata(Metadata):
         raise object.__getattribute__(self, "_error")
 
 
-def verified_metadata(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> Metadata:
+def read_verified_metadata(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> Metadata:
     """The checkpoint's metadata from the first copy that is intact, safely read.
 
     Raises:
         ShardLost: no copy is. MetadataUnsafe: an intact one is not what DCP metadata consists of.
     """
-    return decoded_metadata(*_intact(store, survey, bucket, reader_key))
+    return decode_metadata(*_intact(store, survey, bucket, reader_key))
 
 
 def _intact(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> tuple[bytes, str]:
@@ -64,7 +64,7 @@ def _intact(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key
         found = f"{len(copy.raw)} bytes of CRC32C {crc32c(copy.raw):08x}, expected {copy.expected_crc:08x}"
         problems.append(f"{copy.source}: its {METADATA_NAME} is damaged: {found}")
         log.warning("%s", problems[-1])
-        if copy.address is not None and not survey.stock_warning:
+        if copy.address is not None and not survey.unmanaged_warning:
             tell_suspect(copy.address, survey.found.checkpoint_id, survey.found.save_id, METADATA_NAME, problems[-1])
     lost = {METADATA_NAME: "every node of the save"}
     raise ShardLost(survey.found.checkpoint_id, lost, [*survey.searched, *problems])
@@ -108,6 +108,6 @@ def _copies(
 
 
 def _path(survey: Survey, name: str, size_bytes: int) -> str:
-    if survey.stock_warning:
-        return stock_path(survey.found.checkpoint_id, name, size_bytes)
+    if survey.unmanaged_warning:
+        return unmanaged_path(survey.found.checkpoint_id, name, size_bytes)
     return file_path(survey.found.checkpoint_id, survey.found.save_id, name)

@@ -16,9 +16,9 @@ from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
 from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
-from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, joined
+from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
-from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors, needed
+from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors, plan_ranges
 from replicated_ckpt.errors import ManifestInvalid, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
@@ -152,7 +152,7 @@ class RankLoad:
         if spool is None or not isinstance(shared, NodeSharing):
             return None
         directory = self._store.root_agent_directory()
-        exchange = joined(shared, self._world.rank, spool, directory, self._world.size, windows)
+        exchange = join_exchange(shared, self._world.rank, spool, directory, self._world.size, windows)
         if exchange is None:
             spool.close()
         return exchange
@@ -162,7 +162,7 @@ class RankLoad:
         for item in items:
             info = self._info(item)
             stored = self._stored.of(item, info)
-            one = Wanted(item, info, stored, needed(item, info, stored))
+            one = Wanted(item, info, stored, plan_ranges(item, info, stored))
             wanted.setdefault(self._shard(item), []).append(one)
         return wanted
 

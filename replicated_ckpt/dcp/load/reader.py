@@ -21,19 +21,19 @@ from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
 from replicated_ckpt.dcp.find.lineage_choice import describe_lineage
-from replicated_ckpt.dcp.find.lookup import looked_up
-from replicated_ckpt.dcp.find.rendezvous import AgreedError, met
+from replicated_ckpt.dcp.find.lookup import look_up
+from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.item_reader import ItemReader
-from replicated_ckpt.dcp.load.metadata_copies import UnreadMetadata, verified_metadata
+from replicated_ckpt.dcp.load.metadata_copies import UnreadMetadata, read_verified_metadata
 from replicated_ckpt.dcp.load.rank_load import RankLoad, places_of
 from replicated_ckpt.dcp.load.report import LoadReport
-from replicated_ckpt.dcp.load.sharing import planned
+from replicated_ckpt.dcp.load.sharing import plan_sharing
 from replicated_ckpt.dcp.runtime.torch_private import calling
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptWarning
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
@@ -126,7 +126,7 @@ class ReplicatedReader(StorageReader):
     def _looked_up(self, checkpoint_id: str) -> str | None:
         try:
             world = world_of_call(self._process_group, self._no_dist)
-            return looked_up(self._store, world, checkpoint_id, self._opened_bucket, self.config.lineage)
+            return look_up(self._store, world, checkpoint_id, self._opened_bucket, self.config.lineage)
         finally:
             self._close_bucket()
 
@@ -150,7 +150,7 @@ class ReplicatedReader(StorageReader):
         self._world = world_of_call(self._process_group, self._no_dist)
         try:
             where, lineage = self._opened_bucket, self.config.lineage
-            self._survey = met(self._store, self._world, self._given_id, where, lineage=lineage)
+            self._survey = meet(self._store, self._world, self._given_id, where, lineage=lineage)
         except AgreedError as exc:
             self._failure = exc.error
             raise exc.error from None
@@ -184,10 +184,10 @@ class ReplicatedReader(StorageReader):
     def _read_metadata(self) -> Metadata:
         if self._failure is not None:
             raise self._failure
-        metadata = verified_metadata(self._store, self._surveyed, self._opened_bucket(), self._reader_key)
-        self._places = places_of(metadata) if self._surveyed.stock_warning else None
-        if self._surveyed.stock_warning and self._world.is_coordinator:
-            warnings.warn(self._surveyed.stock_warning, ReplicatedCkptWarning, stacklevel=3)
+        metadata = read_verified_metadata(self._store, self._surveyed, self._opened_bucket(), self._reader_key)
+        self._places = places_of(metadata) if self._surveyed.unmanaged_warning else None
+        if self._surveyed.unmanaged_warning and self._world.is_coordinator:
+            warnings.warn(self._surveyed.unmanaged_warning, ReplicatedCkptWarning, stacklevel=3)
         if len(self._surveyed.lineages) > 1:
             warnings.warn(_lineages_warning(self._surveyed), ReplicatedCkptWarning, stacklevel=3)
         return metadata
@@ -213,7 +213,7 @@ class ReplicatedReader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Tells the ranks of each node which of them fetches what several need from elsewhere: each block once."""
-        return planned(plans, sorted(self._surveyed.manifest.shards))
+        return plan_sharing(plans, sorted(self._surveyed.manifest.shards))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads every item of the plan, verified, into the planner's tensors.
@@ -258,7 +258,7 @@ class ReplicatedReader(StorageReader):
         """The bucket, from the first use in a load to its end: a client must not be forked with its user."""
         if self._bucket is None and self._target is not None:
             look_s = READ_WITHIN_S if self.config.root is None else LOOK_WITHIN_S
-            self._bucket = Bucket(RetryingClient(opened_client(self._target), look_within_s=look_s))
+            self._bucket = Bucket(RetryingClient(open_client(self._target), look_within_s=look_s))
         return self._bucket
 
     def _close_bucket(self) -> None:

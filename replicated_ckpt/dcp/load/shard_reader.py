@@ -22,8 +22,8 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
-from replicated_ckpt.stores.unmanaged.directory import StockShelf
-from replicated_ckpt.stores.unmanaged.shard import StockFileShard, StockPeerShard
+from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
+from replicated_ckpt.stores.unmanaged.shard import UnmanagedFileShard, UnmanagedPeerShard
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class ShardReader:
 
     def _shard_at(self, shard: str, node: str, expected: Expected) -> VerifiedShard:
         survey, save = self._survey, self._survey.found
-        if survey.stock_warning:
+        if survey.unmanaged_warning:
             return self._stock_shard_at(shard, node, expected)
         if node == self._own_node:
             fd = self._store.open_file(save.checkpoint_id, save.save_id, shard)
@@ -187,11 +187,11 @@ class ShardReader:
     def _stock_shard_at(self, shard: str, node: str, expected: Expected) -> VerifiedShard:
         checkpoint_id, items = self._survey.found.checkpoint_id, self._places.get(shard, ())
         if node == self._own_node:
-            return StockFileShard(StockShelf(self._store.root), checkpoint_id, shard, expected, items)
-        return StockPeerShard(AgentClient(self._address_by_node[node]), checkpoint_id, shard, expected, items)
+            return UnmanagedFileShard(UnmanagedDirectory(self._store.root), checkpoint_id, shard, expected, items)
+        return UnmanagedPeerShard(AgentClient(self._address_by_node[node]), checkpoint_id, shard, expected, items)
 
     def _note(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
-        is_ours = not self._survey.stock_warning  # nobody mends what stock torch wrote
+        is_ours = not self._survey.unmanaged_warning  # nobody mends what stock torch wrote
         if self.findings.note(
             shard, node, error, is_suspect=is_ours and isinstance(error, ObjectCorrupt | ObjectMissing)
         ):

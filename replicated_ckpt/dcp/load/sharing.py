@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from replicated_ckpt.core.reading.windows import CELL_BYTES, Unit, Window, shared_units
+from replicated_ckpt.core.reading.windows import CELL_BYTES, Unit, Window, plan_shared_units
 from replicated_ckpt.stores.node_cache.cache import OtherSpool, Spool
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
@@ -35,7 +35,7 @@ class NodeSharing:
     units: tuple[Unit, ...]
 
 
-def planned(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadPlan]:
+def plan_sharing(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadPlan]:
     """The plans of all ranks, with what each rank's node shares, if it shares anything."""
     ranks_by_node: dict[str, dict[int, RemoteNeeds]] = {}
     for rank, plan in enumerate(plans):
@@ -44,7 +44,7 @@ def planned(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadPlan]:
             ranks_by_node.setdefault(needs.node_id, {})[rank] = needs
     sharing_by_rank: dict[int, NodeSharing] = {}
     for needs_by_rank in ranks_by_node.values():
-        units = shared_units({rank: needs.windows for rank, needs in needs_by_rank.items()}, shards)
+        units = plan_shared_units({rank: needs.windows for rank, needs in needs_by_rank.items()}, shards)
         sharing_by_rank |= _sharing_of(units, needs_by_rank)
     return [replace(plan, storage_data=sharing_by_rank.get(rank)) for rank, plan in enumerate(plans)]
 
@@ -56,7 +56,7 @@ def _sharing_of(units: Sequence[Unit], needs_by_rank: Mapping[int, RemoteNeeds])
     return dict.fromkeys(ranks, sharing)
 
 
-def joined(
+def join_exchange(
     sharing: NodeSharing, rank: int, spool: Spool, directory: Path, world_size: int, windows: Iterable[Window]
 ) -> Exchange | None:
     """This rank's part in `sharing`; None if its plan became another one after the units were made from it."""

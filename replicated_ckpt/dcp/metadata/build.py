@@ -105,7 +105,7 @@ class _Builder(Values):
     def named(self, node: Named) -> torch.dtype:
         found = self.find(key_of(node))
         if not isinstance(found, torch.dtype):
-            raise PickleUnsafe(f"holds {_told(node)} as a value, which is none")
+            raise PickleUnsafe(f"holds {_describe(node)} as a value, which is none")
         return found
 
     def made(self, node: Made) -> Any:
@@ -163,7 +163,7 @@ class _Builder(Values):
         if type(node) is not Made or node.called.name != key[1] or node.called.module != key[0]:
             if type(node) is Made:
                 self.find(key_of(node.called))
-            raise PickleUnsafe(f"has {_told(node)} where a {key[1]} belongs")
+            raise PickleUnsafe(f"has {_describe(node)} where a {key[1]} belongs")
         state = node.state
         if type(state) is Pairs and all(type(name) is str for name in state[::2]):
             self._spend(len(state))
@@ -189,7 +189,7 @@ class _Builder(Values):
         fields = self._attributes(node, _TENSOR)
         size, nodes = self._size(fields.get("size")), fields.get("chunks")
         if type(nodes) is not list:
-            raise PickleUnsafe(f"has {_told(nodes)} where a list of chunks belongs")
+            raise PickleUnsafe(f"has {_describe(nodes)} where a list of chunks belongs")
         self._spend(len(nodes))
         chunks, dimensions = [self._chunk(chunk) for chunk in nodes], len(size)
         for chunk in chunks:
@@ -239,13 +239,13 @@ class _Builder(Values):
     def _size(self, node: Any) -> torch.Size:
         """A size. So few may hash alike that no dictionary of places gets slow."""
         if type(node) is not Made:
-            raise PickleUnsafe(f"has {_told(node)} where a size belongs")
+            raise PickleUnsafe(f"has {_describe(node)} where a size belongs")
         if type(node.value) is torch.Size:
             return node.value
         numbers = node.arguments[0] if len(node.arguments) == 1 else None
         is_call = not node.is_new and node.state is None and node.contents is None
         if key_of(node.called) != _SIZE or not is_call or type(numbers) is not tuple:
-            raise PickleUnsafe(f"has {_told(node)} where a size belongs")
+            raise PickleUnsafe(f"has {_describe(node)} where a size belongs")
         if not all(type(number) is int and 0 <= number <= _INT_MAX for number in numbers):
             raise PickleUnsafe("has a size of what are no sizes")
         size = node.value = torch.Size(numbers)
@@ -258,18 +258,18 @@ class _Builder(Values):
     def _properties(self, node: Any) -> Any:
         kind = self.find(key_of(node.called)) if type(node) is Made else None
         if kind not in (TensorProperties, OldTensorProperties) or type(node.state) is not tuple or len(node.state) > 6:
-            raise PickleUnsafe(f"has {_told(node)} where the properties of a tensor belong")
+            raise PickleUnsafe(f"has {_describe(node)} where the properties of a tensor belong")
         found = self._anything(node)
         if type(vars(found).get("dtype")) is not torch.dtype:
             raise PickleUnsafe("has properties of a tensor without its type")
         return found
 
 
-def _told(node: Any) -> str:
+def _describe(node: Any) -> str:
     """What a node is, in words."""
     if type(node) is Named:
         return node.path[:_NAME_CHARACTERS]
-    return _told(node.called) if type(node) is Made else type(node).__name__
+    return _describe(node.called) if type(node) is Made else type(node).__name__
 
 
 def _instance(kind: type[Instance], attributes: Mapping[str, Any]) -> Instance:

@@ -26,12 +26,12 @@ def register_safe_class(cls: type) -> None:
         _registered[cls.__module__, cls.__qualname__] = cls
 
 
-def encoded_metadata(metadata: Metadata) -> bytes:
+def encode_metadata(metadata: Metadata) -> bytes:
     """The bytes of a `.metadata` file, as stock torch reads it."""
     return pickle.dumps(metadata)
 
 
-def decoded_metadata(raw: bytes, source: str) -> Metadata:
+def decode_metadata(raw: bytes, source: str) -> Metadata:
     """The metadata in `raw`: its opcodes are followed, and DCP's own classes are filled with what they say.
 
     Nothing that the pickle names is imported or called but what this process registered. Time and memory go with the

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from replicated_ckpt.agent.start.launch import ensured_agent
+from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
@@ -13,7 +13,7 @@ _TRIES = 2
 _PAUSE_S = 0.2
 
 
-def asked(
+def ask_agent(
     store: LocalStore, method: str, path: str, document: Any = None, within_s: float = ANSWER_WITHIN_S
 ) -> dict[str, Any]:
     """The answer of this node's agent, within so many seconds; one that has died meanwhile is started again.
@@ -24,7 +24,7 @@ def asked(
     deadline = time.monotonic() + within_s
     for tries_left in reversed(range(_TRIES)):
         try:
-            endpoint = ensured_agent(store, "127.0.0.1")
+            endpoint = ensure_agent(store, "127.0.0.1")
             with AgentClient(endpoint.local_address()) as client, client.within(within_s):
                 return client.call(method, path, document)
         except StoreUnavailable:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.agent.start.launch import can_hold_agent, ensured_agent, running_agent
+from replicated_ckpt.agent.start.launch import can_hold_agent, ensure_agent, running_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import PLAIN_ENV
 from replicated_ckpt.core.inventory import Holding
@@ -85,7 +85,7 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
     """
     host = advertised_host()
     try:
-        endpoint, silence = ensured_agent(store, host if is_loopback(host) else _any_address(host)), ""
+        endpoint, silence = ensure_agent(store, host if is_loopback(host) else _any_address(host)), ""
     except AgentUnavailable as exc:
         known = read_endpoint(store.agent_directory())
         if known is None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.stores.local.store import LocalStore
@@ -14,7 +14,7 @@ def remember(store: LocalStore, checkpoint_id: str, newest: Version) -> None:
     """A load or save of this process was of this lineage; `newest` is the newest of its saves that was seen."""
     key = store.root, scope_of(checkpoint_id)
     known = _seen.get(key)
-    sequence = min(newest.sequence, HEARD_SEQUENCE_MAX)
+    sequence = min(newest.sequence, SEQUENCE_FLOOR_MAX)
     if known is not None and known[0] == newest.lineage:
         sequence = max(sequence, known[1])
     _seen[key] = newest.lineage, sequence

@@ -8,7 +8,7 @@ import torch
 from replicated_ckpt.core.integrity.archive import Record
 from replicated_ckpt.core.pickles.tensors import StorageOutline, TensorOutline
 from replicated_ckpt.core.pickles.tree import PickleUnsafe
-from replicated_ckpt.dcp.runtime.torch_private import typed_storage
+from replicated_ckpt.dcp.runtime.torch_private import make_typed_storage
 
 
 def _kinds() -> dict[str, tuple[type, torch.dtype]]:
@@ -82,13 +82,13 @@ class Storages:
         known = self._known.get(outline.key)
         if known is None:
             memory = self._memory_of(record_of(outline, self._records))
-            known = self._known[outline.key] = (outline, typed_storage(memory, _dtype_of_kind(outline.kind)))
+            known = self._known[outline.key] = (outline, make_typed_storage(memory, _dtype_of_kind(outline.kind)))
         if known[0] != outline:
             raise PickleUnsafe("has a storage of two kinds")
         return known[1]
 
 
-def copied(raw: memoryview) -> Callable[[Record], torch.UntypedStorage]:
+def copy_records(raw: memoryview) -> Callable[[Record], torch.UntypedStorage]:
     """Makes storages of their own of records in memory."""
 
     def memory_of(record: Record) -> torch.UntypedStorage:

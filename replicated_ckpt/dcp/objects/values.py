@@ -70,7 +70,7 @@ class Values:
                 f"gives a state to what {node.called.path[:_NAMES_CHARACTERS]} makes, which others may have, too"
             )
         try:
-            return made_as_picklers_do(called, arguments, state, contents, is_new=node.is_new)
+            return make_as_picklers_do(called, arguments, state, contents, is_new=node.is_new)
         except Exception as exc:
             problem = f"{type(exc).__name__}: {exc}"[:_NAMES_CHARACTERS]
             raise PickleUnsafe(
@@ -136,7 +136,7 @@ def _makes_new_ones(called: Any) -> bool:
     return isinstance(called, type) and not issubclass(called, Enum)
 
 
-def made_as_picklers_do(called: Any, arguments: tuple[Any, ...], state: Any, contents: Any, *, is_new: bool) -> Any:
+def make_as_picklers_do(called: Any, arguments: tuple[Any, ...], state: Any, contents: Any, *, is_new: bool) -> Any:
     """An instance, or what a call gives, with what is appended, set and given as its state. Source: Lib/pickle.py."""
     instance = called.__new__(called, *arguments) if is_new else called(*arguments)
     if isinstance(contents, dict):

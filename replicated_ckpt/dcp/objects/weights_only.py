@@ -17,7 +17,7 @@ from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tensors import storage_of
 from replicated_ckpt.core.pickles.tree import Made, Named, PickleUnsafe, Stored
 from replicated_ckpt.dcp.objects import numpy_values
-from replicated_ckpt.dcp.objects.storages import Storages, copied
+from replicated_ckpt.dcp.objects.storages import Storages, copy_records
 from replicated_ckpt.dcp.objects.values import Key, UnknownName, Values, key_of
 from replicated_ckpt.dcp.runtime.torch_private import weights_only_names
 from replicated_ckpt.errors import ObjectUnsafe
@@ -50,7 +50,7 @@ def load_object(raw: memoryview, fqn: str, where: str) -> Any:
     try:
         records = find_records(within(raw), len(raw))
         found = pickle_in(within(raw), records)
-        return ObjectValues(Storages(records, copied(raw))).whole(follow(found), len(found))
+        return ObjectValues(Storages(records, copy_records(raw))).whole(follow(found), len(found))
     except UnknownName as exc:
         raise ObjectUnsafe(fqn, where, exc.keys) from exc
     except (PickleUnsafe, ArchiveDamaged) as exc:

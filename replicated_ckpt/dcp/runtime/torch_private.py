@@ -29,11 +29,11 @@ __all__ = [
     "StoragePrefix",
     "calling",
     "default_store",
-    "flattened",
+    "flatten",
     "layout_of",
+    "make_typed_storage",
     "metadata_version",
-    "narrowed",
-    "typed_storage",
+    "narrow",
     "weights_only_names",
 ]
 
@@ -79,7 +79,7 @@ def weights_only_names() -> Mapping[str, Any]:
     return found
 
 
-def typed_storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+def make_typed_storage(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """A storage as the functions that rebuild tensors take it, without a warning that such ones are on their way out."""
     return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
@@ -100,13 +100,13 @@ def metadata_version() -> str | None:
     return getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
-def flattened(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
+def flatten(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str | int, ...]]]:
     """What DCP's planners make of a nested state dict: the values by FQN, and where each FQN lies in it."""
     values, paths = flatten_state_dict(state_dict)
     return dict(values), dict(paths)
 
 
-def narrowed(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
+def narrow(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
     """The part of a tensor that a read item names."""
     for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size < tensor.size(dimension):

@@ -14,7 +14,7 @@ _ITEM_BYTES_MAX = 4096
 _SHARD_BYTES_MIN = 1 << 20
 
 
-def announced(plans: Sequence[SavePlan]) -> Announced:
+def announce(plans: Sequence[SavePlan]) -> Announced:
     """What a save of these plans brings at most, with room for planners that write wider types than they planned.
 
     Nothing is announced where DCP has kept back a plan because it is the one of the save before (`enable_plan_caching`).

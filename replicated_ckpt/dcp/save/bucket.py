@@ -11,7 +11,7 @@ from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan, UploadState
 from replicated_ckpt.core.lineage import Histories, histories_from_json
-from replicated_ckpt.dcp.node.local_agent import asked
+from replicated_ckpt.dcp.node.local_agent import ask_agent
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -74,7 +74,7 @@ class ObjectTier:
                 raise ConfigInvalid(f"{self._target.url} is memory of one process, and there are {world_size} ranks.")
             return []
         try:
-            asked(self._store, "POST", "/v1/object/target", self._target.to_json())
+            ask_agent(self._store, "POST", "/v1/object/target", self._target.to_json())
         except ReplicatedCkptError as exc:
             return [f"this node's agent does not know the object store: {exc}"]
         return []
@@ -91,7 +91,7 @@ class ObjectTier:
             return Probed(UploadPlan(url, has_own_prefix=True))
         document = {"url": url, "checkpoint_id": checkpoint_id}
         try:
-            found = asked(self._store, "POST", "/v1/object/probe", document, self._probe_s)
+            found = ask_agent(self._store, "POST", "/v1/object/probe", document, self._probe_s)
         except ReplicatedCkptError as exc:
             found = {"error": str(exc), "is_empty": False, "save_id": "", "histories": {}}
         if found["save_id"] and not overwrite:
@@ -142,13 +142,13 @@ class ObjectTier:
         assert self._target is not None
         if self._target.is_process_local:
             return
-        asked(self._store, "POST", "/v1/object/again", {"save_id": save_id})
+        ask_agent(self._store, "POST", "/v1/object/again", {"save_id": save_id})
         pause_s = _POLL_FIRST_S
         while True:
             try:
-                state = UploadState(**asked(self._store, "GET", f"/v1/object/saves/{save_id}"))
+                state = UploadState(**ask_agent(self._store, "GET", f"/v1/object/saves/{save_id}"))
             except ObjectMissing as exc:
-                if asked(self._store, "GET", f"/v1/saves/{save_id}")["state"] == "unknown":
+                if ask_agent(self._store, "GET", f"/v1/saves/{save_id}")["state"] == "unknown":
                     log.info("save %s of %s was given up, or is not on this node any more", save_id, checkpoint_id)
                     return
                 if time.monotonic() > deadline:

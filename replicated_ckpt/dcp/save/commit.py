@@ -13,7 +13,7 @@ from replicated_ckpt.core.bucket.commit_mark import own_prefix
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
-from replicated_ckpt.dcp.metadata.metadata import encoded_metadata
+from replicated_ckpt.dcp.metadata.metadata import encode_metadata
 from replicated_ckpt.dcp.metadata.sharing import share_parts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
@@ -45,7 +45,7 @@ def commit_save(
     """
     try:
         with put_off():
-            raw_metadata, manifest = _described(decision, config.copies, receipts, metadata, results)
+            raw_metadata, manifest = _describe(decision, config.copies, receipts, metadata, results)
         raw_manifest = manifest.encoded()
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
@@ -63,7 +63,7 @@ def commit_save(
     ]
 
 
-def _described(
+def _describe(
     decision: SaveDecision,
     copies: int,
     receipts: Sequence[Receipt],
@@ -80,7 +80,7 @@ def _described(
     if unwritten:
         raise SaveAborted(f"No rank has written {sorted(unwritten)} for save {decision.save_id}.")
     share_parts(metadata)
-    raw_metadata, upload = _encoded(metadata, decision)
+    raw_metadata, upload = _encode_metadata(metadata, decision)
     manifest = Manifest(
         save_id=decision.save_id,
         checkpoint_id=decision.checkpoint_id,
@@ -100,9 +100,9 @@ def _described(
     return raw_metadata, manifest
 
 
-def _encoded(metadata: Metadata, decision: SaveDecision) -> tuple[bytes, UploadEntry | None]:
+def _encode_metadata(metadata: Metadata, decision: SaveDecision) -> tuple[bytes, UploadEntry | None]:
     """The bytes of `.metadata`, and what of them becomes the bucket's, where shards may lie under the save's own prefix."""
-    raw = encoded_metadata(metadata)
+    raw = encode_metadata(metadata)
     plan = decision.upload
     if plan is None:
         return raw, None
@@ -113,7 +113,7 @@ def _encoded(metadata: Metadata, decision: SaveDecision) -> tuple[bytes, UploadE
     elsewhere = {
         index: replace(info, relative_path=paths[info.relative_path]) for index, info in metadata.storage_data.items()
     }
-    bucket = encoded_metadata(replace(metadata, storage_data=elsewhere))
+    bucket = encode_metadata(replace(metadata, storage_data=elsewhere))
     return raw + bucket, UploadEntry(plan.url, True, len(bucket), crc32c(bucket))
 
 

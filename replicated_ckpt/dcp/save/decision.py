@@ -12,9 +12,9 @@ from replicated_ckpt.config import CheckpointIdFrom
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan
 from replicated_ckpt.core.layout import checkpoint_id_under
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
-from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, placed
+from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
 from replicated_ckpt.dcp.node.node import NodePost
-from replicated_ckpt.dcp.save.announcement import announced
+from replicated_ckpt.dcp.save.announcement import announce
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -133,7 +133,7 @@ class SavePost:
         return cls(fields["checkpoint_id"], NodePost.from_json(fields["node"]))
 
 
-def decided(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence[SavePlan] = ()) -> SaveDecision:
+def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence[SavePlan] = ()) -> SaveDecision:
     """The decision that follows from what the ranks posted, and from DCP's plans for them, in rank order.
 
     Raises:
@@ -157,12 +157,12 @@ def decided(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequenc
         0,
         tuple(nodes.values()),
         tuple(place[post.node.node_id] for post in posts),
-        placed([PlacedNode(node.node_id, node.domain) for node in nodes.values()], copies),
-        announced=announced(plans),
+        place_copies([PlacedNode(node.node_id, node.domain) for node in nodes.values()], copies),
+        announced=announce(plans),
     )
 
 
-def named_checkpoint(
+def name_checkpoint(
     root: str, given_id: str | os.PathLike[str] | None, id_from: CheckpointIdFrom, *, is_coordinator: bool
 ) -> str | None:
     """The checkpoint that a rank names when it presents itself; None if it takes the coordinator's.

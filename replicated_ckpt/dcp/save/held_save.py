@@ -4,7 +4,7 @@ import contextlib
 import os
 import weakref
 
-from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import LocalStore
 
 
@@ -24,7 +24,7 @@ class HeldSave:
         Raises:
             SaveAborted: it is not open. StoreError
         """
-        with translated(str(store.root), "hold", save_id):
+        with translate_errors(str(store.root), "hold", save_id):
             self._open.callback(os.close, store.held(save_id))
 
     def close(self) -> None:

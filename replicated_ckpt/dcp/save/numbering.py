@@ -15,7 +15,7 @@ Seen = tuple[str, int] | None
 _told: set[tuple[str, frozenset[str]]] = set()
 
 
-def numbered(
+def assign_sequence(
     decision: SaveDecision, opened: Opened, object_tier: ObjectTier, seen: Seen, cluster: Cluster
 ) -> tuple[SaveDecision, list[str]]:
     """The decision with its lineage, and its sequence there, larger than any on the nodes, in the bucket or seen before.
@@ -26,7 +26,7 @@ def numbered(
     Raises:
         CheckpointExists: the bucket holds the checkpoint, and the save may not overwrite it; it is given up.
     """
-    decision, problems = _placed(replace(decision, unreached=opened.unreached), opened.histories, seen)
+    decision, problems = _place_in_lineage(replace(decision, unreached=opened.unreached), opened.histories, seen)
     if not object_tier.takes(decision.sequence):
         return decision, problems
     try:
@@ -34,13 +34,13 @@ def numbered(
     except CheckpointExists as exc:
         cluster.abort(decision.save_id, str(exc))
         raise
-    decision, problems = _placed(decision, merge_histories([opened.histories, found.histories]), seen)
+    decision, problems = _place_in_lineage(decision, merge_histories([opened.histories, found.histories]), seen)
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]
     return replace(decision, upload=found.plan), problems
 
 
-def _placed(decision: SaveDecision, histories: Histories, seen: Seen) -> tuple[SaveDecision, list[str]]:
+def _place_in_lineage(decision: SaveDecision, histories: Histories, seen: Seen) -> tuple[SaveDecision, list[str]]:
     lineage = seen[0] if seen is not None else newest_lineage(histories)
     if lineage is None:
         lineage = decision.lineage or uuid.uuid4().hex[:16]

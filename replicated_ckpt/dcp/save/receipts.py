@@ -15,7 +15,7 @@ def receipt_post(receipt: Receipt, save_id: str, node: NodePost) -> dict[str, An
     return {**receipt.to_json(), "save_id": save_id, "address": node.address.to_json(), "silence": node.silence}
 
 
-def gathered(
+def collect_receipts(
     posts: Sequence[Mapping[str, Any]], decision: SaveDecision, own_node: str
 ) -> tuple[list[Receipt], AgentCluster]:
     """The receipts of all ranks, and the nodes where their agents are now: one may have died and been started again.

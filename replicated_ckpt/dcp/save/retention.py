@@ -5,7 +5,7 @@ import logging
 from replicated_ckpt.agent.state.policies import NAME
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, scope_of
-from replicated_ckpt.dcp.node.local_agent import asked
+from replicated_ckpt.dcp.node.local_agent import ask_agent
 from replicated_ckpt.dcp.save.decision import SaveDecision
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.url import ObjectTarget
@@ -51,7 +51,7 @@ class Retaining:
             policies.append(Policy(scope, self._target.url, revision, self._config.object_retention, lineage))
         document = {"policies": [policy.to_json() for policy in policies], "is_committed": is_committed}
         try:
-            asked(self._store, "POST", "/v1/retention", document)
+            ask_agent(self._store, "POST", "/v1/retention", document)
         except ReplicatedCkptError as exc:
             return [f"this node's agent does not know what is kept: {exc}"]
         return []

@@ -16,7 +16,7 @@ from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.decision import SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
-from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.copy import PeerSink
@@ -130,7 +130,7 @@ class ShardWriter:
         sink = PeerSink(decision.address_of(node), decision.save_id, name, durable=durable)
         piece = memoryview(bytearray(BUFFER_BYTES))
         try:
-            with translated(str(path.parent), "read", name):
+            with translate_errors(str(path.parent), "read", name):
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for offset in range(0, table.file_bytes, len(piece)):

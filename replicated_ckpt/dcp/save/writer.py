@@ -26,11 +26,11 @@ from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decided, named_checkpoint, weaknesses
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
 from replicated_ckpt.dcp.save.held_save import HeldSave
 from replicated_ckpt.dcp.save.nodes import Cluster, LoneNode, cluster_of
-from replicated_ckpt.dcp.save.numbering import numbered
-from replicated_ckpt.dcp.save.receipts import check_none_aborted, gathered, receipt_post
+from replicated_ckpt.dcp.save.numbering import assign_sequence
+from replicated_ckpt.dcp.save.receipts import check_none_aborted, collect_receipts, receipt_post
 from replicated_ckpt.dcp.save.report import SaveReport, report_save
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
@@ -166,7 +166,7 @@ class ReplicatedWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Presents this rank to the coordinator. The plan is not changed."""
         root, id_from, is_coordinator = self.config.root, self.config.checkpoint_id_from, self._world.is_coordinator
-        checkpoint_id = named_checkpoint(root, self._given_id, id_from, is_coordinator=is_coordinator)
+        checkpoint_id = name_checkpoint(root, self._given_id, id_from, is_coordinator=is_coordinator)
         present = lone_post if self._world.blackboard is None else node_post
         self._post = SavePost(checkpoint_id, present(self._store, self.config.domain))
         if self._world.blackboard is not None:
@@ -188,7 +188,7 @@ class ReplicatedWriter(StorageWriter):
         else:
             raw_posts = board.posts("save", DECISION_TIMEOUT_S)
             posts = [SavePost.from_json(post) for post in raw_posts]
-        decision = decided(posts, self.config.copies, uuid.uuid4().hex, plans)
+        decision = decide(posts, self.config.copies, uuid.uuid4().hex, plans)
         self._cluster: Cluster = LoneNode(self._store) if board is None else cluster_of(decision, self._world.rank)
         decision = replace(decision, session=self._world.session, overwrite=self.config.overwrite)
         failpoints.reach("coordinator.drawn")
@@ -201,7 +201,7 @@ class ReplicatedWriter(StorageWriter):
         if board is not None:  # however slow the planning is, nobody takes this save for an abandoned one
             self._held.hold(self._store, decision.save_id)
         seen = seen_lineage(self._store, scope_of(decision.checkpoint_id))
-        self._decision, problems = numbered(decision, opened, self._object_tier, seen, self._cluster)
+        self._decision, problems = assign_sequence(decision, opened, self._object_tier, seen, self._cluster)
         self._degraded(problems)
         if board is not None:
             board.decide("save", raw_posts, self._decision.to_json())
@@ -248,7 +248,9 @@ class ReplicatedWriter(StorageWriter):
         board, receipts = self._world.blackboard, [self._receipt]
         if board is not None:
             own_node = self._decision.node_of(self._world.rank).node_id
-            receipts, self._cluster = gathered(board.posts("receipt", DECISION_TIMEOUT_S), self._decision, own_node)
+            receipts, self._cluster = collect_receipts(
+                board.posts("receipt", DECISION_TIMEOUT_S), self._decision, own_node
+            )
         try:
             check_none_aborted(receipts, self._decision)
             problems = commit_save(self._store, self._cluster, self._decision, self.config, receipts, metadata, results)

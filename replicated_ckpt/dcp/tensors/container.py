@@ -12,7 +12,7 @@ import torch
 from replicated_ckpt.core.integrity.archive import find_records, within
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tensors import tensor_of
-from replicated_ckpt.dcp.objects.storages import Storages, copied, dtype_of, record_of
+from replicated_ckpt.dcp.objects.storages import Storages, copy_records, dtype_of, record_of
 from replicated_ckpt.dcp.objects.weights_only import ObjectValues, pickle_in
 from replicated_ckpt.dcp.tensors.memory import empty_tensor, tensor_over
 from replicated_ckpt.stores.files.address import address_of
@@ -70,7 +70,7 @@ class TensorReader:
         layout = self._layout_by_head.get(bytes(raw[:start])) if 0 < start <= TEMPLATE_BYTES_MAX else None
         if layout is None or layout.size_bytes != size:
             return self._learn(raw, start, size)
-        return _viewed(raw[start : start + size], layout)
+        return _view(raw[start : start + size], layout)
 
     def _data_range(self, raw: memoryview) -> tuple[int, int]:
         key = len(raw).to_bytes(8, "little") + bytes(raw[-640:])
@@ -87,11 +87,11 @@ class TensorReader:
         records = find_records(within(raw), len(raw))
         outline = tensor_of(tree := follow(pickle_in(within(raw), records)))
         if outline is None or record_of(outline.storage, records).start != start:
-            return _other_tensor(ObjectValues(Storages(records, copied(raw))).whole(tree, len(raw)))
+            return _other_tensor(ObjectValues(Storages(records, copy_records(raw))).whole(tree, len(raw)))
         layout = _Layout(dtype_of(outline), outline.shape, outline.stride, size, outline.offset)
         if len(self._layout_by_head) < _TEMPLATES_MAX:
             self._layout_by_head[bytes(raw[:start])] = layout
-        return _viewed(raw[start : start + size], layout)
+        return _view(raw[start : start + size], layout)
 
 
 def _other_tensor(value: object) -> torch.Tensor:
@@ -118,7 +118,7 @@ def is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _viewed(data: memoryview, layout: _Layout) -> torch.Tensor:
+def _view(data: memoryview, layout: _Layout) -> torch.Tensor:
     if not data:
         return empty_tensor((0,), layout.dtype).as_strided(layout.shape, layout.stride, layout.offset)
     if address_of(data) % layout.dtype.itemsize:

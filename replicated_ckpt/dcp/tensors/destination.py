@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from replicated_ckpt.core.reading.source_order import ByteRange
-from replicated_ckpt.dcp.runtime.torch_private import narrowed
+from replicated_ckpt.dcp.runtime.torch_private import narrow
 from replicated_ckpt.dcp.tensors.memory import tensor_over
 from replicated_ckpt.dcp.tensors.pinned import PinnedCopies
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
@@ -69,7 +69,7 @@ class Rows:
         if count:
             rows = tensor_over(self._gathered[: self._filled], self._dtype)
             rows = rows.view(count, *self._row_shape)
-            rows = narrowed(rows, (0, *self._offsets), (count, *self._lengths))
+            rows = narrow(rows, (0, *self._offsets), (count, *self._lengths))
             self._target.narrow(0, self._row, count).copy_(rows)
         self._row += count
         self._filled = 0

@@ -9,7 +9,7 @@ PIECE_BYTES = 4 << 20
 _side_streams: dict[torch.device, "torch.cuda.Stream"] = {}
 
 
-def staged(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
+def copy_to_host(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
     """The bytes of a dense tensor on any device as they lie in memory, in pieces on the host.
 
     While one piece is used the next is being copied; each is valid until the one after it is asked for. There are never
@@ -22,9 +22,9 @@ def staged(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[tor
     for number, part in enumerate(parts):
         under_way.append(_copying(part, places[number % 2][: len(part)]))
         if len(under_way) == 2:
-            yield _arrived(*under_way.pop(0))
+            yield _wait_for_copy(*under_way.pop(0))
     for piece in under_way:
-        yield _arrived(*piece)
+        yield _wait_for_copy(*piece)
 
 
 def _copying(part: torch.Tensor, place: torch.Tensor) -> "tuple[torch.Tensor, torch.cuda.Event | None]":
@@ -34,7 +34,7 @@ def _copying(part: torch.Tensor, place: torch.Tensor) -> "tuple[torch.Tensor, to
         return place, torch.cuda.current_stream(part.device).record_event() if part.is_cuda else None
 
 
-def _arrived(place: torch.Tensor, done: "torch.cuda.Event | None") -> torch.Tensor:
+def _wait_for_copy(place: torch.Tensor, done: "torch.cuda.Event | None") -> torch.Tensor:
     if done is not None:
         done.synchronize()
     return place

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
-from replicated_ckpt.dcp.tensors.torch_save import learned
+from replicated_ckpt.dcp.tensors.torch_save import learn_envelope
 
 SURROUNDINGS_BYTES_MAX = 64 << 10
 """What a container has around its data; with more than that it is none that `torch.save` writes for one tensor."""
@@ -61,7 +61,7 @@ class StoredTensors:
         if kind not in self._by_kind:
             if len(self._by_kind) >= _KINDS_MAX:
                 return None
-            self._by_kind[kind] = _foretold(*kind)
+            self._by_kind[kind] = _expect_layout(*kind)
         stored = self._by_kind[kind]
         fits = stored and len(stored.head) <= info.length - stored.data_bytes <= SURROUNDINGS_BYTES_MAX
         return stored if fits else None
@@ -85,7 +85,7 @@ class StoredTensors:
         return None
 
 
-def needed(item: ReadItem, info: StorageInfo, stored: StoredTensor | None) -> Sequence[ByteRange]:
+def plan_ranges(item: ReadItem, info: StorageInfo, stored: StoredTensor | None) -> Sequence[ByteRange]:
     """What must be read of the shard for an item: its head and the rows that are wanted, or all of it."""
     whole = ByteRange(info.offset, info.length)
     if stored is None or not stored.shape or item.lengths[0] == stored.shape[0]:
@@ -95,10 +95,10 @@ def needed(item: ReadItem, info: StorageInfo, stored: StoredTensor | None) -> Se
     return ByteRange(whole.offset, slack), ByteRange(whole.offset + rows.offset, slack + rows.length)
 
 
-def _foretold(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor | None:
+def _expect_layout(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor | None:
     """Has `torch.save` write such a tensor and keeps what comes before its data. No memory is touched for the data."""
     try:
-        found = learned(dtype, shape, torch.empty(shape, device="meta").stride())
+        found = learn_envelope(dtype, shape, torch.empty(shape, device="meta").stride())
     except (RuntimeError, ValueError, TypeError, pickle.PicklingError):
         return None
     return None if found is None else StoredTensor(dtype, shape, bytes(found[0]))

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from replicated_ckpt.dcp.tensors.container import fills_storage, is_dense, is_plain
-from replicated_ckpt.dcp.tensors.device_copy import staged
+from replicated_ckpt.dcp.tensors.device_copy import copy_to_host
 from replicated_ckpt.dcp.tensors.memory import memory_of
-from replicated_ckpt.dcp.tensors.torch_save import Surrounding, learned, saved_without_crc32
+from replicated_ckpt.dcp.tensors.torch_save import Envelope, learn_envelope, save_without_crc32
 
 _TEMPLATES_MAX = 4096
 
@@ -32,7 +32,7 @@ class TensorWriter:
     """Writes tensors as containers. Keeps the surroundings of up to 4096 kinds of tensors. One thread."""
 
     def __init__(self) -> None:
-        self._surroundings: dict[tuple[Any, ...], Surrounding | None] = {}
+        self._surroundings: dict[tuple[Any, ...], Envelope | None] = {}
 
     def write(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Appends a tensor, as a CPU tensor of its own storage.
@@ -42,31 +42,31 @@ class TensorWriter:
         """
         tensor = tensor.detach()
         if not is_plain(tensor):
-            saved_without_crc32(_alone_in_its_storage(tensor.cpu()), stream)
+            save_without_crc32(_alone_in_its_storage(tensor.cpu()), stream)
             return
         surrounding = self._surrounding_of(tensor)
         if surrounding is None:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
             surrounding = self._surrounding_of(tensor)
         if surrounding is None:
-            saved_without_crc32(tensor.cpu(), stream)
+            save_without_crc32(tensor.cpu(), stream)
             return
         head, tail = surrounding
         stream.write(head)
         if tensor.device.type == "cpu":
             stream.refer(memory_of(tensor if tensor.is_contiguous() else _as_it_lies(tensor)))
         else:
-            for piece in staged(tensor):
+            for piece in copy_to_host(tensor):
                 stream.write(memory_of(piece))
         stream.write(tail)
 
-    def _surrounding_of(self, tensor: torch.Tensor) -> Surrounding | None:
+    def _surrounding_of(self, tensor: torch.Tensor) -> Envelope | None:
         """None: there are gaps between the tensor's elements, or its container is not understood."""
         key = (tensor.dtype, tensor.shape, tensor.stride())
         try:
             return self._surroundings[key]
         except KeyError:
-            found = learned(*key) if is_dense(tensor.shape, tensor.stride()) else None
+            found = learn_envelope(*key) if is_dense(tensor.shape, tensor.stride()) else None
             if len(self._surroundings) < _TEMPLATES_MAX:
                 self._surroundings[key] = found
             return found

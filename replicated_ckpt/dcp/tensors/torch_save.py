@@ -15,12 +15,12 @@ from replicated_ckpt.errors import ReplicatedCkptError
 
 _DATA_WRITE_BYTES_MIN = 64 << 10
 
-Surrounding = tuple[memoryview, memoryview]
+Envelope = tuple[memoryview, memoryview]
 """The bytes of a container before and after the tensor's data."""
 
 
 class Writable(Protocol):
-    """What `saved` needs of a stream."""
+    """What `save_tensor` needs of a stream."""
 
     def write(self, data: memoryview, /) -> int: ...
 
@@ -43,7 +43,7 @@ class _Remembering:
         """The stream below flushes at its end only."""
 
 
-def saved(tensor: torch.Tensor, stream: Writable) -> None:
+def save_tensor(tensor: torch.Tensor, stream: Writable) -> None:
     """Writes a container to a stream.
 
     Raises:
@@ -58,14 +58,14 @@ def saved(tensor: torch.Tensor, stream: Writable) -> None:
         raise remembering.failure from exc
 
 
-def saved_without_crc32(tensor: torch.Tensor, stream: Writable) -> None:
+def save_without_crc32(tensor: torch.Tensor, stream: Writable) -> None:
     """The same, without the CRC32s in the container: our own checksums cover all of it.
 
     Raises:
         ReplicatedCkptError: of the stream.
     """
     with without_crc32():
-        saved(tensor, stream)
+        save_tensor(tensor, stream)
 
 
 class _WithoutData:
@@ -86,7 +86,7 @@ class _WithoutData:
         return len(piece)
 
 
-def learned(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Surrounding | None:
+def learn_envelope(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Envelope | None:
     """What surrounds the data of such a dense tensor; its memory is never touched, so that a large one costs nothing.
 
     Returns None if it is not as expected.
@@ -98,11 +98,11 @@ def learned(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...])
     size_bytes = model.numel() * model.element_size()
     if size_bytes > TEMPLATE_BYTES_MAX:
         parts = _WithoutData()
-        saved_without_crc32(model, parts)
+        save_without_crc32(model, parts)
         is_understood = parts.data_bytes == size_bytes
         return (memoryview(bytes(parts.head)), memoryview(bytes(parts.tail))) if is_understood else None
     buffer = io.BytesIO()
-    saved_without_crc32(model, buffer)
+    save_without_crc32(model, buffer)
     raw = memoryview(buffer.getvalue())
     start = data_range(raw)[0]
     return memoryview(bytes(raw[:start])), memoryview(bytes(raw[start + size_bytes :]))

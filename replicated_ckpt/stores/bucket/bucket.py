@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decoded_mark, own_prefix
-from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decoded_footer, footer_bytes_of
+from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark, own_prefix
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decode_footer, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import (
     MANIFEST_NAME,
@@ -127,7 +127,7 @@ class Bucket:
             return None
         tail = bytearray(MARK_BYTES)
         self.client.read(f"{checkpoint_id}/{METADATA_NAME}", size_bytes - MARK_BYTES, memoryview(tail))
-        return decoded_mark(tail)
+        return decode_mark(tail)
 
     def is_empty(self, checkpoint_id: str) -> bool:
         """Whether nothing at all lies under a checkpoint's name. Also tells whether the bucket can be reached."""
@@ -187,7 +187,7 @@ class Bucket:
                 self.client.read(key, size - footer_bytes, memoryview(tail))
         except (ObjectMissing, ObjectCorrupt):
             return False
-        table = decoded_footer(tail[len(tail) - footer_bytes :], size)
+        table = decode_footer(tail[len(tail) - footer_bytes :], size)
         return table is not None and table.file_crc() == entry.crc32c
 
     # Committing --------------------------------------------------------------------------------------------------

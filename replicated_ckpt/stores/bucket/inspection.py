@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
-from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
@@ -47,7 +47,7 @@ class BucketInspector:
             expected, found = (f"CRC32C {crc:08x}" for crc in (save.mark.metadata_crc32c, crc32c(raw)))
             yield self._finding(save, METADATA_NAME, Problem.CORRUPT, expected, found)
         try:
-            manifest = decoded_manifest(self._bucket.manifest_raw(save), self._bucket.client.target.url)
+            manifest = decode_manifest(self._bucket.manifest_raw(save), self._bucket.client.target.url)
         except ManifestInvalid as exc:
             yield self._finding(save, MANIFEST_NAME, Problem.CORRUPT, "the manifest that was committed", exc.message)
             return

@@ -10,7 +10,7 @@ from replicated_ckpt.stores.bucket.url import ObjectTarget
 _S3_SCHEMES = ("s3", "s3a")
 
 
-def opened_client(target: ObjectTarget) -> ObjectClient:
+def open_client(target: ObjectTarget) -> ObjectClient:
     """A client for a bucket. Nothing is asked of the bucket yet.
 
     S3 by botocore, which s3fs brings along, wherever the options are ones that it can honour: fewer copies and less CPU
@@ -20,7 +20,7 @@ def opened_client(target: ObjectTarget) -> ObjectClient:
     Raises:
         ConfigInvalid: no package here speaks this scheme, or the options do not fit it.
     """
-    target = replace(target, options={**_configured(target.scheme), **target.options})
+    target = replace(target, options={**_read_configuration(target.scheme), **target.options})
     if target.scheme in _S3_SCHEMES and importlib.util.find_spec("botocore") is not None:
         from replicated_ckpt.stores.bucket.s3 import S3Client, can_honour
 
@@ -31,7 +31,7 @@ def opened_client(target: ObjectTarget) -> ObjectClient:
     return FsspecClient(target)
 
 
-def _configured(scheme: str) -> dict[str, Any]:
+def _read_configuration(scheme: str) -> dict[str, Any]:
     """fsspec's own configuration of a scheme, as this process has it."""
     import fsspec.config  # by whoever has a bucket: it costs every start of an agent 35 ms
 

@@ -15,7 +15,7 @@ from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.body import MemoryBody
 from replicated_ckpt.stores.bucket.client import PART_BYTES, PARTS_PARALLEL, Paced
 from replicated_ckpt.stores.bucket.upload_source import UploadSource
-from replicated_ckpt.stores.files.durable import translated, write_file
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 _PARTS_MAX = 9_000  # S3 takes 10,000
 
@@ -67,7 +67,7 @@ class MultipartUpload:
                 **self._where, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
             )
         self._source.resume_path.unlink(missing_ok=True)
-        return encoded_crc(crc32c(b"".join(struct.pack(">I", self._crcs[number]) for number in range(1, count + 1))))
+        return encode_crc(crc32c(b"".join(struct.pack(">I", self._crcs[number]) for number in range(1, count + 1))))
 
     def _send_all(self, waiting: "queue.SimpleQueue[int]") -> None:
         errors: list[BaseException] = []
@@ -110,7 +110,7 @@ class MultipartUpload:
         self._upload_id: str = self._client.begun(self._key)
         note = {"key": self._where["Key"], "upload_id": self._upload_id, "part_bytes": self._part_bytes}
         note["file"] = [self._source.size_bytes, self._source.crc32c]
-        with translated(str(self._source.resume_path.parent), "write", self._source.resume_path.name):
+        with translate_errors(str(self._source.resume_path.parent), "write", self._source.resume_path.name):
             write_file(self._source.resume_path, json.dumps(note).encode(), 0o600)
 
     def _resume(self) -> bool:
@@ -152,9 +152,9 @@ class MultipartUpload:
         if size <= 0 or part["Size"] != size:
             return False
         crc = self._crcs[part["PartNumber"]] = self._source.read(offset, memoryview(bytearray(size)))
-        return bool(part.get("ChecksumCRC32C", encoded_crc(crc)) == encoded_crc(crc))
+        return bool(part.get("ChecksumCRC32C", encode_crc(crc)) == encode_crc(crc))
 
 
-def encoded_crc(crc: int) -> str:
+def encode_crc(crc: int) -> str:
     """A CRC32C as S3 writes it: base64 of its four bytes, big endian."""
     return base64.b64encode(struct.pack(">I", crc)).decode()

@@ -21,7 +21,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.bucket.body import MemoryBody, without_expect
 from replicated_ckpt.stores.bucket.client import PART_BYTES, Listing, Paced
-from replicated_ckpt.stores.bucket.parts import MultipartUpload, encoded_crc
+from replicated_ckpt.stores.bucket.parts import MultipartUpload, encode_crc
 from replicated_ckpt.stores.bucket.upload_source import UploadSource
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 
@@ -204,7 +204,7 @@ class S3Client:
             raise self._corrupt(key, f"expected {source.size_bytes} bytes, the store holds {found['ContentLength']}")
         stored, _, parts = str(found.get("ChecksumCRC32C", "")).partition("-")
         is_whole = not parts and (not of_parts or found.get("ChecksumType") == "FULL_OBJECT")
-        expected = encoded_crc(source.crc32c) if is_whole else of_parts
+        expected = encode_crc(source.crc32c) if is_whole else of_parts
         if stored and (is_whole or parts) and stored != expected:  # some stores say something else: moto does
             raise self._corrupt(key, f"expected CRC32C {expected}, the store says {stored}")
 
@@ -212,7 +212,7 @@ class S3Client:
         """Parameters by which the server verifies what it receives."""
         if not self.has_checksums:
             return {}
-        return {"ChecksumAlgorithm": "CRC32C", "ChecksumCRC32C": encoded_crc(crc)}
+        return {"ChecksumAlgorithm": "CRC32C", "ChecksumCRC32C": encode_crc(crc)}
 
     def _corrupt(self, key: str, detail: str) -> ObjectCorrupt:
         return ObjectCorrupt(self.target.url, "check", key, detail)

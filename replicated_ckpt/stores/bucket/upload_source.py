@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Self
 
 from replicated_ckpt.core.integrity.checksum import BlockTable, crc32c
-from replicated_ckpt.core.integrity.crc_combination import combined
+from replicated_ckpt.core.integrity.crc_combination import combine_crcs
 from replicated_ckpt.errors import ObjectCorrupt
-from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.verified import Expected
 
@@ -53,7 +53,7 @@ class UploadSource:
         """
         problem = ""
         for _ in range(2):
-            with translated(self._store, "read", self._name):
+            with translate_errors(self._store, "read", self._name):
                 if read_exactly(self._fd, target, offset) != len(target):
                     raise OSError(errno.EIO, "the file ended early")
             crc, problem = self._checked(offset, target)
@@ -70,13 +70,13 @@ class UploadSource:
             crc = crc32c(block)
             if crc != table.crcs[index] and len(block) == table.block_size(index):
                 return 0, f"block {index}: expected CRC32C {table.crcs[index]:08x}, found {crc:08x}"
-            total = combined(total, crc, len(block))
+            total = combine_crcs(total, crc, len(block))
             position += len(block)
         rest = piece[position:]
         start = offset + position - table.data_bytes
         if rest != self._footer[start : start + len(rest)]:
             return 0, "its footer differs from the one that was read first"
-        return combined(total, crc32c(rest), len(rest)), ""
+        return combine_crcs(total, crc32c(rest), len(rest)), ""
 
     def check_all(self) -> None:
         """Reads all of it once.

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.manifest import Manifest, decoded_manifest
-from replicated_ckpt.core.upkeep.repair_plan import Adopt
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
+from replicated_ckpt.core.upkeep.repair_plan import RestoreManifest
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
 
 
-def fetch_manifest(action: Adopt, sources: Sequence[AgentAddress]) -> tuple[Manifest, bytes]:
+def fetch_manifest(action: RestoreManifest, sources: Sequence[AgentAddress]) -> tuple[Manifest, bytes]:
     """The manifest of the save, and its bytes, from the first source that has it intact.
 
     Raises:
@@ -21,7 +21,7 @@ def fetch_manifest(action: Adopt, sources: Sequence[AgentAddress]) -> tuple[Mani
         try:
             with AgentClient(address) as client:
                 raw = client.fetch("GET", file_path(action.checkpoint_id, action.save_id, MANIFEST_NAME))
-            manifest = decoded_manifest(raw, address.label)
+            manifest = decode_manifest(raw, address.label)
         except ReplicatedCkptError as exc:
             last = exc
             continue
@@ -30,7 +30,7 @@ def fetch_manifest(action: Adopt, sources: Sequence[AgentAddress]) -> tuple[Mani
     raise last
 
 
-def fetch_metadata(action: Adopt, manifest: Manifest, sources: Sequence[AgentAddress]) -> bytes:
+def fetch_metadata(action: RestoreManifest, manifest: Manifest, sources: Sequence[AgentAddress]) -> bytes:
     """The metadata of the save from the first source that has it intact.
 
     Raises:
@@ -51,5 +51,5 @@ def fetch_metadata(action: Adopt, manifest: Manifest, sources: Sequence[AgentAdd
     raise last
 
 
-def _no_source(action: Adopt, name: str) -> ObjectMissing:
+def _no_source(action: RestoreManifest, name: str) -> ObjectMissing:
     return ObjectMissing("the peers", "take over", f"{action.checkpoint_id}/{name}", "no source is known")

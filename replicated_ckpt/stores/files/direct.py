@@ -19,7 +19,7 @@ def is_worthwhile(directory: Path, mode: str) -> bool:
     return mode == "on" or (mode == "auto" and os.major(directory.stat().st_dev) != 0)
 
 
-def switched(fd: int, *, on: bool) -> bool:
+def switch_direct_io(fd: int, *, on: bool) -> bool:
     """Switches direct I/O of an open file on or off; returns whether it is on."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:

@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
-def translated(store: str, op: str, key: str) -> Iterator[None]:
+def translate_errors(store: str, op: str, key: str) -> Iterator[None]:
     """Turns an OSError of the block into the typed error that names store, operation and key."""
     try:
         yield
@@ -129,7 +129,7 @@ def write_vector(fd: int, pieces: Sequence[memoryview]) -> None:
             left[0] = left[0][count:]
 
 
-def hashed_file(path: Path) -> tuple[int, int]:
+def hash_file(path: Path) -> tuple[int, int]:
     """Size in bytes and CRC32C of a file."""
     piece = memoryview(bytearray(1 << 20))
     size = crc = 0

@@ -58,7 +58,7 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
     directory.mkdir(exist_ok=True, mode=0o700)
     status = found = directory.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise _denied(root, directory, status, "it is no directory", f"Remove {directory}; it is made again.")
+        raise _denial(root, directory, status, "it is no directory", f"Remove {directory}; it is made again.")
     _check_owner(root, directory, status, {os.geteuid()})
     _check_mode(root, directory, status, "")
     with os.scandir(directory) as entries:
@@ -82,7 +82,7 @@ def _close_empty(root: Path) -> None:
         return
     root.chmod(0o700)
     if any(root.iterdir()):
-        raise _denied(
+        raise _denial(
             root, root, status, "other users could write it, and have", "Look at what lies in it, and remove it."
         )
 
@@ -105,7 +105,7 @@ def read_private(path: Path) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as exc:
         if exc.errno == errno.ELOOP:
-            raise _denied(path.parent, path, path.lstat(), "it is a symbolic link", f"Remove {path}.") from exc
+            raise _denial(path.parent, path, path.lstat(), "it is a symbolic link", f"Remove {path}.") from exc
         raise
     with os.fdopen(fd, "rb") as file:
         _check_file(path.parent, path, os.fstat(fd))
@@ -158,7 +158,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def _check_file(root: Path, path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISSOCK(status.st_mode):
-        raise _denied(root, path, status, "it is no plain file", f"Remove {path}; it is made again.")
+        raise _denial(root, path, status, "it is no plain file", f"Remove {path}; it is made again.")
     _check_owner(root, path, status, {os.geteuid()})
     if stat.S_ISREG(status.st_mode):
         _check_mode(root, path, status, "")
@@ -171,7 +171,7 @@ def _check_owner(root: Path, path: Path, status: os.stat_result, owners: set[int
             f"Another user chooses what lies there. Use a root of your own; if {path} is yours, look at what lies in it, "
             f"then `chown` it. {TRUST_ROOT_ENV}=1 believes all users of this host."
         )
-        raise _denied(root, path, status, why, hint)
+        raise _denial(root, path, status, why, hint)
 
 
 def _check_mode(root: Path, path: Path, status: os.stat_result, otherwise: str) -> None:
@@ -183,10 +183,10 @@ def _check_mode(root: Path, path: Path, status: os.stat_result, otherwise: str) 
             f"Look at what lies in it, then `chmod go-w {path}`{otherwise}. {TRUST_ROOT_ENV}=1 believes all users of "
             "this host."
         )
-        raise _denied(root, path, status, "other users can write it", hint)
+        raise _denial(root, path, status, "other users can write it", hint)
 
 
-def _denied(root: Path, path: Path, status: os.stat_result, why: str, hint: str) -> StoreDenied:
+def _denial(root: Path, path: Path, status: os.stat_result, why: str, hint: str) -> StoreDenied:
     found = f"{why}; it is of {_user(status.st_uid)} and has mode {stat.S_IMODE(status.st_mode):04o}"
     return StoreDenied(str(root), "believe", str(path), found, hint)
 

@@ -10,8 +10,8 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR, ShardName, is_checkpoint_file
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import SaveAborted
-from replicated_ckpt.stores.files.durable import hashed_file
-from replicated_ckpt.stores.local.committed import committed_directory
+from replicated_ckpt.stores.files.durable import hash_file
+from replicated_ckpt.stores.local.committed import open_directory
 
 _BROKEN_OFF = re.compile(r"(.+?)(\.part|\.[0-9]+\.tmp)")
 Signature = list[int]
@@ -36,19 +36,19 @@ def carry_over(root: Path, manifest: Manifest, staging: Path) -> None:
     originals = _originals(root, manifest.save_id)
     for entry in list(os.scandir(final)):
         if entry.name == METADATA_NAME:
-            if hashed_file(Path(entry.path)) != (manifest.metadata_bytes, manifest.metadata_crc32c):
-                raise _changed(entry.path)
+            if hash_file(Path(entry.path)) != (manifest.metadata_bytes, manifest.metadata_crc32c):
+                raise _changed_error(entry.path)
         elif ShardName.parse(entry.name) is None:
             continue
         elif not (staging / entry.name).exists():
             _keep_aside(root, manifest.checkpoint_id, entry.name)
         elif originals.get(entry.name) != signature(entry.stat(follow_symlinks=False)):
-            raise _changed(entry.path)
+            raise _changed_error(entry.path)
     failpoints.reach("adopt.carried")
 
 
 def _keep_aside(root: Path, checkpoint_id: str, name: str) -> None:
-    with committed_directory(root, checkpoint_id) as directory:
+    with open_directory(root, checkpoint_id) as directory:
         directory.keep_aside(
             name, "the checkpoint was adopted, and this file is none of the shards that were taken over"
         )
@@ -86,7 +86,7 @@ def _originals(root: Path, save_id: str) -> Mapping[str, Signature]:
         return {}
 
 
-def _changed(path: str) -> SaveAborted:
+def _changed_error(path: str) -> SaveAborted:
     return SaveAborted(
         f"{path} was changed while the checkpoint was being adopted.", "It stays as it is: repair again."
     )

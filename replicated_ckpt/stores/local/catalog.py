@@ -21,11 +21,11 @@ from replicated_ckpt.core.layout import (
     is_save_id,
 )
 from replicated_ckpt.core.lineage import History, histories_of
-from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.containment import leads_out
-from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.files.durable import translate_errors
 
 _DEPTH_MAX = 8
 _UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
@@ -48,7 +48,7 @@ class Catalog:
         key = f"{checkpoint_id}/{MANIFEST_NAME}"
         if leads_out(self.root, checkpoint_id):
             raise ObjectMissing(str(self.root), "read", key, "a symbolic link leads out of the root")
-        with translated(str(self.root), "read", key), manifest_readable(path):
+        with translate_errors(str(self.root), "read", key), manifest_readable(path):
             try:
                 stat = path.stat()
                 if stat.st_size > MANIFEST_BYTES_MAX:
@@ -56,7 +56,7 @@ class Catalog:
                 signature = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
                 known = self._parsed.get(path)
                 if known is None or known[0] != signature:
-                    known = (signature, decoded_manifest(path.read_bytes(), str(path)))
+                    known = (signature, decode_manifest(path.read_bytes(), str(path)))
                     self._parsed[path] = known
             except (FileNotFoundError, NotADirectoryError) as exc:
                 raise ObjectMissing(str(self.root), "read", key) from exc

@@ -24,10 +24,10 @@ from replicated_ckpt.core.layout import (
     is_checkpoint_id,
     is_save_id,
 )
-from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.files.containment import leads_out
-from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translated, write_file
+from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translate_errors, write_file
 from replicated_ckpt.stores.local.catalog import manifest_readable
 
 
@@ -47,7 +47,7 @@ class Committed:
         """
         path = self._root / self.checkpoint_id / MANIFEST_NAME
         with manifest_readable(path):
-            return decoded_manifest(self.read_small(MANIFEST_NAME), str(path))
+            return decode_manifest(self.read_small(MANIFEST_NAME), str(path))
 
     def names(self) -> list[str]:
         """The files of a checkpoint that lie in the directory."""
@@ -152,12 +152,12 @@ class Committed:
 
     @contextmanager
     def _translated(self, op: str, name: str) -> Iterator[None]:
-        with translated(str(self._root), op, f"{self.checkpoint_id}/{name}"):
+        with translate_errors(str(self._root), op, f"{self.checkpoint_id}/{name}"):
             yield
 
 
 @contextmanager
-def committed_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
+def open_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
     """Holds the directory of a checkpoint, whatever is in it.
 
     Raises:
@@ -167,7 +167,7 @@ def committed_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
         raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
     if leads_out(root, checkpoint_id):
         raise ObjectMissing(str(root), "open", checkpoint_id, "a symbolic link leads out of the root")
-    with translated(str(root), "open", checkpoint_id):
+    with translate_errors(str(root), "open", checkpoint_id):
         try:
             fd = os.open(root / checkpoint_id, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError) as exc:
@@ -179,14 +179,14 @@ def committed_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
 
 
 @contextmanager
-def committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterator[tuple[Committed, Manifest]]:
+def open_committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterator[tuple[Committed, Manifest]]:
     """Holds the directory of one committed save, with its manifest.
 
     Raises:
         ObjectMissing: the checkpoint is not here, or is of another save. ManifestInvalid
     """
     with contextlib.ExitStack() as held:
-        directory = held.enter_context(committed_directory(root, checkpoint_id))
+        directory = held.enter_context(open_directory(root, checkpoint_id))
         problem: ManifestInvalid | None = None
         try:
             manifest = directory.manifest()
@@ -232,7 +232,7 @@ def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes
 def incoming_path(root: Path) -> Path:
     """A new name for a file on its way into a committed checkpoint; what a crash leaves there is worth nothing."""
     folder = root / INCOMING_DIR
-    with translated(str(root), "create", INCOMING_DIR):
+    with translate_errors(str(root), "create", INCOMING_DIR):
         if not folder.is_dir():
             make_directories(folder, root)
             fsync_directory(root)

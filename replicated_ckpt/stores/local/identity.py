@@ -7,18 +7,18 @@ from pathlib import Path
 
 from replicated_ckpt.core.layout import NODE_NAME
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translated, write_file
+from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import check_root
 
 
-def made_identity(root: Path) -> str:
+def ensure_identity(root: Path) -> str:
     """The identity of the store under `root`, made if there is none; racing callers get the same one. It is durable.
 
     Raises:
         ConfigInvalid, StoreError
     """
     path = root / NODE_NAME
-    with translated(str(root), "identify", NODE_NAME):
+    with translate_errors(str(root), "identify", NODE_NAME):
         if not path.exists():
             make_root(root)
             check_root(root)
@@ -42,7 +42,7 @@ def read_identity(root: Path) -> str:
         StoreError: it cannot be read.
     """
     path = root / NODE_NAME
-    with translated(str(root), "identify", NODE_NAME):
+    with translate_errors(str(root), "identify", NODE_NAME):
         raw = path.read_bytes()
     try:
         return str(json.loads(raw)["node_id"])

@@ -11,8 +11,8 @@ from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.durable import read_exactly, translated
-from replicated_ckpt.stores.local.committed import Committed, committed_directory, committed_save
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.local.committed import Committed, open_committed_save, open_directory
 from replicated_ckpt.stores.local.remains import crc_of_footer, read_remains, tell_crc
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
@@ -53,12 +53,15 @@ class Inspector:
         catalog = self._store.catalog
         every = {*catalog.directories(), *catalog.without_manifest()} if checkpoint_id is None else {checkpoint_id}
         for found in sorted(every):
-            with contextlib.suppress(ObjectMissing), committed_directory(self._store.root, found) as directory:
+            with contextlib.suppress(ObjectMissing), open_directory(self._store.root, found) as directory:
                 yield from self._of_directory(directory)
         for manifest in list(catalog.replaced()):
             if checkpoint_id in (None, manifest.checkpoint_id):
                 place = manifest.checkpoint_id, manifest.save_id
-                with contextlib.suppress(ObjectMissing), committed_save(self._store.root, *place) as (directory, _):
+                with (
+                    contextlib.suppress(ObjectMissing),
+                    open_committed_save(self._store.root, *place) as (directory, _),
+                ):
                     yield from self._of_save(directory, manifest)
 
     def _of_directory(self, directory: Committed) -> Iterator[Finding]:
@@ -126,7 +129,7 @@ class Inspector:
         except StoreError:
             return False
         try:
-            with translated(str(self._store.root), "read", label):
+            with translate_errors(str(self._store.root), "read", label):
                 if crc_of_footer(fd) == entry.crc32c:
                     return False  # it is the footer that was saved: the data is damaged
                 self._paced(entry.size_bytes)
@@ -181,7 +184,7 @@ class Inspector:
         """Size and CRC32C of a file, as the disk has it now."""
         fd = directory.open(name)
         try:
-            with translated(str(self._store.root), "read", f"{directory.checkpoint_id}/{name}"):
+            with translate_errors(str(self._store.root), "read", f"{directory.checkpoint_id}/{name}"):
                 return self._hash_open(fd)
         finally:
             os.close(fd)

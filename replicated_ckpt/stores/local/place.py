@@ -6,9 +6,9 @@ import math
 from operator import index
 from pathlib import Path
 
-from replicated_ckpt.core.layout import HEARD_SEQUENCE_MAX, STAGING_DIR, is_lineage, is_save_id
+from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, STAGING_DIR, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version
-from replicated_ckpt.stores.files.durable import translated
+from replicated_ckpt.stores.files.durable import translate_errors
 
 _SUFFIX = ".place.json"
 
@@ -28,7 +28,7 @@ class PlaceNotes:
             StoreError
         """
         path = self._root / STAGING_DIR / f"{save_id}{_SUFFIX}"
-        with translated(str(self._root), "write", save_id), contextlib.suppress(FileNotFoundError):
+        with translate_errors(str(self._root), "write", save_id), contextlib.suppress(FileNotFoundError):
             path.write_text(json.dumps({"lineage": lineage, "sequence": sequence}))
 
     def known(self) -> dict[str, Version]:
@@ -39,6 +39,6 @@ class PlaceNotes:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 fields = json.loads(path.read_bytes())
                 lineage, sequence = str(fields["lineage"]), index(fields["sequence"])
-                if is_save_id(save_id) and is_lineage(lineage) and 0 <= sequence <= HEARD_SEQUENCE_MAX:
+                if is_save_id(save_id) and is_lineage(lineage) and 0 <= sequence <= SEQUENCE_FLOOR_MAX:
                     places[save_id] = Version(lineage, sequence, math.inf, save_id)
         return places

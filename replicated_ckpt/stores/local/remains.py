@@ -4,12 +4,12 @@ import os
 from collections.abc import Callable, Iterable
 from stat import S_ISREG
 
-from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decoded_footer, footer_bytes_of
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, crc32c, decode_footer, footer_bytes_of
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_id
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly
-from replicated_ckpt.stores.local.committed import Committed, committed_directory
+from replicated_ckpt.stores.local.committed import Committed, open_directory
 from replicated_ckpt.stores.local.store import LocalStore
 
 _PIECE_BYTES = 1 << 20
@@ -47,7 +47,7 @@ class RemainsShelf:
         try:
             if not is_checkpoint_id(checkpoint_id) or self._store.catalog.save_id_of(checkpoint_id):
                 return None
-            with committed_directory(self._store.root, checkpoint_id) as directory:
+            with open_directory(self._store.root, checkpoint_id) as directory:
                 return read_remains(directory, self._node_id, self._crc)
         except (ManifestVersionUnknown, ObjectMissing):
             return None
@@ -92,14 +92,14 @@ def read_remains(directory: Committed, node_id: str, tell: Tell, holds: Holds = 
 
 def tell_crc(name: str, fd: int) -> int | None:
     """The CRC32C that a file has by what it says itself: `.metadata` by its bytes, a shard by its footer."""
-    return _hashed(fd) if name == METADATA_NAME else crc_of_footer(fd)
+    return _hash(fd) if name == METADATA_NAME else crc_of_footer(fd)
 
 
 def crc_of_footer(fd: int) -> int | None:
     """The CRC32C that a shard's file has if all its blocks are as its footer says; None if the footer is damaged."""
     size = os.fstat(fd).st_size
     footer_bytes = footer_bytes_of(_end(fd, size, FOOTER_TAIL_BYTES), size)
-    table = None if footer_bytes is None else decoded_footer(_end(fd, size, footer_bytes), size)
+    table = None if footer_bytes is None else decode_footer(_end(fd, size, footer_bytes), size)
     return None if table is None else table.file_crc()
 
 
@@ -108,7 +108,7 @@ def _end(fd: int, size: int, count: int) -> memoryview:
     return target[: read_exactly(fd, target, size - len(target))]
 
 
-def _hashed(fd: int) -> int:
+def _hash(fd: int) -> int:
     piece, offset, crc = memoryview(bytearray(_PIECE_BYTES)), 0, 0
     while count := read_exactly(fd, piece, offset):
         crc = crc32c(piece[:count], crc)

@@ -9,7 +9,7 @@ from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.local.intent import Intent
 
 
-def check_free(root: Path, checkpoint_id: str, intent: Intent) -> None:
+def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
     """Refuses to replace a checkpoint unless asked to, and anything else ever.
 
     An adoption may replace a directory that has no manifest and holds nothing but plain files, all of which it keeps.

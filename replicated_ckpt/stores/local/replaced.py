@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from replicated_ckpt.core.layout import MANIFEST_NAME, REPLACED_DIR
-from replicated_ckpt.core.manifest import Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree
@@ -46,7 +46,7 @@ def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:
 def keep_replaced(root: Path, staging: Path, save_id: str) -> bool:
     """Keeps what save `save_id` has replaced where a crash left that under the save's staged name; False if none did."""
     try:
-        before = decoded_manifest((staging / MANIFEST_NAME).read_bytes(), str(staging))
+        before = decode_manifest((staging / MANIFEST_NAME).read_bytes(), str(staging))
     except (OSError, ManifestInvalid):
         return False
     if before.save_id == save_id:

@@ -4,9 +4,15 @@ from pathlib import Path
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import MANIFEST_NAME, STAGING_DIR, TRASH_DIR, is_checkpoint_id
-from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing
-from replicated_ckpt.stores.files.durable import exclusive, make_directories, make_directory, remove_moved, translated
+from replicated_ckpt.stores.files.durable import (
+    exclusive,
+    make_directories,
+    make_directory,
+    remove_moved,
+    translate_errors,
+)
 from replicated_ckpt.stores.local.catalog import Catalog
 
 
@@ -22,7 +28,7 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
     if not is_checkpoint_id(checkpoint_id):
         raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
     staging = root / STAGING_DIR
-    with translated(str(root), "retire", checkpoint_id):
+    with translate_errors(str(root), "retire", checkpoint_id):
         make_directories(staging, root)
         with exclusive(staging):
             place = _place_of(root, checkpoint_id, save_id)
@@ -57,7 +63,7 @@ def origins(root: Path) -> list[Path]:
     found = set()
     for path in (root / TRASH_DIR).glob(f"*/{MANIFEST_NAME}"):
         try:
-            found.add((root / decoded_manifest(path.read_bytes(), str(path)).checkpoint_id).parent)
+            found.add((root / decode_manifest(path.read_bytes(), str(path)).checkpoint_id).parent)
         except (OSError, ManifestInvalid):
             continue
     return [directory for directory in sorted(found) if directory.is_dir()]

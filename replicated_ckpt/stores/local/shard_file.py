@@ -6,8 +6,8 @@ from pathlib import Path
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted
-from replicated_ckpt.stores.files.direct import is_worthwhile, switched, write_direct
-from replicated_ckpt.stores.files.durable import fsync_directory, read_exactly, translated, write_vector
+from replicated_ckpt.stores.files.direct import is_worthwhile, switch_direct_io, write_direct
+from replicated_ckpt.stores.files.durable import fsync_directory, read_exactly, translate_errors, write_vector
 from replicated_ckpt.stores.local.store import PART_SUFFIX
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
@@ -22,7 +22,7 @@ class FileSink:
     def __init__(self, path: Path, direct_io: str = "off") -> None:
         self._path = path
         self._part = path.with_name(path.name + PART_SUFFIX)
-        with translated(str(path.parent), "create", path.name):
+        with translate_errors(str(path.parent), "create", path.name):
             try:
                 wants_direct = is_worthwhile(path.parent, direct_io)
                 flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -30,14 +30,14 @@ class FileSink:
                 os.fchmod(self._fd, 0o640)  # whatever the umask: who may come this far is said by the directories
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
-            self.is_direct = wants_direct and switched(self._fd, on=True)
+            self.is_direct = wants_direct and switch_direct_io(self._fd, on=True)
 
     @property
     def label(self) -> str:
         return "own store"
 
     def write(self, *pieces: memoryview) -> None:
-        with translated(str(self._path.parent), "write", self._path.name):
+        with translate_errors(str(self._path.parent), "write", self._path.name):
             if self.is_direct:
                 pieces = self._rest_of(pieces)
             write_vector(self._fd, pieces)
@@ -47,7 +47,7 @@ class FileSink:
         done = write_direct(self._fd, pieces[0]) if len(pieces) == 1 else 0
         if len(pieces) == 1 and done == len(pieces[0]):
             return ()
-        self.is_direct = switched(self._fd, on=False)
+        self.is_direct = switch_direct_io(self._fd, on=False)
         return (pieces[0][done:], *pieces[1:])
 
     def finish(self, table: BlockTable) -> None:  # noqa: ARG002 - the file carries the table as its footer already
@@ -59,19 +59,19 @@ class FileSink:
         self.publish()
 
     def sync(self) -> None:
-        with translated(str(self._path.parent), "fsync", self._path.name):
+        with translate_errors(str(self._path.parent), "fsync", self._path.name):
             os.fsync(self._fd)
 
     def read_back(self, size_bytes: int) -> memoryview:
         """The last bytes that were written; nothing is written directly afterwards."""
         if self.is_direct:
-            self.is_direct = switched(self._fd, on=False)
+            self.is_direct = switch_direct_io(self._fd, on=False)
         target = memoryview(bytearray(size_bytes))
         read_exactly(self._fd, target, os.fstat(self._fd).st_size - size_bytes)
         return target
 
     def publish(self) -> None:
-        with translated(str(self._path.parent), "rename", self._path.name):
+        with translate_errors(str(self._path.parent), "rename", self._path.name):
             os.close(self._fd)
             self._fd = -1
             failpoints.reach("store.shard-fsynced")
@@ -103,7 +103,7 @@ class ShardFile(VerifiedShard):
             raise
 
     def _fill(self, target: memoryview, offset: int) -> None:
-        with translated(self._store, "read", self._name):
+        with translate_errors(self._store, "read", self._name):
             if read_exactly(self._fd, target, offset) != len(target):
                 raise self._corrupt("the file ended early")
 

@@ -20,7 +20,7 @@ from replicated_ckpt.core.layout import (
     is_checkpoint_id,
     is_save_id,
 )
-from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decoded_manifest
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
 from replicated_ckpt.errors import (
     ConfigInvalid,
     ManifestInvalid,
@@ -32,22 +32,22 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.files.durable import (
     exclusive,
     fsync_directory,
-    hashed_file,
+    hash_file,
     make_directories,
     make_directory,
     publish_directory,
     remove_moved,
     remove_tree,
-    translated,
+    translate_errors,
     write_file,
 )
 from replicated_ckpt.stores.files.ownership import make_private
 from replicated_ckpt.stores.local.carry_over import carry_over
 from replicated_ckpt.stores.local.catalog import Catalog
-from replicated_ckpt.stores.local.identity import made_identity, read_identity
+from replicated_ckpt.stores.local.identity import ensure_identity, read_identity
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.place import PlaceNotes
-from replicated_ckpt.stores.local.replaceable import check_free
+from replicated_ckpt.stores.local.replaceable import check_replaceable
 from replicated_ckpt.stores.local.replaced import check_order, holds_all_shards, keep_replaced, replaced_path, take_back
 from replicated_ckpt.stores.local.retire import origins
 
@@ -88,7 +88,7 @@ class LocalStore:
             ConfigInvalid: node.json is there and holds no identity.
             StoreError: the root cannot be created or written.
         """
-        return made_identity(self.root)
+        return ensure_identity(self.root)
 
     def known_node_id(self) -> str:
         """This store's identity as `node_id` gives it, or NO_NODE where none was made; never writes."""
@@ -101,7 +101,7 @@ class LocalStore:
             StoreDenied: another user of the host can have put it there, or something in it. StoreError
         """
         path = self.root_agent_directory()
-        with translated(str(self.root), "create", AGENT_DIR):
+        with translate_errors(str(self.root), "create", AGENT_DIR):
             self._private = make_private(self.root, path, self._private)
         return path
 
@@ -133,9 +133,9 @@ class LocalStore:
             StoreError
         """
         self.final(intent.checkpoint_id)  # refuses what is no id
-        check_free(self.root, intent.checkpoint_id, intent)
+        check_replaceable(self.root, intent.checkpoint_id, intent)
         staging = self.staging(intent.save_id)
-        with translated(str(self.root), "begin", intent.checkpoint_id):
+        with translate_errors(str(self.root), "begin", intent.checkpoint_id):
             make_directories(staging.parent, self.root)
             replaces = self.published(intent.checkpoint_id)
             intent = replace(intent, replaces="" if replaces is None else replaces.save_id)
@@ -180,7 +180,7 @@ class LocalStore:
     def put_small(self, save_id: str, name: str, data: bytes) -> None:
         """Writes a small file into a staged save, durably."""
         path = self.staged_file(save_id, name)
-        with translated(str(self.root), "write", name):
+        with translate_errors(str(self.root), "write", name):
             if not path.parent.is_dir():
                 raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
             write_file(path, data)
@@ -195,7 +195,7 @@ class LocalStore:
             ManifestInvalid, ObjectCorrupt: what was staged as the decision is not believed; nothing changed.
         """
         staging = self.staging(save_id)
-        with translated(str(self.root), "commit", save_id), exclusive(self.root / STAGING_DIR):
+        with translate_errors(str(self.root), "commit", save_id), exclusive(self.root / STAGING_DIR):
             if not staging.is_dir() or self._is_published(save_id):
                 held = self._already_committed(save_id)
                 self._discard(save_id)  # after a crash, what it replaced may still be staged under its name
@@ -203,7 +203,7 @@ class LocalStore:
             manifest = self._decision(save_id)
             final = self.final(manifest.checkpoint_id)
             intent = self.intent_of(save_id)
-            check_free(self.root, manifest.checkpoint_id, intent)
+            check_replaceable(self.root, manifest.checkpoint_id, intent)
             before = self.published(manifest.checkpoint_id)
             check_order(manifest, before, intent)
             failpoints.reach("commit.checked")
@@ -263,7 +263,7 @@ class LocalStore:
         """Removes a version that a newer save has replaced. The caller has seen the newer one whole."""
         if not is_save_id(name):
             raise ConfigInvalid(f"{name!r} is no save id.")
-        with translated(str(self.root), "remove", f"{REPLACED_DIR}/{name}"), exclusive(self.root / STAGING_DIR):
+        with translate_errors(str(self.root), "remove", f"{REPLACED_DIR}/{name}"), exclusive(self.root / STAGING_DIR):
             path = self.root / REPLACED_DIR / name
             if path.is_dir():
                 trash = self._trash(name)
@@ -293,10 +293,10 @@ class LocalStore:
         staging = self.staging(save_id)
         path = staging / MANIFEST_NAME
         with path.open("rb") as file:
-            manifest = decoded_manifest(file.read(MANIFEST_BYTES_MAX + 1), str(path))
+            manifest = decode_manifest(file.read(MANIFEST_BYTES_MAX + 1), str(path))
         if manifest.save_id != save_id:
             raise ManifestInvalid(f"The manifest in {staging} is of save {manifest.save_id}.")
-        found = hashed_file(staging / METADATA_NAME)
+        found = hash_file(staging / METADATA_NAME)
         if found != (manifest.metadata_bytes, manifest.metadata_crc32c):
             expected = f"{manifest.metadata_bytes} bytes of CRC32C {manifest.metadata_crc32c:08x}"
             detail = f"expected {expected}, found {found[0]} bytes of {found[1]:08x}"
@@ -313,7 +313,7 @@ class LocalStore:
 
     def abort(self, save_id: str) -> None:
         """Removes a staged save. What is committed stays. Aborting what is not there changes nothing."""
-        with translated(str(self.root), "abort", save_id), exclusive(self.root / STAGING_DIR):
+        with translate_errors(str(self.root), "abort", save_id), exclusive(self.root / STAGING_DIR):
             self._discard(save_id)
 
     def _discard(self, save_id: str) -> None:
@@ -332,7 +332,7 @@ class LocalStore:
 
     def empty_trash(self) -> None:
         """Removes what a crash kept from being removed, and what it kept from getting into a checkpoint."""
-        with translated(str(self.root), "remove", TRASH_DIR):
+        with translate_errors(str(self.root), "remove", TRASH_DIR):
             remove_tree(self.root / INCOMING_DIR)
             trash = self.root / TRASH_DIR
             remove_moved(trash, trash, *self._places(self.staged()), *origins(self.root))
@@ -372,7 +372,7 @@ class LocalStore:
         if directory is None:
             raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", f"not of save {save_id}")
         path = self.root / directory / name
-        with translated(str(self.root), "open", f"{checkpoint_id}/{name}"):
+        with translate_errors(str(self.root), "open", f"{checkpoint_id}/{name}"):
             try:
                 return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError as exc:

@@ -125,8 +125,8 @@ class Spool:
             OSError: no room, no right to write there, or nothing can be locked there.
         """
         _sweep(directory)
-        path, self._fd = _locked_file(directory)
-        self._close = weakref.finalize(self, _removed, path, self._fd, os.getpid())
+        path, self._fd = _create_locked_file(directory)
+        self._close = weakref.finalize(self, _remove, path, self._fd, os.getpid())
         self.name = path.name
         self._shape = _Shape(ranks, slot_bytes)
         try:
@@ -219,7 +219,7 @@ class OtherSpool:
             self._map.close()
 
 
-def _locked_file(directory: Path) -> tuple[Path, int]:
+def _create_locked_file(directory: Path) -> tuple[Path, int]:
     """A new file with its descriptor, locked and named.
 
     In the instant before it is locked, a sweep takes it for one that was left behind: then another one is made.
@@ -240,7 +240,7 @@ def _locked_file(directory: Path) -> tuple[Path, int]:
     raise OSError(errno.EAGAIN, "every new spool was swept away", str(directory))
 
 
-def _removed(path: Path, fd: int, owner_pid: int) -> None:
+def _remove(path: Path, fd: int, owner_pid: int) -> None:
     """Takes a spool's name away, then its lock. A process that was forked from its owner only closes its descriptor."""
     if os.getpid() == owner_pid:
         path.unlink(missing_ok=True)
@@ -250,13 +250,13 @@ def _removed(path: Path, fd: int, owner_pid: int) -> None:
 def _sweep(directory: Path) -> None:
     """Removes the spools of processes that were killed: nobody holds their lock."""
     for path in directory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), _opened(path) as fd:
+        with contextlib.suppress(OSError), _open(path) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _open(path: Path) -> Iterator[int]:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         yield fd

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from replicated_ckpt.errors import ConfigInvalid, StoreFull
-from replicated_ckpt.stores.files.durable import fsync_directory, publish_directory, remove_tree, translated, write_all
+from replicated_ckpt.stores.files.durable import (
+    fsync_directory,
+    publish_directory,
+    remove_tree,
+    translate_errors,
+    write_all,
+)
 from replicated_ckpt.stores.output.output import READ_BYTES, Output, Stream
 
 
@@ -15,15 +21,15 @@ class _FileStream(Stream):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._store, self._name = str(path.parent), path.name
-        with translated(self._store, "write", self._name):
+        with translate_errors(self._store, "write", self._name):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
     def _append(self, view: memoryview) -> None:
-        with translated(self._store, "write", self._name):
+        with translate_errors(self._store, "write", self._name):
             write_all(self._fd, view)
 
     def close(self) -> None:
-        with translated(self._store, "write", self._name):
+        with translate_errors(self._store, "write", self._name):
             os.fsync(self._fd)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read back from the disk
         os.close(self._fd)
@@ -82,7 +88,7 @@ class LocalOutput(Output):
 
     def _begin(self) -> None:
         """Takes the place beside `path`, and removes what a killed conversion left there."""
-        with translated(str(self._path.parent), "write", self._part.name):
+        with translate_errors(str(self._path.parent), "write", self._part.name):
             self._part.mkdir(exist_ok=True)
             self._lock = os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -119,13 +125,13 @@ class LocalOutput(Output):
 
     def _pieces(self, name: str) -> Iterator[memoryview]:
         buffer = memoryview(bytearray(READ_BYTES))
-        with translated(self.label, "read back", name), self.part(name).open("rb", buffering=0) as file:
+        with translate_errors(self.label, "read back", name), self.part(name).open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 yield buffer[:count]
 
     def _give_names(self) -> None:
         self._check()
-        with translated(self.label, "publish", self._path.name):
+        with translate_errors(self.label, "publish", self._path.name):
             if self._is_directory:
                 replaced = self._path.with_name(f".{self._path.name}.replaced")
                 publish_directory(self._part, self._path, replaced, is_kept=False)

@@ -25,7 +25,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.peer.answer import document_in, refusal
-from replicated_ckpt.stores.peer.deadline import given_up_after
+from replicated_ckpt.stores.peer.deadline import give_up_after
 from replicated_ckpt.stores.peer.tls import PinnedConnection, PlainConnection
 
 PROGRESS_TIMEOUT_S = 5.0
@@ -101,7 +101,7 @@ class AgentAddress:
         return address
 
 
-def opened_connection(address: AgentAddress, timeout_s: float) -> http.client.HTTPConnection:
+def open_connection(address: AgentAddress, timeout_s: float) -> http.client.HTTPConnection:
     """A connection to an agent, by TLS if its address says so; it connects when it is first used."""
     if address.tls_sha256:
         return PinnedConnection(
@@ -115,7 +115,7 @@ class AgentClient:
 
     def __init__(self, address: AgentAddress, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
         self.address = address
-        self._connection = opened_connection(address, timeout_s)
+        self._connection = open_connection(address, timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -145,7 +145,7 @@ class AgentClient:
         if self._connection.sock is None:
             with self.translated("CONNECT", "/"):
                 self._connection.connect()
-        with given_up_after(self._connection.sock, seconds):
+        with give_up_after(self._connection.sock, seconds):
             yield
 
     def fetch(self, method: str, path: str, body: bytes | None = None) -> bytes:
@@ -277,7 +277,7 @@ class Upload:
 
     def finish(self) -> dict[str, Any]:
         """Ends the body and returns the agent's JSON answer, which comes within ACK_TIMEOUT_S."""
-        with self._client.translated("PUT", self._path), given_up_after(self._connection.sock, ACK_TIMEOUT_S):
+        with self._client.translated("PUT", self._path), give_up_after(self._connection.sock, ACK_TIMEOUT_S):
             try:
                 self._connection.send(b"0\r\n\r\n")
             except ConnectionError:
@@ -294,7 +294,7 @@ def file_path(checkpoint_id: str, save_id: str, name: str) -> str:
     return f"/v1/files/{save_id}/{name}?{urllib.parse.urlencode({'checkpoint_id': checkpoint_id})}"
 
 
-def stock_path(checkpoint_id: str, name: str, size_bytes: int) -> str:
+def unmanaged_path(checkpoint_id: str, name: str, size_bytes: int) -> str:
     """URL path of one file, of this size, of a checkpoint without a manifest."""
     query = urllib.parse.urlencode({"checkpoint_id": checkpoint_id, "size_bytes": size_bytes})
-    return f"/v1/stock/{name}?{query}"
+    return f"/v1/unmanaged/{name}?{query}"

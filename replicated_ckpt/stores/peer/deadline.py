@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 
 @contextmanager
-def given_up_after(connected: socket.socket | None, seconds: float) -> Iterator[None]:
+def give_up_after(connected: socket.socket | None, seconds: float) -> Iterator[None]:
     """Breaks the connection when the block lasts longer: whoever waits on it then gets an OSError or an early end."""
     ended = threading.Event()
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import BlockHasher, BlockTable
-from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, checked_item
+from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
 from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR
-from replicated_ckpt.core.manifest import decoded_manifest
+from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt
-from replicated_ckpt.stores.files.durable import read_exactly, translated, write_file
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors, write_file
 from replicated_ckpt.stores.local.carry_over import Signature, link_others, originals_path, signature
-from replicated_ckpt.stores.local.committed import committed_directory
+from replicated_ckpt.stores.local.committed import open_directory
 from replicated_ckpt.stores.local.inspection import Paced, at_once
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
@@ -38,8 +38,8 @@ def check_adopted(root: Path, intent: Intent, raw_manifest: bytes) -> None:
     """
     if not intent.adopts:
         return
-    manifest = decoded_manifest(raw_manifest, "what was brought")
-    with translated(str(root), "look at", intent.checkpoint_id):
+    manifest = decode_manifest(raw_manifest, "what was brought")
+    with translate_errors(str(root), "look at", intent.checkpoint_id):
         newest_s = max((entry.stat().st_mtime for entry in os.scandir(root / intent.checkpoint_id)), default=0.0)
     if manifest.sequence != 0 or manifest.created_unix_s > newest_s + CLOCKS_DIFFER_S:
         raise ManifestInvalid(f"Save {intent.save_id} adopts what stock torch wrote, and its manifest says otherwise.")
@@ -59,28 +59,28 @@ def stage_shards(
     staging = root / STAGING_DIR / save_id
     if not names:
         return {}
-    with translated(str(root), "link", checkpoint_id):
+    with translate_errors(str(root), "link", checkpoint_id):
         link_others(root / checkpoint_id, staging)
-    with translated(str(root), "read", METADATA_NAME):
+    with translate_errors(str(root), "read", METADATA_NAME):
         ranges = item_ranges((staging / METADATA_NAME).read_bytes())
     tables: dict[str, BlockTable] = {}
     signatures: dict[str, Signature] = {}
-    with committed_directory(root, checkpoint_id) as directory:
+    with open_directory(root, checkpoint_id) as directory:
         for name in names:
             fd = directory.open(name)
             try:
                 signatures[name] = signature(os.fstat(fd))
-                tables[name] = footed(fd, FileSink(staging / name), f"{root}/{checkpoint_id}/{name}", paced)
+                tables[name] = copy_with_footer(fd, FileSink(staging / name), f"{root}/{checkpoint_id}/{name}", paced)
             finally:
                 os.close(fd)
             _check_items(staging / name, ranges.get(name, ()), tables[name].data_bytes)
             failpoints.reach("adopt.shard-staged")
-    with translated(str(root), "write", save_id):
+    with translate_errors(str(root), "write", save_id):
         write_file(originals_path(root, save_id), json.dumps(signatures).encode())
     return tables
 
 
-def footed(fd: int, sink: FileSink, path: str, paced: Paced) -> BlockTable:
+def copy_with_footer(fd: int, sink: FileSink, path: str, paced: Paced) -> BlockTable:
     """Copies a file into a sink and puts a footer behind it; the sink's file is whole and durable afterwards.
 
     Raises:
@@ -90,7 +90,7 @@ def footed(fd: int, sink: FileSink, path: str, paced: Paced) -> BlockTable:
     try:
         while True:
             paced(PIECE_BYTES)
-            with translated(path, "read", ""):
+            with translate_errors(path, "read", ""):
                 count = read_exactly(fd, piece, position)
             hasher.update(piece[:count])
             sink.write(piece[:count])
@@ -119,6 +119,6 @@ def _check_items(path: Path, items: Sequence[ByteRange], data_bytes: int) -> Non
             if item.end > data_bytes:
                 raise ObjectCorrupt(str(path.parent), "adopt", path.name, f"{where}: it has {data_bytes} bytes")
             try:
-                checked_item(fetch, item.length)
+                check_item(fetch, item.length)
             except ItemDamaged as exc:
                 raise ObjectCorrupt(str(path.parent), "adopt", path.name, f"{where}: {exc}") from exc

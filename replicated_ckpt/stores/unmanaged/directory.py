@@ -5,34 +5,34 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from replicated_ckpt.core.integrity.checksum import crc32c, footed_bytes
+from replicated_ckpt.core.integrity.checksum import crc32c, size_with_footer
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.unmanaged.survey import StockFile, StockHolding
+from replicated_ckpt.core.unmanaged.survey import UnmanagedFile, UnmanagedHolding
 from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.local.catalog import Catalog
-from replicated_ckpt.stores.local.committed import Committed, committed_directory
+from replicated_ckpt.stores.local.committed import Committed, open_directory
 
 _PRINT_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20
 _Signature = tuple[int, int, int]
 
 
-class StockShelf:
+class UnmanagedDirectory:
     """Lists and opens what lies in directories without a manifest. Prints are kept until a file changes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._prints: dict[tuple[str, str], tuple[_Signature, int]] = {}
 
-    def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[StockHolding, ...]:
+    def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[UnmanagedHolding, ...]:
         """What lies here of one such checkpoint, or of all. A file that vanishes meanwhile is not there."""
         names = [checkpoint_id] if checkpoint_id else list(Catalog(self.root).without_manifest())
         return tuple(holding for name in names for holding in self._holding(node_id, name))
 
-    def _holding(self, node_id: str, checkpoint_id: str) -> Iterator[StockHolding]:
+    def _holding(self, node_id: str, checkpoint_id: str) -> Iterator[UnmanagedHolding]:
         try:
-            with committed_directory(self.root, checkpoint_id) as directory:
+            with open_directory(self.root, checkpoint_id) as directory:
                 names = directory.names()
                 if MANIFEST_NAME in names:
                     return
@@ -41,16 +41,16 @@ class StockShelf:
             return
         metadata = found.pop(METADATA_NAME, None)
         if found or metadata is not None:
-            yield StockHolding(node_id, checkpoint_id, metadata, found)
+            yield UnmanagedHolding(node_id, checkpoint_id, metadata, found)
 
-    def _file(self, directory: Committed, name: str) -> StockFile | None:
+    def _file(self, directory: Committed, name: str) -> UnmanagedFile | None:
         key = directory.checkpoint_id, name
         try:
             fd = directory.open(name)
         except StoreError:
             return None
         try:
-            with translated(str(self.root), "read", "/".join(key)):
+            with translate_errors(str(self.root), "read", "/".join(key)):
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
                     return None
@@ -60,7 +60,7 @@ class StockShelf:
                     known = self._prints[key] = signature, _print_of(fd, status.st_size, is_whole=name == METADATA_NAME)
         finally:
             os.close(fd)
-        return StockFile(status.st_size, known[1], status.st_mtime)
+        return UnmanagedFile(status.st_size, known[1], status.st_mtime)
 
     def open(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
         """File descriptor for reading one file of a checkpoint without a manifest; the caller closes it.
@@ -76,7 +76,7 @@ class StockShelf:
             return self._opened(checkpoint_id, name, size_bytes)  # its directory may have been exchanged at that moment
 
     def _opened(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
-        with committed_directory(self.root, checkpoint_id) as directory:
+        with open_directory(self.root, checkpoint_id) as directory:
             sizes = {size_bytes}
             if MANIFEST_NAME in directory.names():
                 sizes = _sizes_adopted(directory, name, size_bytes)
@@ -109,7 +109,7 @@ def _sizes_adopted(directory: Committed, name: str, size_bytes: int) -> set[int]
         return set()
     if name == METADATA_NAME:
         return {size_bytes} if manifest.metadata_bytes == size_bytes else set()
-    entry, footed = manifest.shards.get(name), footed_bytes(size_bytes)
+    entry, footed = manifest.shards.get(name), size_with_footer(size_bytes)
     return {size_bytes, footed} if entry is not None and entry.size_bytes == footed else set()
 
 

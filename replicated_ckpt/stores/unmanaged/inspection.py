@@ -3,18 +3,18 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, checked_item
+from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, check_item
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ObjectMissing
-from replicated_ckpt.stores.files.durable import read_exactly, translated
-from replicated_ckpt.stores.local.committed import Committed, committed_directory
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.local.committed import Committed, open_directory
 from replicated_ckpt.stores.local.inspection import Paced, at_once
 from replicated_ckpt.stores.local.store import LocalStore
 
 
-class StockInspector:
+class UnmanagedInspector:
     """Checks structure, sizes, and the CRC32 that torch.save left in its containers. Changes nothing.
 
     `unchecked` counts afterwards the items that have no CRC32, or are no containers.
@@ -30,7 +30,7 @@ class StockInspector:
     def inspected(self, checkpoint_id: str, ranges: Mapping[str, Sequence[ByteRange]]) -> Iterator[Finding]:
         """What is wrong with the shards that lie here, where `.metadata` has items at `ranges`."""
         try:
-            with committed_directory(self._store.root, checkpoint_id) as directory:
+            with open_directory(self._store.root, checkpoint_id) as directory:
                 names = directory.shards()
                 if MANIFEST_NAME in directory.names():
                     return
@@ -46,7 +46,7 @@ class StockInspector:
         """What is wrong with one shard; None if every item of it is whole, and as its CRC32 says if it has one."""
         fd = directory.open(name)
         try:
-            with translated(str(self._store.root), "read", f"{directory.checkpoint_id}/{name}"):
+            with translate_errors(str(self._store.root), "read", f"{directory.checkpoint_id}/{name}"):
                 size, needed = os.fstat(fd).st_size, max((item.end for item in items), default=0)
                 if size < needed:
                     expected = f"at least {needed} bytes"
@@ -65,7 +65,7 @@ class StockInspector:
         problem = None
         for _ in range(2):
             try:
-                verdict = checked_item(lambda offset, length: self._read(fd, item.offset + offset, length), item.length)
+                verdict = check_item(lambda offset, length: self._read(fd, item.offset + offset, length), item.length)
             except ItemDamaged as exc:
                 problem = str(exc)
                 continue

@@ -4,15 +4,15 @@ import os
 from collections.abc import Sequence
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
-from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, checked_item
+from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
 from replicated_ckpt.core.reading.source_order import ByteRange
-from replicated_ckpt.stores.files.durable import read_exactly, translated
-from replicated_ckpt.stores.peer.client import AgentClient, stock_path
-from replicated_ckpt.stores.unmanaged.directory import StockShelf
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.peer.client import AgentClient, unmanaged_path
+from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 
-class StockShard(VerifiedShard):
+class UnmanagedShard(VerifiedShard):
     """Reads a shard without a footer. An item is checked before the first byte of it is given out, if it has checksums.
 
     `items` are the places of the items that may be read. One thread.
@@ -51,21 +51,21 @@ class StockShard(VerifiedShard):
             return self._fetched(item.offset + offset, item.offset + offset + length)
 
         try:
-            checked_item(in_span if is_inside else at_source, item.length)
+            check_item(in_span if is_inside else at_source, item.length)
         except ItemDamaged:
             if is_inside:
                 self._fill(span, there.offset)
             try:
-                checked_item(in_span if is_inside else at_source, item.length)
+                check_item(in_span if is_inside else at_source, item.length)
             except ItemDamaged as exc:
                 raise self._corrupt(f"item at bytes {item.offset} to {item.end}: {exc}") from exc
 
 
-class StockFileShard(StockShard):
+class UnmanagedFileShard(UnmanagedShard):
     """On this node's disk."""
 
     def __init__(
-        self, shelf: StockShelf, checkpoint_id: str, name: str, expected: Expected, items: Sequence[ByteRange]
+        self, shelf: UnmanagedDirectory, checkpoint_id: str, name: str, expected: Expected, items: Sequence[ByteRange]
     ) -> None:
         self._fd = shelf.open(checkpoint_id, name, expected.size_bytes)
         try:
@@ -75,7 +75,7 @@ class StockFileShard(StockShard):
             raise
 
     def _fill(self, target: memoryview, offset: int) -> None:
-        with translated(self._store, "read", self._name):
+        with translate_errors(self._store, "read", self._name):
             if read_exactly(self._fd, target, offset) != len(target):
                 raise self._corrupt("the file ended early")
 
@@ -85,14 +85,14 @@ class StockFileShard(StockShard):
             self._fd = -1
 
 
-class StockPeerShard(StockShard):
+class UnmanagedPeerShard(UnmanagedShard):
     """On a peer's disk, through its agent, which refuses a file of another size. The client is taken over."""
 
     def __init__(
         self, client: AgentClient, checkpoint_id: str, name: str, expected: Expected, items: Sequence[ByteRange]
     ) -> None:
         self._client = client
-        self._path = stock_path(checkpoint_id, name, expected.size_bytes)
+        self._path = unmanaged_path(checkpoint_id, name, expected.size_bytes)
         super().__init__(client.address.label, f"{checkpoint_id}/{name}", expected, items)
 
     def _fill(self, target: memoryview, offset: int) -> None:

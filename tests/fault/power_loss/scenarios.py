@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Protocol
 from unittest import mock
 
-from replicated_ckpt.agent.repair.mender import pulled
+from replicated_ckpt.agent.repair.mender import pull_shard
 from replicated_ckpt.agent.requests.body import Body
-from replicated_ckpt.agent.saves.receive import received
+from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.layout import MANIFEST_NAME
@@ -24,7 +24,7 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
-from replicated_ckpt.stores.local.committed import committed_save, incoming_path
+from replicated_ckpt.stores.local.committed import incoming_path, open_committed_save
 from replicated_ckpt.stores.local.inspection import at_once
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.retire import retire
@@ -113,7 +113,7 @@ def receive_copy(store: LocalStore, save_id: str, shard: str, *, in_memory: bool
     headers = Message()
     headers["Content-Length"] = str(len(raw))
     body, path = Body(io.BytesIO(raw), headers), store.staged_file(save_id, shard)
-    received(path, body, lambda _: None, durable=not in_memory, direct_io=_direct_io(shard))
+    receive_file(path, body, lambda _: None, durable=not in_memory, direct_io=_direct_io(shard))
 
 
 def _direct_io(shard: str) -> str:
@@ -232,10 +232,10 @@ def restored(store: LocalStore, mark: Marker) -> None:
     mark(f"missing {CHECKPOINT}", SHARDS[1])
     mark("node", store.node_id())
     path = incoming_path(store.root)
-    with committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
+    with open_committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
         copy = MemoryShard(OLD, SHARDS[1])
         sources = AnySource([Source("peer", copy.expected, lambda _: copy)], lambda *_: None)
-        pulled(sources, SHARDS[1], FileSink(path), at_once)
+        pull_shard(sources, SHARDS[1], FileSink(path), at_once)
         directory.place(path, SHARDS[1])
     mark(f"missing {CHECKPOINT}")
 
@@ -245,7 +245,7 @@ def manifest_restored(store: LocalStore, mark: Marker) -> None:
     mark(f"checkpoint {CHECKPOINT}", OLD)
     mark("node", store.node_id())
     raw = (store.final(CHECKPOINT) / MANIFEST_NAME).read_bytes()
-    with committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
+    with open_committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
         directory.put_small(MANIFEST_NAME, raw)
     mark(f"checkpoint {CHECKPOINT}", OLD)
 

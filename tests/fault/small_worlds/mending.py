@@ -4,8 +4,8 @@ from functools import cache
 
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.core.upkeep.repair import NodeView, Presence, planned
-from replicated_ckpt.core.upkeep.repair_plan import Adopt
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
+from replicated_ckpt.core.upkeep.repair_plan import RestoreManifest
 
 SEQUENCES = (1, 2)
 LINEAGE = "11" * 8
@@ -78,10 +78,10 @@ def planned_for(placed: tuple[int, ...], shown: Shown, index: int, *, are_gone: 
     views = [_view(placed, shown, node, are_gone=are_gone) for node in range(len(shown))]
     held = {holding.save_id for view in views for holding in view.holdings or ()}
     manifests = {save_id(version): manifest(placed, version) for version in (0, 1) if save_id(version) in held}
-    part = planned(manifests, views).of_node(f"n{index}")
+    part = plan_repair(manifests, views).of_node(f"n{index}")
     actions = []
     for action in part.actions:
         version = 0 if action.save_id == save_id(0) else 1
-        bits = 0 if isinstance(action, Adopt) else 1 << int(action.shard.split("_")[2])
+        bits = 0 if isinstance(action, RestoreManifest) else 1 << int(action.shard.split("_")[2])
         actions.append((version, bits))
     return tuple(actions)

@@ -18,7 +18,7 @@ from replicated_ckpt.agent.http.routes import Routes
 from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.repair.reprotect import Outcome, Protection, Reprotector
-from replicated_ckpt.agent.saves.adoption_locks import Holds
+from replicated_ckpt.agent.saves.adoption_locks import AdoptionLocks
 from replicated_ckpt.agent.saves.pins import Pins
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import Endpoint, keep_identity, next_identity
@@ -85,7 +85,7 @@ class Node:
             directory = store.agent_directory()
             self.service = NodeService(store)
             self.service.completing = SimulatedLock(self.cluster.operations)
-            self.service.holds, self.service.pins = Holds(self.cluster.now), Pins(self.cluster.now)
+            self.service.adoption_locks, self.service.pins = AdoptionLocks(self.cluster.now), Pins(self.cluster.now)
             self.service.recover()
             identity = next_identity(directory)
             self.tokens = identity.tokens
@@ -140,8 +140,8 @@ class Node:
     def _release_locks(self) -> None:
         """What the kernel does when an agent ends."""
         if self.service is not None:
-            for save_id in list(self.service.holds._held):
-                self.service.holds.release(save_id)
+            for save_id in list(self.service.adoption_locks._held):
+                self.service.adoption_locks.release(save_id)
 
     def switch_off(self) -> None:
         """The machine is gone with all its processes; its disk is as it was."""

@@ -45,7 +45,7 @@ class Faults:
     def armed(self) -> Iterator[None]:
         with ExitStack() as stack:
             for name in failpoints.POINTS:
-                stack.enter_context(failpoints.armed(name, self._reach))
+                stack.enter_context(failpoints.arm(name, self._reach))
             yield
 
     def plan_kill(self, name: str, node: int, *, is_agent: bool) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.find.rendezvous import _remembered, _surveyed
+from replicated_ckpt.dcp.find.rendezvous import _remember, _survey
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
@@ -179,8 +179,8 @@ class Job:
                 posts = [
                     {"checkpoint_id": given_id, "node": self._post(rank).to_json()} for rank in range(len(self.nodes))
                 ]
-                surveys.append(_surveyed(store, world, posts, opened_bucket(), lineage))
-            return _remembered(store, surveys[0])
+                surveys.append(_survey(store, world, posts, opened_bucket(), lineage))
+            return _remember(store, surveys[0])
 
         found, call = [], _Call(met=met)
         place = self.policy.object_store if with_bucket else None

@@ -108,7 +108,7 @@ class Network:
                 undo()
 
     def connection(self, address: AgentAddress, timeout_s: float) -> "SimulatedConnection":
-        """Stands in for `agent_client.opened_connection`."""
+        """Stands in for `agent_client.open_connection`."""
         del timeout_s
         return SimulatedConnection(self, address)
 

@@ -32,7 +32,7 @@ from replicated_ckpt.dcp.save import shard_writer, writer
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores import tee, verified
 from replicated_ckpt.stores.bucket.client import ObjectClient
-from replicated_ckpt.stores.bucket.opening import opened_client
+from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.retry import RetryingClient
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local import catalog, committed
@@ -119,8 +119,8 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
     now = _Now(cluster)
     clock = SimpleNamespace(monotonic=cluster.now, sleep=cluster.wait, time=lambda: 1.7e9 + cluster.now())
     replaced: Sequence[tuple[object, str, object]] = (
-        (agent_client, "opened_connection", cluster.network.connection),
-        (agent_client, "given_up_after", _no_deadline),
+        (agent_client, "open_connection", cluster.network.connection),
+        (agent_client, "give_up_after", _no_deadline),
         (service, "time", clock),
         (reprotect, "time", clock),
         (finish, "time", clock),
@@ -135,8 +135,8 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (verified, "SCRATCH_BYTES", 1 << 16),
         (loading, "FetchAhead", FetchInTurn),
         (upload, "random", cluster.random),
-        (targets, "opened_client", partial(_open_bucket, cluster)),
-        (reader, "opened_client", partial(_open_bucket, cluster)),
+        (targets, "open_client", partial(_open_bucket, cluster)),
+        (reader, "open_client", partial(_open_bucket, cluster)),
         (reader, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
         (catalog, "leads_out", _never),  # there are no symbolic links here, and it is a fifth of all work
         (committed, "leads_out", _never),
@@ -147,11 +147,11 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (writer, "world_of_call", lambda *_: now.rank.world),
         (reader, "world_of_call", lambda *_: now.rank.world),
         (reader, "calling", lambda: True),
-        (reader, "met", now.meet),
+        (reader, "meet", now.meet),
         (node_module, "node_post", lambda *_: now.rank.post()),
         (writer, "node_post", lambda *_: now.rank.post()),
-        (own_agent, "ensured_agent", partial(_endpoint_of, cluster)),
-        (repair, "ensured_agent", partial(_endpoint_of, cluster)),
+        (own_agent, "ensure_agent", partial(_endpoint_of, cluster)),
+        (repair, "ensure_agent", partial(_endpoint_of, cluster)),
     )
     for target, name, stand_in in replaced:
         yield mock.patch.object(target, name, stand_in)
@@ -175,11 +175,11 @@ class _FaultyBucket:
 
 
 def _open_bucket(cluster: "Cluster", target: ObjectTarget) -> _FaultyBucket:
-    return _FaultyBucket(cluster, opened_client(target))
+    return _FaultyBucket(cluster, open_client(target))
 
 
 def _endpoint_of(cluster: "Cluster", store: LocalStore, *_: Any) -> Endpoint:
-    """Stands in for `ensured_agent`: the node's agent, started if it does not run."""
+    """Stands in for `ensure_agent`: the node's agent, started if it does not run."""
     node = next(node for node in cluster.nodes if node.root == store.root)
     node.boot()
     return node.endpoint

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.dcp.convert.entries.items_source import ItemsSource, Wanted
-from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 
 
 class DirectoryFetcher:
@@ -19,7 +19,7 @@ class DirectoryFetcher:
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         for shard in {w.shard: None for w in wanted}:
-            with translated(str(self._directory), "read", shard):
+            with translate_errors(str(self._directory), "read", shard):
                 fd = os.open(self._directory / shard, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for want in (w for w in wanted if w.shard == shard):
@@ -29,7 +29,7 @@ class DirectoryFetcher:
 
     def _read(self, fd: int, want: Wanted) -> memoryview:
         raw = memoryview(bytearray(want.length))
-        with translated(str(self._directory), "read", want.shard):
+        with translate_errors(str(self._directory), "read", want.shard):
             count = read_exactly(fd, raw, want.offset)
         if count != want.length:
             raise StoreError(str(self._directory), "read", want.shard, f"it ends before {want.offset + want.length}")
@@ -65,4 +65,4 @@ def dcp_directory(path: Path) -> ItemsSource:
         raise ConfigInvalid(f"{path} holds no .metadata: it is no DCP checkpoint.") from exc
     except OSError as exc:
         raise StoreError(str(path), "read", METADATA_NAME, str(exc)) from exc
-    return ItemsSource(decoded_metadata(raw, str(path)), DirectoryFetcher(path), str(path))
+    return ItemsSource(decode_metadata(raw, str(path)), DirectoryFetcher(path), str(path))

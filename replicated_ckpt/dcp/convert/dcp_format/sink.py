@@ -12,9 +12,9 @@ from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner
 from replicated_ckpt.dcp.convert.entries.source import Contents, Source
 from replicated_ckpt.dcp.convert.torch_file.sink import Progress
-from replicated_ckpt.dcp.metadata.metadata import decoded_metadata
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, metadata_version
-from replicated_ckpt.dcp.tensors.torch_save import saved
+from replicated_ckpt.dcp.tensors.torch_save import save_tensor
 from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.output.output import Output, Stream
 
@@ -38,7 +38,7 @@ class DcpSink:
             with output.create(name) as stream:
                 while items and stream.position < self._shard_bytes_max:
                     item = items.popleft()
-                    metadata.storage_data[item.index] = _written(stream, name, planner.resolve_data(item))
+                    metadata.storage_data[item.index] = _write_item(stream, name, planner.resolve_data(item))
         metadata.storage_meta = StorageMeta()
         version = metadata_version()
         if version is not None:
@@ -52,7 +52,7 @@ class DcpSink:
         Raises:
             ObjectCorrupt: it does not describe what was to be written.
         """
-        metadata = decoded_metadata((path / METADATA_NAME).read_bytes(), str(path))
+        metadata = decode_metadata((path / METADATA_NAME).read_bytes(), str(path))
         wanted = {entry.name for entry in contents.entries}
         if set(metadata.state_dict_metadata) != wanted or {index.fqn for index in metadata.storage_data} != wanted:
             raise ObjectCorrupt(str(path), "read back", METADATA_NAME, "it describes another state dict")
@@ -61,11 +61,11 @@ class DcpSink:
         return name == METADATA_NAME or name.endswith(".distcp")
 
 
-def _written(stream: Stream, name: str, data: torch.Tensor | io.BytesIO) -> StorageInfo:
+def _write_item(stream: Stream, name: str, data: torch.Tensor | io.BytesIO) -> StorageInfo:
     """Appends one item, as FileSystemWriter does."""
     start = stream.position
     if isinstance(data, io.BytesIO):
         stream.write(data.getbuffer())
     else:
-        saved(data, stream)
+        save_tensor(data, stream)
     return StorageInfo(name, start, stream.position - start)

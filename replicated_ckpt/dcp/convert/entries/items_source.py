@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from replicated_ckpt.core.bucket.keys import Path
-from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.dcp.convert.entries.item_outline import END_BYTES, data_start
 from replicated_ckpt.dcp.convert.entries.memory import window_tensor
 from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
@@ -61,9 +61,9 @@ class ItemsSource:
         paths: Mapping[str, Any] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         tensors, objects = [], []
         for key, described in metadata.state_dict_metadata.items():
-            path = _checked_path(paths.get(key), key)
+            path = _check_path(paths.get(key), key)
             if isinstance(described, TensorStorageMetadata):
-                chunks = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks)
+                chunks = tuple(Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks)
                 dtype, shape = described.properties.dtype, tuple(described.size)
                 tensors.append(TensorEntry(key, key, path, dtype, shape, chunks))
             else:
@@ -98,7 +98,7 @@ class ItemsSource:
         self._fetcher.fetch(wanted)
         return targets
 
-    def _wanted(self, part: Part, chunk: Box, common: Box, target: torch.Tensor) -> list[Wanted]:
+    def _wanted(self, part: Part, chunk: Chunk, common: Chunk, target: torch.Tensor) -> list[Wanted]:
         """What is to be read so that `common` gets into its place in `target`."""
         info, entry = self._info(part.entry.key, chunk.offsets), part.entry
         start = self._data_starts.get((info.relative_path, info.offset))
@@ -117,7 +117,7 @@ class ItemsSource:
             found.append(Wanted(info.relative_path, offset, run.elements * itemsize, take))
         return found
 
-    def _tensor(self, raw: memoryview, entry: TensorEntry, chunk: Box) -> torch.Tensor:
+    def _tensor(self, raw: memoryview, entry: TensorEntry, chunk: Chunk) -> torch.Tensor:
         """The tensor in an item.
 
         Raises:
@@ -134,7 +134,7 @@ class ItemsSource:
     def _probe(self, parts: Sequence[Part]) -> None:
         """Finds out where the elements begin in those large items that are looked at for the first time."""
         wanted: list[Wanted] = []
-        ends: list[tuple[StorageInfo, TensorEntry, Box, list[bytes]]] = []
+        ends: list[tuple[StorageInfo, TensorEntry, Chunk, list[bytes]]] = []
         for part in parts:
             for chunk in part.entry.chunks:
                 if chunk.common(part.box) is None:
@@ -166,14 +166,14 @@ class ItemsSource:
         self._fetcher.close()
 
 
-def _checked_path(path: Any, key: str) -> Path:
+def _check_path(path: Any, key: str) -> Path:
     """The path that a planner noted for a key, if it is one; it may be anything."""
     if isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path) and type(path[0]) is str:
         return path
     return (key,)
 
 
-def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def _view(tensor: torch.Tensor, box: Chunk) -> torch.Tensor:
     return tensor[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
 
 

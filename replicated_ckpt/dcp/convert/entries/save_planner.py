@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.dcp.convert.entries.source import (
     WINDOW_BYTES,
     Contents,
@@ -85,7 +85,7 @@ def parts_of(entry: TensorEntry) -> list[Part]:
     found = []
     for chunk in entry.chunks:
         found += [Part(entry, run) for run in chunk.runs(chunk, WINDOW_BYTES // entry.dtype.itemsize)]
-    return found or [Part(entry, Box.whole(entry.shape))]  # one without elements is an item all the same
+    return found or [Part(entry, Chunk.whole(entry.shape))]  # one without elements is an item all the same
 
 
 def _write_item(part: Part) -> WriteItem:

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from replicated_ckpt.core.bucket.keys import KeyRules, Path, renamed_path
-from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.core.bucket.keys import KeyRules, Path, rename_path
+from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.errors import ConfigInvalid
 
 WINDOW_BYTES = 64 << 20
@@ -26,11 +26,11 @@ class TensorEntry:
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Box, ...]
+    chunks: tuple[Chunk, ...]
 
     @property
     def size_bytes(self) -> int:
-        return Box.whole(self.shape).elements * self.dtype.itemsize
+        return Chunk.whole(self.shape).elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Contents:
         names = rules.new_names(self.order)
 
         def path_of(entry: TensorEntry | ObjectEntry) -> Path:
-            return renamed_path(entry.path, names[entry.key])
+            return rename_path(entry.path, names[entry.key])
 
         return Contents(
             tuple(replace(e, name=names[e.key], path=path_of(e)) for e in self.tensors if e.key in names),
@@ -87,7 +87,7 @@ class Part:
     """A part of a tensor that is to be read."""
 
     entry: TensorEntry
-    box: Box
+    box: Chunk
 
     @property
     def size_bytes(self) -> int:
@@ -138,11 +138,11 @@ def windows(parts: Sequence[Part]) -> Iterator[list[Part]]:
         yield group
 
 
-def streamed(source: Source, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+def stream_tensors(source: Source, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
     """The tensors, one after the other, in pieces that together are their elements row by row."""
     parts = []
     for entry in entries:
-        whole = Box.whole(entry.shape)
+        whole = Chunk.whole(entry.shape)
         check_covered(entry)
         parts += [Part(entry, box) for box in whole.runs(whole, WINDOW_BYTES // entry.dtype.itemsize)]
     for group in windows(parts):
@@ -151,6 +151,6 @@ def streamed(source: Source, entries: Sequence[TensorEntry]) -> Iterator[tuple[T
 
 def check_covered(entry: TensorEntry) -> None:
     """Raises ConfigInvalid unless the chunks of a tensor hold all of its elements: what is missing would be garbage."""
-    whole = Box.whole(entry.shape)
+    whole = Chunk.whole(entry.shape)
     if sum(chunk.elements for chunk in entry.chunks) < whole.elements:
         raise ConfigInvalid(f"The checkpoint holds only a part of {entry.key!r}.", "Leave it out with --exclude.")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.dcp.convert.entries.memory import window_tensor
 from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
-from replicated_ckpt.dcp.convert.safetensors.format import LENGTH, Tensor, decoded_header, header_size
+from replicated_ckpt.dcp.convert.safetensors.format import LENGTH, Tensor, decode_header, header_size
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
-from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 
 _INDEX_BYTES_MAX = 64 << 20
 
@@ -39,7 +39,7 @@ class SafetensorsFiles:
         self.contents = Contents(tuple(entries), (), tuple(entry.key for entry in entries))
 
     def _opened(self, path: Path) -> list[TensorEntry]:
-        with translated(str(path.parent), "read", path.name):
+        with translate_errors(str(path.parent), "read", path.name):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._held.callback(os.close, fd)
             size_bytes = os.fstat(fd).st_size
@@ -48,7 +48,7 @@ class SafetensorsFiles:
             read_exactly(fd, memoryview(raw), LENGTH.size)
         data = LENGTH.size + header_bytes
         return [
-            self._entry(tensor, path, fd, data) for tensor in decoded_header(bytes(raw), size_bytes - data, str(path))
+            self._entry(tensor, path, fd, data) for tensor in decode_header(bytes(raw), size_bytes - data, str(path))
         ]
 
     def _entry(self, tensor: Tensor, path: Path, fd: int, data: int) -> TensorEntry:
@@ -56,7 +56,7 @@ class SafetensorsFiles:
             raise ConfigInvalid(f"{tensor.name!r} is in {path} and in {self._place_by_key[tensor.name][0]}.")
         self._place_by_key[tensor.name] = (path, fd, data + tensor.start)
         return TensorEntry(
-            tensor.name, tensor.name, (tensor.name,), tensor.dtype, tensor.shape, (Box.whole(tensor.shape),)
+            tensor.name, tensor.name, (tensor.name,), tensor.dtype, tensor.shape, (Chunk.whole(tensor.shape),)
         )
 
     def check(self, contents: Contents) -> None:
@@ -67,13 +67,13 @@ class SafetensorsFiles:
 
     def _part(self, part: Part) -> torch.Tensor:
         path, fd, start = self._place_by_key[part.entry.key]
-        itemsize, whole = part.entry.dtype.itemsize, Box.whole(part.entry.shape)
+        itemsize, whole = part.entry.dtype.itemsize, Chunk.whole(part.entry.shape)
         target = window_tensor((part.box.elements,), part.entry.dtype)
         raw = memory_of(target)
         position = 0
         for run in part.box.runs(whole, part.box.elements):
             piece = raw[position : position + run.elements * itemsize]
-            with translated(str(path.parent), "read", path.name):
+            with translate_errors(str(path.parent), "read", path.name):
                 count = read_exactly(fd, piece, start + run.start_in(whole) * itemsize)
             if count != len(piece):
                 raise ObjectCorrupt(str(path.parent), "read", path.name, "it ended early")
@@ -99,14 +99,14 @@ def safetensors_files(path: Path) -> SafetensorsFiles:
     if not path.is_dir():
         raise ConfigInvalid(f"{path} does not exist.")
     indexes = sorted(path.glob("*.safetensors.index.json"))
-    paths = _indexed(indexes[0]) if indexes else sorted(path.glob("*.safetensors"))
+    paths = _read_index(indexes[0]) if indexes else sorted(path.glob("*.safetensors"))
     if not paths:
         raise ConfigInvalid(f"{path} holds no .safetensors file.")
     return SafetensorsFiles(paths)
 
 
-def _indexed(index: Path) -> list[Path]:
-    with translated(str(index.parent), "read", index.name), index.open("rb") as file:
+def _read_index(index: Path) -> list[Path]:
+    with translate_errors(str(index.parent), "read", index.name), index.open("rb") as file:
         raw = file.read(_INDEX_BYTES_MAX + 1)
     if len(raw) > _INDEX_BYTES_MAX:
         raise ConfigInvalid(f"{index} has more than {_INDEX_BYTES_MAX} bytes: it is no index of safetensors files.")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.errors import ConfigInvalid
 
 SINGLE_NAME = "model.safetensors"
@@ -62,10 +62,10 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        return self.start + Box.whole(self.shape).elements * self.dtype.itemsize
+        return self.start + Chunk.whole(self.shape).elements * self.dtype.itemsize
 
 
-def encoded_header(tensors: Iterable[Tensor]) -> bytes:
+def encode_header(tensors: Iterable[Tensor]) -> bytes:
     """Everything before the elements."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for tensor in tensors:
@@ -92,7 +92,7 @@ def header_size(raw: bytes, file_bytes: int, label: str) -> int:
     return int(size)
 
 
-def decoded_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
+def decode_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
     """The tensors that a JSON header describes: together they are the `data_bytes` behind it, without gap or overlap.
 
     The header is read entry by entry, so that memory goes with the tensors in it, not with what else JSON can say.
@@ -101,7 +101,7 @@ def decoded_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
         ConfigInvalid: it is no safetensors file, or one with types that this torch does not have.
     """
     try:
-        tensors = [_decoded(name, entry) for name, entry in _entries(raw)]
+        tensors = [_decode_tensor(name, entry) for name, entry in _entries(raw)]
         _check_filled(tensors, data_bytes)
     except (ValueError, TypeError, KeyError, RecursionError) as exc:
         raise ConfigInvalid(f"{label} is no safetensors file: {type(exc).__name__}: {str(exc)[:300]}.") from exc
@@ -168,7 +168,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number of JSON")
 
 
-def _decoded(name: str, entry: Mapping[str, Any]) -> Tensor:
+def _decode_tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
     shape, (start, end) = entry["shape"], entry["data_offsets"]
     if not all(type(number) is int and 0 <= number <= _NUMBER_MAX for number in (*shape, start, end)):
         raise ValueError(f"{name[:80]!r} is described by what are no sizes")

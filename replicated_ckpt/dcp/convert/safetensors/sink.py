@@ -4,15 +4,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from replicated_ckpt.dcp.convert.entries.source import Contents, Source, TensorEntry, streamed
+from replicated_ckpt.dcp.convert.entries.source import Contents, Source, TensorEntry, stream_tensors
 from replicated_ckpt.dcp.convert.safetensors.format import (
     INDEX_NAME,
     LENGTH,
     NAME_BY_DTYPE,
     SINGLE_NAME,
     Tensor,
-    decoded_header,
-    encoded_header,
+    decode_header,
+    encode_header,
     header_size,
 )
 from replicated_ckpt.dcp.convert.torch_file.sink import Progress
@@ -44,8 +44,8 @@ class SafetensorsSink:
         """Writes all tensors; the objects of `contents` are left out. The index comes last."""
         for name, entries in self._entries_by_file.items():
             with output.create(name) as stream:
-                stream.write(encoded_header(_placed(entries)))
-                for _, tensor in streamed(source, entries):
+                stream.write(encode_header(_place_tensors(entries)))
+                for _, tensor in stream_tensors(source, entries):
                     progress(stream.write(memory_of(tensor)))
                     del tensor  # before the next window is read
         if len(self._entries_by_file) > 1:
@@ -75,7 +75,7 @@ def _read(path: Path) -> list[Tensor]:
     with path.open("rb") as file:
         size_bytes = path.stat().st_size
         header_bytes = header_size(file.read(LENGTH.size), size_bytes, str(path))
-        return decoded_header(file.read(header_bytes), size_bytes - LENGTH.size - header_bytes, str(path))
+        return decode_header(file.read(header_bytes), size_bytes - LENGTH.size - header_bytes, str(path))
 
 
 def _groups(entries: Sequence[TensorEntry], bytes_max: int) -> list[list[TensorEntry]]:
@@ -93,7 +93,7 @@ def _groups(entries: Sequence[TensorEntry], bytes_max: int) -> list[list[TensorE
     return groups
 
 
-def _placed(entries: Sequence[TensorEntry]) -> list[Tensor]:
+def _place_tensors(entries: Sequence[TensorEntry]) -> list[Tensor]:
     placed = []
     start = 0
     for entry in entries:

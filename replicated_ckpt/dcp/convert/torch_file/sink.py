@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import torch
 
-from replicated_ckpt.core.bucket.keys import nested
-from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Source, TensorEntry, streamed
+from replicated_ckpt.core.bucket.keys import nest
+from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Source, TensorEntry, stream_tensors
 from replicated_ckpt.dcp.convert.torch_file.pickling import Absent, StatePickler
 from replicated_ckpt.dcp.convert.torch_file.source import load_file
 from replicated_ckpt.dcp.objects.weights_only import load_object
@@ -61,7 +61,7 @@ class TorchSink:
         values: dict[str, Any] = {entry.key: Absent(entry) for entry in contents.tensors}
         values |= self._objects(source, contents.objects)
         path_by_key = {entry.key: entry.path for entry in contents.entries}
-        return nested({path_by_key[key]: values[key] for key in contents.order})
+        return nest({path_by_key[key]: values[key] for key in contents.order})
 
     def _objects(self, source: Source, entries: Sequence[ObjectEntry]) -> Mapping[str, Any]:
         raw_by_key = source.read_objects(entries)
@@ -109,7 +109,7 @@ def object_in(raw: bytes, key: str, *, trust: bool) -> Any:
 def _write_tensors(
     archive: "_Archive", source: Source, entries: Sequence[TensorEntry], keys: Mapping[str, str], progress: Progress
 ) -> None:
-    pieces = streamed(source, [entry for entry in entries if entry.size_bytes])
+    pieces = stream_tensors(source, [entry for entry in entries if entry.size_bytes])
     for entry in (entry for entry in entries if not entry.size_bytes):
         archive.add(f"data/{keys[entry.key]}", b"")
     for entry in (entry for entry in entries if entry.size_bytes):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from replicated_ckpt.core.chunk import Box
+from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.core.integrity.archive import find_records
 from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.dcp.convert.entries.memory import window_tensor
@@ -17,10 +17,10 @@ from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Pa
 from replicated_ckpt.dcp.objects.storages import Storages
 from replicated_ckpt.dcp.objects.values import UnknownName
 from replicated_ckpt.dcp.objects.weights_only import ObjectValues, pickle_in
-from replicated_ckpt.dcp.runtime.torch_private import flattened
+from replicated_ckpt.dcp.runtime.torch_private import flatten
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe, StoreError
-from replicated_ckpt.stores.files.durable import read_exactly, translated
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 
 
 class TorchFile:
@@ -36,11 +36,11 @@ class TorchFile:
         if not isinstance(state, dict):
             raise ConfigInvalid(f"{path} holds a {type(state).__name__}, not a state dict.")
         try:
-            values, paths = flattened(state)
+            values, paths = flatten(state)
         except ValueError as exc:
             raise ConfigInvalid(f"{path} holds two entries of one name: {exc}.") from exc
         self._values = values
-        with translated(str(path.parent), "read", path.name):
+        with translate_errors(str(path.parent), "read", path.name):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._mappings = _mappings(self._fd)
         tensors, objects = [], []
@@ -48,7 +48,7 @@ class TorchFile:
             if isinstance(value, torch.Tensor):
                 _check_plain(key, value)
                 shape = tuple(value.shape)
-                tensors.append(TensorEntry(key, key, paths[key], value.dtype, shape, (Box.whole(shape),)))
+                tensors.append(TensorEntry(key, key, paths[key], value.dtype, shape, (Chunk.whole(shape),)))
             else:
                 objects.append(ObjectEntry(key, key, paths[key]))
         self.contents = Contents(tuple(tensors), tuple(objects), tuple(values))
@@ -61,14 +61,14 @@ class TorchFile:
 
     def _part(self, part: Part) -> torch.Tensor:
         tensor = self._values[part.entry.key].detach()
-        whole = Box.whole(part.entry.shape)
+        whole = Chunk.whole(part.entry.shape)
         start = self._position(tensor) if tensor.is_contiguous() and part.box.elements else None
         target = window_tensor(part.box.sizes, tensor.dtype)
         slices = tuple(slice(o, o + s) for o, s in zip(part.box.offsets, part.box.sizes, strict=True))
         if start is None or len(list(part.box.runs(whole, part.box.elements))) != 1:
             return target.copy_(tensor[slices])
         raw = memory_of(target)
-        with translated(str(self._path.parent), "read", self._path.name):
+        with translate_errors(str(self._path.parent), "read", self._path.name):
             count = read_exactly(self._fd, raw, start + part.box.start_in(whole) * tensor.itemsize)
         if count != len(raw):
             raise ObjectCorrupt(str(self._path.parent), "read", self._path.name, "it ended early")
@@ -104,7 +104,7 @@ def load_file(path: Path, *, trust_pickles: bool) -> Any:
         if trust_pickles:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         with path.open("rb") as file:
-            return _mapped(path, file.fileno())
+            return _map_file(path, file.fileno())
     except FileNotFoundError as exc:
         raise ConfigInvalid(f"{path} does not exist.") from exc
     except OSError as exc:
@@ -115,7 +115,7 @@ def load_file(path: Path, *, trust_pickles: bool) -> Any:
         raise ConfigInvalid(f"{path} is no file of torch.save that can be mapped: it {str(exc)[:300]}") from exc
 
 
-def _mapped(path: Path, fd: int) -> Any:
+def _map_file(path: Path, fd: int) -> Any:
     size_bytes = os.fstat(fd).st_size
 
     def fetch(offset: int, length: int) -> memoryview:

@@ -2,32 +2,34 @@
 
 import pytest
 
-from replicated_ckpt.core.unmanaged.adopting import AdoptStock, planned_adoption
-from replicated_ckpt.core.unmanaged.survey import StockFile, StockHolding, stock_checkpoints
+from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged, plan_adoption
+from replicated_ckpt.core.unmanaged.survey import UnmanagedFile, UnmanagedHolding, unmanaged_checkpoints
 from replicated_ckpt.errors import CheckpointAmbiguous
 
-METADATA = StockFile(500, 7, 1000.0)
+METADATA = UnmanagedFile(500, 7, 1000.0)
 NEEDED = {"__0_0.distcp": 100, "__1_0.distcp": 200}
 
 
-def shard(size_bytes: int, print_crc32c: int = 1, modified_unix_s: float = 990.0) -> StockFile:
-    return StockFile(size_bytes, print_crc32c, modified_unix_s)
+def shard(size_bytes: int, print_crc32c: int = 1, modified_unix_s: float = 990.0) -> UnmanagedFile:
+    return UnmanagedFile(size_bytes, print_crc32c, modified_unix_s)
 
 
-def holding(node: str, metadata: StockFile | None = None, name: str = "step-1", **shards: StockFile) -> StockHolding:
-    return StockHolding(node, name, metadata, {f"__{rank[1:]}_0.distcp": file for rank, file in shards.items()})
+def holding(
+    node: str, metadata: UnmanagedFile | None = None, name: str = "step-1", **shards: UnmanagedFile
+) -> UnmanagedHolding:
+    return UnmanagedHolding(node, name, metadata, {f"__{rank[1:]}_0.distcp": file for rank, file in shards.items()})
 
 
 def test_files_on_several_nodes_make_one_checkpoint() -> None:
     """Each shard is where a file covers what `.metadata` needs of it; what is missing is named, with its rank."""
-    (checkpoint,) = stock_checkpoints([holding("a", METADATA, r0=shard(100)), holding("b", r1=shard(200))])
+    (checkpoint,) = unmanaged_checkpoints([holding("a", METADATA, r0=shard(100)), holding("b", r1=shard(200))])
     save = checkpoint.save(NEEDED)
     assert (save.missing, save.copies, save.refused) == ((), 1, ())
     assert {held.node_id: dict(held.sizes) for held in save.holdings} == {
         "a": {"__0_0.distcp": 100},
         "b": {"__1_0.distcp": 200},
     }
-    (checkpoint,) = stock_checkpoints([holding("a", METADATA, r0=shard(100))])
+    (checkpoint,) = unmanaged_checkpoints([holding("a", METADATA, r0=shard(100))])
     assert checkpoint.save(NEEDED).missing == ("__1_0.distcp",)
     assert "rank 1" in checkpoint.save(NEEDED).manifest.owner_of("__1_0.distcp")
 
@@ -35,7 +37,7 @@ def test_files_on_several_nodes_make_one_checkpoint() -> None:
 def test_a_shard_of_another_save_is_refused() -> None:
     """One that is too short for what `.metadata` needs counts for nothing, and is named; the right one is used."""
     nodes = [holding("a", METADATA, r0=shard(100), r1=shard(199, 9)), holding("b", r1=shard(200))]
-    (checkpoint,) = stock_checkpoints(nodes)
+    (checkpoint,) = unmanaged_checkpoints(nodes)
     save = checkpoint.save(NEEDED)
     assert save.missing == ()
     assert set(save.holders["__1_0.distcp"]) == {"b"}
@@ -43,45 +45,45 @@ def test_a_shard_of_another_save_is_refused() -> None:
 
 
 @pytest.mark.parametrize("other", [shard(200, 2), shard(300, 1)])
-def test_two_runs_under_one_id_are_never_mixed(other: StockFile) -> None:
+def test_two_runs_under_one_id_are_never_mixed(other: UnmanagedFile) -> None:
     """Two files that could both be the shard, or two `.metadata`: the error says which node has which."""
     nodes = [holding("a", METADATA, r0=shard(100), r1=shard(200)), holding("b", r1=other)]
     with pytest.raises(CheckpointAmbiguous, match=r"__1_0\.distcp") as caught:
-        stock_checkpoints(nodes)[0].save(NEEDED)
+        unmanaged_checkpoints(nodes)[0].save(NEEDED)
     assert set(caught.value.file_by_node) == {"a", "b"}
-    nodes = [holding("a", METADATA, r0=shard(100)), holding("b", StockFile(500, 8, 1000.0), r1=shard(200))]
+    nodes = [holding("a", METADATA, r0=shard(100)), holding("b", UnmanagedFile(500, 8, 1000.0), r1=shard(200))]
     with pytest.raises(CheckpointAmbiguous, match="metadata"):
-        stock_checkpoints(nodes)[0].metadata()
+        unmanaged_checkpoints(nodes)[0].metadata()
     equal = [holding("a", METADATA, r0=shard(100)), holding("b", METADATA, r0=shard(100), r1=shard(200))]
-    assert stock_checkpoints(equal)[0].save(NEEDED).missing == ()
+    assert unmanaged_checkpoints(equal)[0].save(NEEDED).missing == ()
 
 
 def test_shards_written_after_their_metadata_are_pointed_out() -> None:
     """A save that was broken off may have overwritten them: more than clocks differ counts, less does not."""
     nodes = [holding("a", METADATA, r0=shard(100, 1, 1059.0), r1=shard(200, 1, 1061.0))]
-    assert stock_checkpoints(nodes)[0].save(NEEDED).written_later == ("__1_0.distcp",)
+    assert unmanaged_checkpoints(nodes)[0].save(NEEDED).written_later == ("__1_0.distcp",)
 
 
 def test_the_newest_metadata_comes_first() -> None:
     """By its time stamp; what has none comes last, and what has a manifest somewhere is not among them."""
     nodes = [
-        holding("a", StockFile(1, 1, 10.0), "old"),
-        holding("a", StockFile(1, 1, 30.0), "new"),
+        holding("a", UnmanagedFile(1, 1, 10.0), "old"),
+        holding("a", UnmanagedFile(1, 1, 30.0), "new"),
         holding("b", None, "none", r0=shard(1)),
-        holding("b", StockFile(1, 1, 99.0), "ours"),
+        holding("b", UnmanagedFile(1, 1, 99.0), "ours"),
     ]
-    assert [found.checkpoint_id for found in stock_checkpoints(nodes, {"ours"})] == ["new", "old", "none"]
+    assert [found.checkpoint_id for found in unmanaged_checkpoints(nodes, {"ours"})] == ["new", "old", "none"]
 
 
 def test_only_intact_copies_are_adopted() -> None:
     """Every node that has a shard intact gives it; without any intact one nothing is adopted, and the plan says why."""
     nodes = [holding("a", METADATA, r0=shard(100), r1=shard(200)), holding("b", r1=shard(200)), holding("c")]
-    save = stock_checkpoints(nodes)[0].save(NEEDED)
-    plan = planned_adoption(save, {("a", "__1_0.distcp")}, "abc", 2)
-    assert isinstance(plan, AdoptStock)
+    save = unmanaged_checkpoints(nodes)[0].save(NEEDED)
+    plan = plan_adoption(save, {("a", "__1_0.distcp")}, "abc", 2)
+    assert isinstance(plan, AdoptUnmanaged)
     assert plan.shards_by_node == {"a": ("__0_0.distcp",), "b": ("__1_0.distcp",)}
     assert (plan.node_ids, plan.size_bytes) == (("a", "b", "c"), 300)
-    assert "no intact __0_0.distcp" in str(planned_adoption(save, {("a", "__0_0.distcp")}, "abc", 2))
+    assert "no intact __0_0.distcp" in str(plan_adoption(save, {("a", "__0_0.distcp")}, "abc", 2))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,6 @@ def test_only_intact_copies_are_adopted() -> None:
 def test_a_listing_is_validated(wrong: dict[str, object]) -> None:
     """What a peer lists goes through as it was, or is refused."""
     good = holding("a", METADATA, r0=shard(100))
-    assert StockHolding.from_json(good.to_json()) == good
+    assert UnmanagedHolding.from_json(good.to_json()) == good
     with pytest.raises((ValueError, KeyError, TypeError)):
-        StockHolding.from_json({**good.to_json(), **wrong})
+        UnmanagedHolding.from_json({**good.to_json(), **wrong})

@@ -16,7 +16,7 @@ from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, stock_path
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, unmanaged_path
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import findings, held, introduced, quarantined
 from tests.agent.scattered import ID, Interrupted, loads, loads_by_stock_torch, scattered, state
@@ -66,12 +66,12 @@ def test_three_nodes_become_one_checkpoint_of_ours(tmp_path: Path, tell: Tell) -
         before = [tree(store.root) for store in nodes]
         code, out = tell("verify", nodes[1], "--json")
         found = json.loads(out)
-        (stock,) = found["stock"]
+        (stock,) = found["unmanaged"]
         assert (code, stock["checkpoint_id"], stock["is_sound"], stock["items_without_crc32"]) == (0, ID, True, 0)
         assert stock["bytes_read"] > 4 * 8 * 40_000
         code, out = tell("repair", nodes[1], "--json", "--dry-run")
         plan = json.loads(out)
-        assert (code, [entry["checkpoint_id"] for entry in plan["adopt_stock"]]) == (ExitCode.OK, [ID])
+        assert (code, [entry["checkpoint_id"] for entry in plan["adopt_unmanaged"]]) == (ExitCode.OK, [ID])
         assert [tree(store.root) for store in nodes] == before
         (nodes[2].root / "aside").rename(nodes[2].root / ID / "__9_0.distcp")
         done = tell("repair", nodes[1])
@@ -120,7 +120,7 @@ def test_what_cannot_be_adopted_stays_as_it_is(tmp_path: Path, tell: Tell) -> No
         before = [tree(store.root) for store in nodes]
         code, out = tell("verify", nodes[0], "--json")
         found = json.loads(out)
-        problems = {stock["checkpoint_id"]: stock for stock in found["stock"]}
+        problems = {stock["checkpoint_id"]: stock for stock in found["unmanaged"]}
         assert code == ExitCode.FAILED
         assert [finding["path"] for finding in problems[ID]["findings"]] == [str(damaged)]
         assert "different .metadata" in problems["contradicting"]["problem"]
@@ -171,14 +171,16 @@ def test_an_agent_serves_the_files_of_a_stock_checkpoint(serving: tuple[RunningA
     """Its listing and its bytes are what lies there."""
     agent, store = serving
     with agent.client() as client:
-        (found,) = client.call("GET", f"/v1/stock?checkpoint_id={ID}")["stock"]
+        (found,) = client.call("GET", f"/v1/unmanaged?checkpoint_id={ID}")["unmanaged"]
         raw = (store.root / ID / ".metadata").read_bytes()
         assert (found["metadata"]["size_bytes"], found["metadata"]["print_crc32c"]) == (len(raw), crc32c(raw))
         assert set(found["shards"]) == {f"__0_{n}.distcp" for n in range(4)}
         for name, file in found["shards"].items():
             path = store.root / ID / name
-            assert client.fetch_file(stock_path(ID, name, file["size_bytes"]), file["size_bytes"]) == path.read_bytes()
-        assert client.call("GET", "/v1/stock")["stock"] == [found]
+            assert (
+                client.fetch_file(unmanaged_path(ID, name, file["size_bytes"]), file["size_bytes"]) == path.read_bytes()
+            )
+        assert client.call("GET", "/v1/unmanaged")["unmanaged"] == [found]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_an_agent_serves_nothing_else(
     """Other names, links, directories, other sizes and whatever lies outside the root are refused."""
     agent, _ = serving
     with agent.client() as client, pytest.raises((ObjectMissing, ConfigInvalid, ReplicatedCkptError)):
-        client.fetch("GET", stock_path(checkpoint_id, name, size_bytes))
+        client.fetch("GET", unmanaged_path(checkpoint_id, name, size_bytes))
 
 
 def test_strangers_get_nothing(serving: tuple[RunningAgent, LocalStore]) -> None:
@@ -208,7 +210,7 @@ def test_strangers_get_nothing(serving: tuple[RunningAgent, LocalStore]) -> None
     agent, _ = serving
     known = agent.endpoint.address()
     with AgentClient(AgentAddress(known.node_id, known.host, known.port, "wrong")) as client:
-        for path in ("/v1/stock", stock_path(ID, ".metadata", 1)):
+        for path in ("/v1/unmanaged", unmanaged_path(ID, ".metadata", 1)):
             with pytest.raises(StoreDenied):
                 client.fetch("GET", path)
 
@@ -232,14 +234,14 @@ def test_a_checkpoint_of_ours_is_not_served_as_stock(tmp_path: Path, tell: Tell)
         introduced(store, [])
         assert tell("repair", store).code == ExitCode.OK
         with agent.client() as client:
-            assert client.call("GET", "/v1/stock")["stock"] == []
+            assert client.call("GET", "/v1/unmanaged")["unmanaged"] == []
             for name, raw in contents.items():
-                assert client.fetch("GET", stock_path(ID, name, len(raw))).startswith(raw)
+                assert client.fetch("GET", unmanaged_path(ID, name, len(raw))).startswith(raw)
                 with pytest.raises(ObjectMissing, match="manifest by now"):
-                    client.fetch("GET", stock_path(ID, name, len(raw) + 1))
+                    client.fetch("GET", unmanaged_path(ID, name, len(raw) + 1))
             dcp.save(
                 state(2), checkpoint_id=ID, storage_writer=ReplicatedWriter(store.root, overwrite=True), no_dist=True
             )
             size_bytes = (store.root / ID / ".metadata").stat().st_size
             with pytest.raises(ObjectMissing, match="manifest by now"):
-                client.fetch("GET", stock_path(ID, ".metadata", size_bytes))
+                client.fetch("GET", unmanaged_path(ID, ".metadata", size_bytes))

@@ -9,8 +9,8 @@ import torch
 
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
-from replicated_ckpt.stores.unmanaged.directory import StockShelf
-from replicated_ckpt.stores.unmanaged.shard import StockFileShard
+from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
+from replicated_ckpt.stores.unmanaged.shard import UnmanagedFileShard
 from replicated_ckpt.stores.verified import Expected
 
 NAME = "__0_0.distcp"
@@ -31,15 +31,15 @@ ITEMS = [container(torch.ones(3)), container(TENSOR), b"a planner's own bytes", 
 RANGES = [ByteRange(sum(map(len, ITEMS[:index])), len(item)) for index, item in enumerate(ITEMS)]
 WHOLE = b"".join(ITEMS)
 IN_TENSOR = RANGES[1].offset + ITEMS[1].index(TENSOR.numpy().tobytes())
-Opened = Callable[[bytes], StockFileShard]
+Opened = Callable[[bytes], UnmanagedFileShard]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Opened:
-    def opened(raw: bytes) -> StockFileShard:
+    def opened(raw: bytes) -> UnmanagedFileShard:
         (tmp_path / "step-1").mkdir(exist_ok=True)
         (tmp_path / "step-1" / NAME).write_bytes(raw)
-        return StockFileShard(StockShelf(tmp_path), "step-1", NAME, Expected(len(WHOLE), 0), RANGES)
+        return UnmanagedFileShard(UnmanagedDirectory(tmp_path), "step-1", NAME, Expected(len(WHOLE), 0), RANGES)
 
     return opened
 
