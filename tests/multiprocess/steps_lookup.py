@@ -51,3 +51,15 @@ def save_under_the_coordinators_id(context: Context, ids: list[str | None]) -> s
     report = writer.last_save
     assert report is not None
     return report.checkpoint_id
+
+
+def save_names(context: Context, names: list[str]) -> None:
+    """Saves a vector under each name."""
+    dcp.save({name: torch.ones(4) for name in names}, checkpoint_id="step-1", storage_writer=context.writer())
+
+
+def load_own_names(context: Context, names: list[list[str]], **reader: Any) -> None:
+    """Rank r asks for the r-th names."""
+    wanted = {name: torch.zeros(4) for name in names[context.rank]}
+    dcp.load(wanted, checkpoint_id="step-1", storage_reader=context.reader(**reader))
+    assert all(torch.equal(tensor, torch.ones(4)) for tensor in wanted.values())

@@ -29,6 +29,7 @@ from replicated_ckpt.dcp.load.metadata_copies import UnreadMetadata, verified_me
 from replicated_ckpt.dcp.load.rank_load import RankLoad, places_of
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.sharing import planned
+from replicated_ckpt.dcp.load.unasked import describe_unasked
 from replicated_ckpt.dcp.runtime.torch_private import calling
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptWarning
@@ -65,6 +66,7 @@ class ReplicatedReader(StorageReader):
             whoever can write the checkpoint runs code here. Off: an object is loaded that names only what
             `torch.load(weights_only=True)` knows, what `torch.serialization.add_safe_globals` added, or numpy's
             plain scalars and arrays; another one is ObjectUnsafe.
+        expect_partial: a load may leave saved entries unasked. Off: rank 0 warns, once a load, with their prefixes.
 
     One reader serves many loads, one at a time.
 
@@ -82,6 +84,7 @@ class ReplicatedReader(StorageReader):
         storage_options: Mapping[str, Any] | None = None,
         lineage: str = NEWEST_LINEAGE,
         trust_pickles: bool = False,
+        expect_partial: bool = False,
     ) -> None:
         super().__init__()
         self.config = ReaderConfig.checked(root, object_store=object_store, lineage=lineage)
@@ -94,6 +97,7 @@ class ReplicatedReader(StorageReader):
         self._given_id: str | os.PathLike[str] | None = None
         self._items = ItemReader(trust_pickles=trust_pickles)
         self._stored = StoredTensors()
+        self._expect_partial = expect_partial
         self._forget()
         if not no_dist:
             announce()
@@ -198,6 +202,7 @@ class ReplicatedReader(StorageReader):
         if self._failure is not None:
             raise self._failure
         self._stored.describe(metadata)
+        self._saved = metadata.state_dict_metadata
         self._load = RankLoad(
             self._store, self._world, self._surveyed, metadata.storage_data, self._stored, self._items, self._places
         )
@@ -212,7 +217,14 @@ class ReplicatedReader(StorageReader):
         return replace(plan, storage_data=self._load.remote_needs(plan))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Tells the ranks of each node which of them fetches what several need from elsewhere: each block once."""
+        """Tells the ranks of each node which of them fetches what several need from elsewhere: each block once.
+
+        Warns of saved entries for which no rank asks, unless that is expected.
+        """
+        if not self._expect_partial:
+            warning = describe_unasked(self.checkpoint_id, self._saved, plans)
+            if warning is not None:
+                warnings.warn(warning, ReplicatedCkptWarning, stacklevel=3)
         return planned(plans, sorted(self._surveyed.manifest.shards))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
