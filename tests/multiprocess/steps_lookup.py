@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import ReplicatedReader
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.context import Context
+from tests.multiprocess.steps_state import failure
 
 
 def ask(context: Context, names: list[str], **reader: Any) -> dict[str, Any]:
@@ -63,3 +65,33 @@ def load_own_names(context: Context, names: list[list[str]], **reader: Any) -> N
     wanted = {name: torch.zeros(4) for name in names[context.rank]}
     dcp.load(wanted, checkpoint_id="step-1", storage_reader=context.reader(**reader))
     assert all(torch.equal(tensor, torch.ones(4)) for tensor in wanted.values())
+
+
+def load_coordinated_by(context: Context, rank: int) -> float:
+    """The deprecated call, with another coordinator than rank 0."""
+    wanted = {"a": torch.zeros(4)}
+    reader = context.reader()
+    reader.reset("step-1")
+    dcp.load_state_dict(wanted, reader, coordinator_rank=rank)
+    return float(wanted["a"].sum())
+
+
+def save_coordinated_by(context: Context, rank: int) -> dict[str, Any]:
+    """The deprecated call, with another coordinator than rank 0: what this rank caught."""
+    try:
+        dcp.save_state_dict({"a": torch.ones(4)}, context.writer(), coordinator_rank=rank)
+    except CheckpointException as exc:
+        return failure(exc)
+    raise AssertionError("it was saved, under no id")
+
+
+def catch_missing(context: Context) -> dict[str, Any]:
+    """A program written for stock storage loads what is not there, and then one rank reads metadata by itself."""
+    try:
+        dcp.load({"a": torch.zeros(4)}, checkpoint_id="step-9", storage_reader=context.reader())
+    except CheckpointException as exc:
+        caught = failure(exc)
+    reader = context.reader()
+    reader.reset("step-1")
+    names = list(reader.read_metadata().state_dict_metadata) if context.rank == 1 else []
+    return {"types": caught["types"], "names": names}

@@ -47,3 +47,21 @@ def test_only_rank_0_tells_of_saved_entries_for_which_no_rank_asks(cluster_of: C
     assert "leaves 2 of 4 saved entries unasked, under 'a.d' (1), 'e' (1)." in told
     assert others == []
     assert silent == [[], []]
+
+
+def test_programs_written_for_stock_storage_are_told_as_there(cluster_of: ClusterOf) -> None:
+    """They catch a missing checkpoint, read metadata on one rank, and learn what a `coordinator_rank` other than 0 does."""
+    cluster = cluster_of(2)
+    calls = [
+        call("lookup.save_names", names=["a"]),
+        call("lookup.catch_missing"),
+        call("lookup.load_coordinated_by", rank=1),
+        call("lookup.save_coordinated_by", rank=1),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    missing = ["CheckpointNotFound"]
+    assert results.of(1) == [{"types": missing, "names": []}, {"types": missing, "names": ["a"]}]
+    assert results.agreed(2) == 4.0
+    for outcome in results.of(3):
+        assert outcome["types"] == ["ConfigInvalid"], outcome
+        assert "coordinator_rank" in outcome["hint"], outcome

@@ -30,9 +30,10 @@ from replicated_ckpt.dcp.load.rank_load import RankLoad, places_of
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.sharing import planned
 from replicated_ckpt.dcp.load.unasked import describe_unasked
+from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
 from replicated_ckpt.dcp.runtime.torch_private import calling
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
-from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptWarning
+from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, ReplicatedCkptWarning
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.opening import opened_client
 from replicated_ckpt.stores.bucket.retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
@@ -141,17 +142,22 @@ class ReplicatedReader(StorageReader):
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted, CheckpointIdMismatch, ShardLost, ConfigInvalid, StoreError: on
-            every rank alike. What went wrong on this rank alone is raised later, where DCP tells all ranks.
+            every rank alike, each of them a CheckpointException, too. What went wrong on this rank alone is raised
+            later, where DCP tells all ranks.
         """
         if checkpoint_id is not None:
             self._given_id = checkpoint_id
         self._forget()
         if calling() is not None:
-            self._meet()
+            try:
+                self._meet()
+            except ReplicatedCkptError as exc:
+                raise as_checkpoint_exception(exc, self._world.rank) from exc.__cause__
 
     def _meet(self) -> None:
         self._is_met = True
-        self._world = world_of_call(self._process_group, self._no_dist)
+        is_alone = True if calling() is None else self._no_dist
+        self._world = world_of_call(self._process_group, is_alone)
         try:
             where, lineage = self._opened_bucket, self.config.lineage
             self._survey = met(self._store, self._world, self._given_id, where, lineage=lineage)
@@ -165,6 +171,8 @@ class ReplicatedReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's `.metadata`, verified and safely read.
+
+        Called outside of a load it asks for this process alone, whatever process group is there, and waits for no rank.
 
         Called by DCP, what went wrong is raised a moment later, by `set_up_storage_reader` or whatever looks at the
         metadata before: DCP would take it for metadata that every rank has for itself, and raise an AssertionError.
