@@ -9,6 +9,7 @@
 #   make bench-planning [ARGS="--ranks 64,1024"]       the coordinator's work for many ranks and items, beside stock torch's
 #   make frameworks                                  installs Lightning, Transformers, Ray, ... and runs their examples
 #   make referee [TORCH_TESTS=~/pytorch]               torch's own checkpoint tests, with stock storage and with ours
+#   make compat [ARGS="2.13.0 2.15.0"]                 checkpoints written under each version of torch, read under all
 #   make audit [ARGS="-s osv"]                         known vulnerabilities of the pinned dependencies, where the index knows
 #   make docs                                          the documentation's site into build/site; a warning is an error
 #   make dist                                          wheel and sdist, checked, and README's ten lines from the wheel alone
@@ -33,7 +34,7 @@ FAST    := not multiprocess and not fault and not slow and not radosgw
 # more packages than the rest together: `make frameworks`.
 WHOLE   := not (fault and slow)
 
-.PHONY: test drill torture fuzz bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee audit docs dist
+.PHONY: test drill torture fuzz bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee compat audit docs dist
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -70,6 +71,10 @@ bench-planning: $(STAMP)
 frameworks: $(STAMP)
 	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[frameworks]'
 	@$(BIN)/python -m pytest tests/frameworks $(ARGS)
+
+# Each version of torch in an environment of its own; none of ours is needed.
+compat:
+	@$(PYTHON) tools/compat.py $(ARGS)
 
 # In an environment of its own: what looks for weaknesses is none of what is looked at.
 audit:

@@ -37,7 +37,7 @@ class CheckpointManager:
         object_store: a bucket for the checkpoints besides, and `storage_options` to get there.
         object_every: only every so many-th checkpoint goes there.
         preempt_on: names of signals. After any rank was sent one, `should_save` is true once more, and `preempted` on.
-        trust_pickles: as of ReplicatedReader.
+        trust_pickles, expect_partial: as of ReplicatedReader.
         writer_options: whatever else ReplicatedWriter takes: copies, ack, domain, on_degraded, object_retention, ...
             A step that was saved before is replaced, as after a loss beyond repair, unless {"overwrite": False}.
 
@@ -58,6 +58,7 @@ class CheckpointManager:
         object_every: int = 1,
         preempt_on: tuple[str, ...] = ("SIGTERM",),
         trust_pickles: bool = False,
+        expect_partial: bool = False,
         writer_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = ManagerConfig(every=every, preempt_on=preempt_on)
@@ -67,7 +68,8 @@ class CheckpointManager:
         self._preemption = Preemption(self.config.preempt_on)
         self._lent = borrow_group()
         self._group = None if self._lent is None else self._lent.group
-        self._reader = ReplicatedReader(root, process_group=self._group, trust_pickles=trust_pickles, **where)
+        load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial}
+        self._reader = ReplicatedReader(root, process_group=self._group, **load, **where)
         self._announced = False
         self._in_flight: Future[Any] | None = None
 

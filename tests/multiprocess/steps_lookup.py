@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import ReplicatedReader
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.context import Context
+from tests.multiprocess.steps_state import failure
 
 
 def ask(context: Context, names: list[str], **reader: Any) -> dict[str, Any]:
@@ -51,3 +53,45 @@ def save_under_the_coordinators_id(context: Context, ids: list[str | None]) -> s
     report = writer.last_save
     assert report is not None
     return report.checkpoint_id
+
+
+def save_names(context: Context, names: list[str]) -> None:
+    """Saves a vector under each name."""
+    dcp.save({name: torch.ones(4) for name in names}, checkpoint_id="step-1", storage_writer=context.writer())
+
+
+def load_own_names(context: Context, names: list[list[str]], **reader: Any) -> None:
+    """Rank r asks for the r-th names."""
+    wanted = {name: torch.zeros(4) for name in names[context.rank]}
+    dcp.load(wanted, checkpoint_id="step-1", storage_reader=context.reader(**reader))
+    assert all(torch.equal(tensor, torch.ones(4)) for tensor in wanted.values())
+
+
+def load_coordinated_by(context: Context, rank: int) -> float:
+    """The deprecated call, with another coordinator than rank 0."""
+    wanted = {"a": torch.zeros(4)}
+    reader = context.reader()
+    reader.reset("step-1")
+    dcp.load_state_dict(wanted, reader, coordinator_rank=rank)
+    return float(wanted["a"].sum())
+
+
+def save_coordinated_by(context: Context, rank: int) -> dict[str, Any]:
+    """The deprecated call, with another coordinator than rank 0: what this rank caught."""
+    try:
+        dcp.save_state_dict({"a": torch.ones(4)}, context.writer(), coordinator_rank=rank)
+    except CheckpointException as exc:
+        return failure(exc)
+    raise AssertionError("it was saved, under no id")
+
+
+def catch_missing(context: Context) -> dict[str, Any]:
+    """A program written for stock storage loads what is not there, and then one rank reads metadata by itself."""
+    try:
+        dcp.load({"a": torch.zeros(4)}, checkpoint_id="step-9", storage_reader=context.reader())
+    except CheckpointException as exc:
+        caught = failure(exc)
+    reader = context.reader()
+    reader.reset("step-1")
+    names = list(reader.read_metadata().state_dict_metadata) if context.rank == 1 else []
+    return {"types": caught["types"], "names": names}

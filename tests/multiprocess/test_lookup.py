@@ -31,3 +31,37 @@ def test_the_coordinators_id_is_taken_on_request(cluster_of: ClusterOf) -> None:
     assert results.agreed(0) == ids[0]
     assert [value["exists"] for value in results.of(1)] == [[True, False]] * 4
     assert all(sorted(path.name for path in (node.disk / "out").iterdir()) == ["11-59-59"] for node in cluster.nodes)
+
+
+def test_only_rank_0_tells_of_saved_entries_for_which_no_rank_asks(cluster_of: ClusterOf) -> None:
+    """What any rank asks for is asked for; what none does is named once, on rank 0; if a part is meant, nothing is."""
+    cluster = cluster_of(2)
+    names = [["a.b"], ["a.c"]]
+    calls = [
+        call("lookup.save_names", names=["a.b", "a.c", "a.d", "e.f"]),
+        call("lookup.load_own_names", names=names),
+        call("lookup.load_own_names", names=names, expect_partial=True),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    [told], others, silent = results.warnings[0][1], results.warnings[1][1], [by[2] for by in results.warnings]
+    assert "leaves 2 of 4 saved entries unasked, under 'a.d' (1), 'e' (1)." in told
+    assert others == []
+    assert silent == [[], []]
+
+
+def test_programs_written_for_stock_storage_are_told_as_there(cluster_of: ClusterOf) -> None:
+    """They catch a missing checkpoint, read metadata on one rank, and learn what a `coordinator_rank` other than 0 does."""
+    cluster = cluster_of(2)
+    calls = [
+        call("lookup.save_names", names=["a"]),
+        call("lookup.catch_missing"),
+        call("lookup.load_coordinated_by", rank=1),
+        call("lookup.save_coordinated_by", rank=1),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    missing = ["CheckpointNotFound"]
+    assert results.of(1) == [{"types": missing, "names": []}, {"types": missing, "names": ["a"]}]
+    assert results.agreed(2) == 4.0
+    for outcome in results.of(3):
+        assert outcome["types"] == ["ConfigInvalid"], outcome
+        assert "coordinator_rank" in outcome["hint"], outcome

@@ -40,6 +40,9 @@ _posted: dict[str, str] = {}
 """Nonce of this process's last post in a load, by process group."""
 
 
+_NAME_IT = 'Pass dcp.load(..., checkpoint_id="step-10") or "latest", say. The deprecated load_state_dict takes none.'
+
+
 class AgreedError(Exception):
     """Carries the error with which a meeting ended: every rank of it raises one.
 
@@ -164,7 +167,7 @@ def _alone(
 def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None) -> str:
     if not isinstance(given_id, str | os.PathLike):
         what = "no checkpoint_id" if given_id is None else f"{given_id!r} as its checkpoint_id"
-        raise ConfigInvalid(f"The load was given {what}.", 'Pass checkpoint_id="step-10" or "latest", say.')
+        raise ConfigInvalid(f"The load was given {what}.", _NAME_IT)
     text = os.fspath(given_id)
     return LATEST if text == LATEST else checkpoint_id_under(str(store.root), text)
 

@@ -29,9 +29,11 @@ from replicated_ckpt.dcp.load.metadata_copies import UnreadMetadata, read_verifi
 from replicated_ckpt.dcp.load.rank_load import RankLoad, places_of
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.sharing import plan_sharing
+from replicated_ckpt.dcp.load.unasked import describe_unasked
+from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
 from replicated_ckpt.dcp.runtime.torch_private import calling
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
-from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptWarning
+from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, ReplicatedCkptWarning
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
@@ -65,6 +67,7 @@ class ReplicatedReader(StorageReader):
             whoever can write the checkpoint runs code here. Off: an object is loaded that names only what
             `torch.load(weights_only=True)` knows, what `torch.serialization.add_safe_globals` added, or numpy's
             plain scalars and arrays; another one is ObjectUnsafe.
+        expect_partial: a load may leave saved entries unasked. Off: rank 0 warns, once a load, with their prefixes.
 
     One reader serves many loads, one at a time.
 
@@ -82,6 +85,7 @@ class ReplicatedReader(StorageReader):
         storage_options: Mapping[str, Any] | None = None,
         lineage: str = NEWEST_LINEAGE,
         trust_pickles: bool = False,
+        expect_partial: bool = False,
     ) -> None:
         super().__init__()
         self.config = ReaderConfig.checked(root, object_store=object_store, lineage=lineage)
@@ -94,6 +98,7 @@ class ReplicatedReader(StorageReader):
         self._given_id: str | os.PathLike[str] | None = None
         self._items = ItemReader(trust_pickles=trust_pickles)
         self._stored = StoredTensors()
+        self._expect_partial = expect_partial
         self._forget()
         if not no_dist:
             announce()
@@ -137,17 +142,22 @@ class ReplicatedReader(StorageReader):
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted, CheckpointIdMismatch, ShardLost, ConfigInvalid, StoreError: on
-                every rank alike. What went wrong on this rank alone is raised later, where DCP tells all ranks.
+                every rank alike, each of them a CheckpointException, too. What went wrong on this rank alone is raised
+                later, where DCP tells all ranks.
         """
         if checkpoint_id is not None:
             self._given_id = checkpoint_id
         self._forget()
         if calling() is not None:
-            self._meet()
+            try:
+                self._meet()
+            except ReplicatedCkptError as exc:
+                raise as_checkpoint_exception(exc, self._world.rank) from exc.__cause__
 
     def _meet(self) -> None:
         self._is_met = True
-        self._world = world_of_call(self._process_group, self._no_dist)
+        is_alone = True if calling() is None else self._no_dist
+        self._world = world_of_call(self._process_group, is_alone)
         try:
             where, lineage = self._opened_bucket, self.config.lineage
             self._survey = meet(self._store, self._world, self._given_id, where, lineage=lineage)
@@ -161,6 +171,8 @@ class ReplicatedReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's `.metadata`, verified and safely read.
+
+        Called outside of a load it asks for this process alone, whatever process group is there, and waits for no rank.
 
         Called by DCP, what went wrong is raised a moment later, by `set_up_storage_reader` or whatever looks at the
         metadata before: DCP would take it for metadata that every rank has for itself, and raise an AssertionError.
@@ -198,6 +210,7 @@ class ReplicatedReader(StorageReader):
         if self._failure is not None:
             raise self._failure
         self._stored.describe(metadata)
+        self._saved = metadata.state_dict_metadata
         self._load = RankLoad(
             self._store, self._world, self._surveyed, metadata.storage_data, self._stored, self._items, self._places
         )
@@ -212,7 +225,14 @@ class ReplicatedReader(StorageReader):
         return replace(plan, storage_data=self._load.remote_needs(plan))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Tells the ranks of each node which of them fetches what several need from elsewhere: each block once."""
+        """Tells the ranks of each node which of them fetches what several need from elsewhere: each block once.
+
+        Warns of saved entries for which no rank asks, unless that is expected.
+        """
+        if not self._expect_partial:
+            warning = describe_unasked(self.checkpoint_id, self._saved, plans)
+            if warning is not None:
+                warnings.warn(warning, ReplicatedCkptWarning, stacklevel=3)
         return plan_sharing(plans, sorted(self._surveyed.manifest.shards))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

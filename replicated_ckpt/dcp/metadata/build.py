@@ -2,6 +2,8 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import fields as fields_of
 from pathlib import PosixPath, PurePosixPath
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from replicated_ckpt.core.layout import is_shard_path
 from replicated_ckpt.core.pickles.bounds import check_bounds
 from replicated_ckpt.core.pickles.tree import LEAVES, Fields, Made, Named, Pairs, PickleUnsafe
+from replicated_ckpt.dcp.metadata.versions import known_fields
 from replicated_ckpt.dcp.objects.values import Key, UnknownName, Values, key_of
 from replicated_ckpt.dcp.runtime.torch_private import (
     MemoryFormat,
@@ -58,6 +61,8 @@ _KNOWN: dict[Key, Any] = {
 _FILLED_AT_ONCE = (set, frozenset, OrderedDict)
 _SIZE, _TENSOR, _CHUNK = ("torch", "Size"), (_DCP, "TensorStorageMetadata"), (_DCP, "ChunkStorageMetadata")
 _INDEX, _INFO = (_DCP, "MetadataIndex"), (_FILESYSTEM, "_StorageInfo")
+_METADATA_FIELDS = frozenset(one.name for one in fields_of(Metadata))
+"""What else a newer torch has put there is left out if this one lacks the classes: nothing here would ask for it."""
 _INT_MAX = (1 << 63) - 1
 _NAME_CHARACTERS = 200
 _COLLISIONS_MAX = 64
@@ -89,6 +94,9 @@ class _Builder(Values):
         self._size_by_hash: dict[int, torch.Size] = {}
         self._collisions = 0
         self._is_shard: dict[str, bool] = {}
+        self._known_fields: dict[Any, int] = {
+            kind: known_fields(kind) for kind in (TensorProperties, OldTensorProperties)
+        }
 
     def find(self, key: Key) -> Any:
         found = self._registered.get(key, _KNOWN.get(key))
@@ -132,7 +140,10 @@ class _Builder(Values):
         described, places = (fields.pop(name, None) for name in ("state_dict_metadata", "storage_data"))
         if type(described) is not Pairs or type(places) is not Pairs:
             raise PickleUnsafe("describes no state dict, or no place of its items")
-        attributes = {name: self._anything(node) for name, node in fields.items()}
+        attributes: dict[str, Any] = {}
+        for name, node in fields.items():
+            with suppress(UnknownName) if name not in _METADATA_FIELDS else nullcontext():
+                attributes[name] = self._anything(node)
         self._check_positions(attributes.get("planner_data"))
         attributes["state_dict_metadata"] = {name: self._entry(name, node) for name, node in _pairs(described)}
         attributes["storage_data"] = {self._index(key): self._info(info) for key, info in _pairs(places)}
@@ -256,9 +267,13 @@ class _Builder(Values):
         return size
 
     def _properties(self, node: Any) -> Any:
+        """Properties of a tensor. Fields that only a newer torch knows are left out: no load needs them."""
         kind = self.find(key_of(node.called)) if type(node) is Made else None
-        if kind not in (TensorProperties, OldTensorProperties) or type(node.state) is not tuple or len(node.state) > 6:
+        known = self._known_fields.get(kind)
+        if known is None or type(node.state) is not tuple:
             raise PickleUnsafe(f"has {_describe(node)} where the properties of a tensor belong")
+        if len(node.state) > known:
+            node.state = node.state[:known]
         found = self._anything(node)
         if type(vars(found).get("dtype")) is not torch.dtype:
             raise PickleUnsafe("has properties of a tensor without its type")

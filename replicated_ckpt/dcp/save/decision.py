@@ -19,6 +19,8 @@ from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
 
+_NAME_IT = 'Pass dcp.save(..., checkpoint_id="step-10"), say. The deprecated save_state_dict takes none.'
+
 
 @dataclass(frozen=True)
 class SaveDecision:
@@ -173,7 +175,7 @@ def name_checkpoint(
     if id_from == "coordinator" and not is_coordinator:
         return None
     if given_id is None:
-        raise ConfigInvalid("dcp.save was given no checkpoint_id.", 'Pass checkpoint_id="step-10", say.')
+        raise ConfigInvalid("dcp.save was given no checkpoint_id.", _NAME_IT)
     return checkpoint_id_under(root, os.fspath(given_id))
 
 

@@ -160,7 +160,8 @@ class ReplicatedWriter(StorageWriter):
         if is_coordinator != self._world.is_coordinator:
             raise ConfigInvalid(
                 f"DCP coordinates from another rank than rank 0 of the group of {self._world.size} ranks.",
-                "Pass ReplicatedWriter(process_group=...) the group that is passed to dcp.save.",
+                "Pass ReplicatedWriter(process_group=...) the group that is passed to dcp.save, and leave the "
+                "coordinator_rank of the deprecated save_state_dict at 0.",
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -1,7 +1,6 @@
 """Writes a plain DCP directory, as stock torch's FileSystemReader reads it, in one pass and to any output."""
 
 import io
-import pickle
 from collections import deque
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.dcp.convert.entries.save_planner import SourcePlanner
 from replicated_ckpt.dcp.convert.entries.source import Contents, Source
 from replicated_ckpt.dcp.convert.torch_file.sink import Progress
-from replicated_ckpt.dcp.metadata.metadata import decode_metadata
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, metadata_version
 from replicated_ckpt.dcp.tensors.torch_save import save_tensor
 from replicated_ckpt.errors import ObjectCorrupt
@@ -44,7 +43,7 @@ class DcpSink:
         if version is not None:
             metadata.version = version
         with output.create(METADATA_NAME) as stream:
-            stream.write(pickle.dumps(metadata))
+            stream.write(encode_metadata(metadata))
 
     def check(self, path: Path, contents: Contents) -> None:
         """Reads the metadata back.

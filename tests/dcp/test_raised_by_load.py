@@ -1,0 +1,79 @@
+"""What `dcp.load` raises before its first step is caught by programs written for stock, and by those written for ours."""
+
+import pickle
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
+from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ShardLost
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`load_state_dict` is deprecated"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+AT_ONCE_S = 5.0
+
+
+def test_a_missing_checkpoint_is_caught_as_stocks_and_as_ours(tmp_path: Path) -> None:
+    """`except CheckpointException` and `except CheckpointNotFound` both catch it; `failures` holds ours, with its hint."""
+    state = {"a": torch.zeros(2)}
+    with pytest.raises(CheckpointException) as stock:
+        dcp.load(dict(state), checkpoint_id=str(tmp_path / "none"))
+    assert set(stock.value.failures) == {0}
+    for kind in (CheckpointException, CheckpointNotFound):
+        with pytest.raises(kind, match=r"step-1.*Hint") as caught:
+            dcp.load(dict(state), checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
+        assert isinstance(caught.value, CheckpointException)
+        ((rank, (error, trace)),) = caught.value.failures.items()
+        assert (rank, type(error), bool(trace)) == (0, CheckpointNotFound, True)
+
+
+def test_an_error_of_both_kinds_survives_what_sends_it() -> None:
+    """By pickle it stays one of both; what ranks post of it is ours; it says what ours says, and keeps its attributes."""
+    plain = ShardLost("step-1", {"__0_0.distcp": "node-a"}, ["node-b"])
+    both = as_checkpoint_exception(plain, 3)
+    assert as_checkpoint_exception(both, 4) is both
+    for error in (both, pickle.loads(pickle.dumps(both))):
+        assert isinstance(error, ShardLost)
+        assert isinstance(error, CheckpointException)
+        assert (str(error), error.shards, error.hint) == (str(plain), plain.shards, plain.hint)
+        assert {rank: str(one) for rank, (one, _) in error.failures.items()} == {3: str(plain)}
+    assert type(unpack_error(pack_error(both))) is ShardLost
+
+
+def test_a_load_without_an_id_ends_at_once_with_one_error(tmp_path: Path) -> None:
+    """It says that no id was given, and how to give one, through the deprecated call as well."""
+    dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path))
+    for load in (dcp.load, partial(dcp.load_state_dict, no_dist=True)):
+        started = time.monotonic()
+        with pytest.raises(CheckpointException) as caught:
+            load({"a": torch.zeros(2)}, storage_reader=ReplicatedReader(tmp_path))
+        assert time.monotonic() - started < AT_ONCE_S
+        ((error, _),) = caught.value.failures.values()
+        assert isinstance(error, ConfigInvalid)
+        assert "no checkpoint_id" in error.message
+        assert "dcp.load(..., checkpoint_id=" in error.hint
+
+
+def test_metadata_is_read_by_one_rank_of_a_running_group(tmp_path: Path) -> None:
+    """Outside of a load nothing waits for the other rank, which never comes."""
+    dcp.save({"a": torch.ones(2)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path))
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        started = time.monotonic()
+        reader = ReplicatedReader(tmp_path)
+        reader.reset("step-1")
+        assert set(reader.read_metadata().state_dict_metadata) == {"a"}
+        assert time.monotonic() - started < AT_ONCE_S
+    finally:
+        dist.destroy_process_group()

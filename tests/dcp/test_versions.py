@@ -1,0 +1,166 @@
+"""`.metadata` between versions of torch: what one writes, the other reads. `make compat` has real ones."""
+
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
+from replicated_ckpt.dcp.metadata.versions import COMMON_FIELDS, is_contiguous, known_fields
+from replicated_ckpt.errors import MetadataUnsafe
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+GET: Any = TensorProperties.__getstate__
+SET: Any = TensorProperties.__setstate__
+newer = pytest.mark.skipif(
+    known_fields(TensorProperties) == COMMON_FIELDS, reason="this torch writes no more than the others"
+)
+
+
+class Unheard:
+    """A class that no torch of today has."""
+
+
+def write_as_newer(monkeypatch: pytest.MonkeyPatch, *more: object) -> None:
+    """Has `pickle` write properties as torch 2.15 does, with a sixth field, or with more."""
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*GET(self)[:COMMON_FIELDS], *more))
+
+
+def be_older(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Properties have five fields, as in torch 2.13, and a state of more is refused as it is there."""
+
+    def take(self: TensorProperties, state: tuple[Any, ...]) -> None:
+        dtype, layout, requires_grad, memory_format, pin_memory = state
+        SET(self, (dtype, layout, requires_grad, memory_format, pin_memory))
+
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: GET(self)[:COMMON_FIELDS])
+    monkeypatch.setattr(TensorProperties, "__setstate__", take)
+
+
+def described(tensor: torch.Tensor, *chunks: tuple[int, ...], size: tuple[int, ...] = ()) -> Metadata:
+    whole = torch.Size(size or tuple(tensor.shape))
+    parts = [ChunkStorageMetadata(torch.Size([0] * len(whole)), torch.Size(sizes)) for sizes in chunks or (whole,)]
+    return Metadata({"a": TensorStorageMetadata(TensorProperties.create_from_tensor(tensor), whole, parts)}, {}, {})
+
+
+def entry_of(metadata: Metadata) -> TensorStorageMetadata:
+    entry = metadata.state_dict_metadata["a"]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry
+
+
+@pytest.mark.parametrize("more", [((2, 1),), (None, "a seventh"), (None, Unheard())])
+def test_what_a_newer_torch_says_of_a_tensor_is_read_here(
+    monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...]
+) -> None:
+    """Fields that this torch does not know are left out, whatever they name; dtype, size and chunks are what they were."""
+    metadata = described(torch.ones(3, 2, dtype=torch.float16))
+    with monkeypatch.context() as elsewhere:
+        write_as_newer(elsewhere, *more)
+        raw = pickle.dumps(metadata)
+    be_older(monkeypatch)
+    found = entry_of(decode_metadata(raw, "here"))
+    assert found.properties.dtype is torch.float16
+    assert (found.size, found.chunks) == (entry_of(metadata).size, entry_of(metadata).chunks)
+    assert not found.properties.pin_memory
+
+
+def test_what_an_older_torch_says_of_a_tensor_is_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five fields are enough; what this torch has beyond them is empty."""
+    metadata = described(torch.ones(3, 2))
+    with monkeypatch.context() as elsewhere:
+        be_older(elsewhere)
+        raw = pickle.dumps(metadata)
+    found = entry_of(decode_metadata(raw, "here")).properties
+    assert found == TensorProperties(dtype=torch.float32)
+    assert getattr(found, "strides", None) is None
+
+
+def test_fields_of_the_whole_that_this_torch_lacks_are_left_out() -> None:
+    """A field of Metadata that none here knows may name anything; one that it does know may not."""
+    metadata = described(torch.ones(2))
+    metadata.planner_info = Unheard()  # type: ignore[attr-defined]
+    assert not hasattr(decode_metadata(pickle.dumps(metadata), "here"), "planner_info")
+    metadata.planner_data = Unheard()
+    with pytest.raises(MetadataUnsafe, match="Unheard"):
+        decode_metadata(pickle.dumps(metadata), "here")
+
+
+def test_a_dtype_that_this_torch_lacks_is_said_to_be_one() -> None:
+    """The hint is to load with the torch that saved, not to register a class."""
+    raw = pickle.dumps(described(torch.ones(2))).replace(b"float32", b"float_9")
+    with pytest.raises(MetadataUnsafe, match=r"torch\.float_9.*load with the version that saved"):
+        decode_metadata(raw, "here")
+
+
+@newer
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        described(torch.ones(3, 2)),
+        described(torch.ones(())),
+        described(torch.ones(0, 4)),
+        described(torch.ones(4, 1)[:, :1]),
+        described(torch.ones(4, 2), (4, 2), (4, 2), size=(4, 4)),
+    ],
+    ids=["plain", "scalar", "empty", "one wide", "shard of columns"],
+)
+def test_older_torch_reads_what_is_written_here(monkeypatch: pytest.MonkeyPatch, metadata: Metadata) -> None:
+    """Contiguous tensors and shards are described as every torch in the range describes them, plain `pickle` included."""
+    before = pickle.dumps(metadata)
+    raw = encode_metadata(metadata)
+    assert pickle.dumps(metadata) == before
+    be_older(monkeypatch)
+    assert entry_of(pickle.loads(raw)).properties.dtype is torch.float32
+    with pytest.raises(ValueError, match="too many values"):
+        pickle.loads(before)
+
+
+@newer
+def test_strides_that_say_something_are_kept() -> None:
+    """Of a transposed tensor they are in the file, also where another entry shares its properties and needs none."""
+    metadata = described(torch.ones(3, 2).t())
+    entry = entry_of(metadata)
+    metadata.state_dict_metadata["b"] = dataclasses.replace(entry, size=torch.Size([2, 1]), chunks=[])
+    found: Any = entry_of(pickle.loads(encode_metadata(metadata))).properties
+    assert found.strides == (1, 2)
+
+
+@newer
+def test_a_save_of_every_kind_of_tensor_is_read_by_older_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What our writer leaves on disk, a CheckpointableTensor's shard too, is loaded by ours and unpickled by stock."""
+    shard: Any = torch.arange(8.0).reshape(4, 2)
+    shard.global_shape, shard.local_sizes = (4, 2), ((4, 2),)
+    shard.global_offsets, shard.local_offsets = ((0, 0),), ((0, 0),)
+    dcp.save({"shard": shard, "step": 3}, checkpoint_id="one", storage_writer=ReplicatedWriter(tmp_path))
+    be_older(monkeypatch)
+    pickle.loads((tmp_path / "one" / ".metadata").read_bytes())
+    state = {"shard": torch.zeros(4, 2), "step": 0}
+    dcp.load(state, checkpoint_id="one", storage_reader=ReplicatedReader(tmp_path))
+    assert torch.equal(state["shard"], torch.arange(8.0).reshape(4, 2))  # type: ignore[arg-type]
+    assert state["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "is_one"),
+    [((), (), True), ((3, 2), (2, 1), True), ((3, 2), (1, 3), False), ((1, 2), (9, 1), True), ((3,), (2, 1), False)],
+)
+def test_contiguous_memory_is_known_by_its_strides(
+    sizes: tuple[int, ...], strides: tuple[int, ...], is_one: bool
+) -> None:
+    """The stride of a dimension of one element says nothing."""
+    assert is_contiguous(sizes, strides) is is_one

@@ -1,0 +1,133 @@
+"""Checkpoints between versions of torch: written under each, read under all, by this package and by torch's own reader.
+
+make compat [ARGS="2.13.0 2.15.0"]     each version gets an environment of its own, .venv-compat-VERSION
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+VERSIONS = ("2.7.1", "2.9.1", "2.11.0", "2.13.0", "2.15.0")
+NEEDS = ("numpy>=1.26", "fastcrc>=0.5", "cryptography>=42")
+INSTALL_TIMEOUT_S = 3600
+RUN_TIMEOUT_S = 300
+ALL_READ, FAILED, NOT_COMPARED = 0, 1, 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compares the versions named, or all; 1 if one does not read what another wrote, 2 if fewer than two could be had."""
+    python_by_version = {version: install(version) for version in arguments or VERSIONS}
+    there = {version: python for version, python in python_by_version.items() if python is not None}
+    missing = sorted(set(python_by_version) - set(there))
+    sys.stdout.write(f"pip could not install torch {', '.join(missing)}: left out\n" if missing else "")
+    if len(there) < 2:
+        return NOT_COMPARED
+    failed = 0
+    with tempfile.TemporaryDirectory() as directory:
+        roots = {version: Path(directory) / version for version in there}
+        for version, python in there.items():
+            failed += not run(python, "save", roots[version], f"torch {version} writes")
+        for version, python in there.items():
+            for written_by, root in roots.items():
+                for how in READS:
+                    failed += not run(python, how, root, f"torch {version} reads what {written_by} wrote: {how}")
+    return FAILED if failed else ALL_READ
+
+
+def install(version: str) -> Path | None:
+    """The interpreter of an environment with this torch; None where pip cannot get it."""
+    where = HERE / f".venv-compat-{version}"
+    python, stamp = where / "bin" / "python", where / "installed"
+    if not stamp.exists():
+        venv.create(where, with_pip=True, clear=True)
+        command = [str(python), "-m", "pip", "install", "--quiet", f"torch=={version}", *NEEDS]
+        if subprocess.run(command, timeout=INSTALL_TIMEOUT_S, check=False).returncode:
+            return None
+        stamp.touch()
+    return python
+
+
+def run(python: Path, what: str, root: Path, title: str) -> bool:
+    """Whether one step ends well; says so in a line, with the end of what it said if it does not."""
+    command = [str(python), str(Path(__file__).resolve()), "--step", what, str(root)]
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, env=environment)
+    sys.stdout.write(
+        f"{'FAILS' if done.returncode else 'ok   '} {title}\n{done.stderr[-2000:] if done.returncode else ''}"
+    )
+    return done.returncode == 0
+
+
+# Under each torch --------------------------------------------------------------------------------------------------
+
+
+def state(kind: str) -> dict[str, Any]:
+    """A model, its optimizer after a step, tensors, a number; of kind "strided" also a tensor that is not contiguous."""
+    import torch
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    tensors = {
+        "float": torch.full((4, 2), 1.5),
+        "half": torch.full((3,), 2, dtype=torch.bfloat16),
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(0, 4),
+    }
+    if kind == "strided":
+        tensors["turned"] = torch.arange(6.0).reshape(2, 3).t()
+    return {"tensors": tensors, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 12}
+
+
+def save(root: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from replicated_ckpt import ReplicatedWriter
+
+    for kind in ("plain", "strided"):
+        dcp.save(state(kind), checkpoint_id=kind, storage_writer=ReplicatedWriter(root), no_dist=True)
+        dcp.save(state(kind), checkpoint_id=str(root / f"stock-{kind}"), no_dist=True)
+
+
+def load(kind: str, **where: Any) -> None:
+    """Loads over a state of other values, and compares."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    found, wanted = state(kind), state(kind)["tensors"]
+    for tensor in found["tensors"].values():
+        tensor.zero_()
+    found["step"] = 0
+    dcp.load(found, no_dist=True, **where)
+    assert all(torch.equal(found["tensors"][name], tensor) for name, tensor in wanted.items()), found
+    assert found["step"] == 12, found
+
+
+def ours(root: Path, *names: str) -> None:
+    from replicated_ckpt import ReplicatedReader
+
+    for name in names:
+        load(name.removeprefix("stock-"), checkpoint_id=name, storage_reader=ReplicatedReader(root))
+
+
+READS: Mapping[str, Callable[[Path], None]] = {
+    "ours by ours": lambda root: ours(root, "plain", "strided"),
+    "stock's by ours": lambda root: ours(root, "stock-plain", "stock-strided"),
+    "ours by stock": lambda root: load("plain", checkpoint_id=str(root / "plain")),
+}
+STEPS: Mapping[str, Callable[[Path], None]] = {"save": save, **READS}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--step"]:
+        warnings.simplefilter("ignore")
+        STEPS[sys.argv[2]](Path(sys.argv[3]))
+        sys.exit(ALL_READ)
+    sys.exit(main(sys.argv[1:]))
