@@ -43,7 +43,7 @@ PLACES: Mapping[str, tuple[Any, str]] = {
     "load: told": (Survey, "from_json"),
     "load: metadata": (replicated_ckpt.dcp.load.reader, "read_verified_metadata"),
     "load: check": (RankLoad, "check"),
-    "load: plan": (replicated_ckpt.dcp.load.reader, "planned"),
+    "load: plan": (replicated_ckpt.dcp.load.reader, "plan_sharing"),
     "load: read": (RankLoad, "read"),
 }
 """Where an error is met: what stands there is replaced while the save or load goes on."""
