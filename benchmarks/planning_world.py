@@ -13,7 +13,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, ShardReceipt
-from replicated_ckpt.dcp.save.nodes import Committed, Opened
+from replicated_ckpt.dcp.save.nodes import Committed, OnOpen, Opened
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
 
@@ -118,7 +118,8 @@ class WillingNodes:
         self.manifest = self.metadata = b""
         self._held_by_node = held_by_node
 
-    def begin(self, intent: Intent) -> Opened:
+    def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
+        on_own_open()
         del intent
         return Opened({})
 

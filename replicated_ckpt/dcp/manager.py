@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from replicated_ckpt.config import ManagerConfig, Retention
+from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.c10d.lent_group import borrow_group
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
@@ -141,20 +142,19 @@ class CheckpointManager:
             answered. CheckpointException, ReplicatedCkptError: it could not be loaded, or an asynchronous save failed.
         """
         self._settle()
-        found = self._reader.latest()
-        if found is None:
+        if self._reader.latest() is None:
             return None
-        step = _step_of(found)
         with self._used_group() as group:
             dcp.load(
                 state,
-                checkpoint_id=found,
+                checkpoint_id=LATEST,  # by its name alone, another run's of that name might be chosen
                 storage_reader=self._reader,
                 planner=planner,
                 process_group=group,
                 no_dist=group is None,
             )
-        return step
+        assert self._reader.last_load is not None
+        return _step_of(self._reader.last_load.checkpoint_id)
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
         """Waits until all that was saved is committed, in the object store too; returns the ids that went there.

@@ -28,7 +28,7 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
     try:
         source = service.peers.address_of(str(fields["from"]))
         wanted = Received(int(fields["size_bytes"]), int(fields["crc32c"]))
-    except (KeyError, TypeError, ValueError) as exc:
+    except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise PeerProtocolError(f"Metadata cannot be pulled with {type(exc).__name__}: {exc}.") from exc
     if not 0 <= wanted.size_bytes <= FILE_BYTES_MAX:
         raise PeerProtocolError(f"No metadata has {wanted.size_bytes} bytes.")

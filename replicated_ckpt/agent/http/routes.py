@@ -134,7 +134,7 @@ class Routes:
         fields = request.document()
         try:
             checkpoint_id, adopts = fields["checkpoint_id"], bool(fields.get("adopts", False))
-            peers = self._peers_of_save(request, checkpoint_id, fields["peers"], adopts=adopts)
+            peers = self._peers_of_save(request, save_id, checkpoint_id, fields["peers"], adopts=adopts)
             intent = Intent(
                 save_id,
                 checkpoint_id,
@@ -158,7 +158,7 @@ class Routes:
         return json_answer(histories=told, replaces=replaces)
 
     def _peers_of_save(
-        self, request: Request, checkpoint_id: object, named: Any, *, adopts: bool
+        self, request: Request, save_id: str, checkpoint_id: object, named: Any, *, adopts: bool
     ) -> tuple[AgentAddress, ...]:
         """The other nodes of a save. A job introduces them; an adoption has to do with those that this node knows.
 
@@ -169,12 +169,15 @@ class Routes:
             return self._service.learn_peers(named)
         if not adopts or not self._unmanaged.has(checkpoint_id):
             request.require(Right.JOB)
+        if self._service.is_known(save_id):
+            raise ConfigInvalid(f"Save {save_id} is there already.")
         nodes = {str(peer["node_id"]) for peer in named}
         return tuple(peer for peer in self._service.peers.known() if peer.node_id in nodes)
 
     def _adopt(self, request: Request, save_id: str) -> Answer:
         """Shards that stock torch wrote here are staged with footers; answers what their manifest is to say."""
-        names = [str(name) for name in request.document().get("shards", ())]
+        given = request.document().get("shards", ())
+        names = [str(name) for name in given] if isinstance(given, list) else [""]
         if any(ShardName.parse(name) is None for name in names):
             raise ConfigInvalid("adopt: no shards are named.")
         with request.heartbeat:
@@ -200,8 +203,7 @@ class Routes:
         holdings = [holding.to_json() for holding in found]
         standing = self._objects.standing().to_json() if checkpoint_id is None else {}
         node_id = self._service.node_id
-        in_doubt = [doubt.to_json() for doubt in self._service.doubts.known()]
-        return json_answer(node_id=node_id, holdings=holdings, remains=remains, standing=standing, in_doubt=in_doubt)
+        return json_answer(node_id=node_id, holdings=holdings, remains=remains, standing=standing)
 
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import ShardName
@@ -129,7 +129,7 @@ class Auditor:
         return Audit(readings, silent, self._plan(readings, [addresses[node] for node in sorted(outcome.errors)]))
 
     def _own_reading(self, checkpoint_id: str | None) -> NodeReading:
-        endpoint = read_endpoint(self._store.root_agent_directory())
+        endpoint = listening_endpoint(self._store.root_agent_directory())
         if endpoint is not None and endpoint.node_id == self._node_id:
             try:
                 return _ask_agent(endpoint.local_address(), checkpoint_id)

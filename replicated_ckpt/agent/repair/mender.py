@@ -7,7 +7,7 @@ from functools import partial
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import BlockTable
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.core.upkeep.finding import Finding
@@ -18,6 +18,7 @@ from replicated_ckpt.errors import (
     ObjectCorrupt,
     ObjectMissing,
     ReplicatedCkptError,
+    SaveSuperseded,
     StoreUnavailable,
 )
 from replicated_ckpt.stores.any_source import AnySource, Source
@@ -162,10 +163,19 @@ class Mender:
         if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
             return
         with self._service.completing:
-            self._store.begin(Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True))
+            self._store.begin(
+                Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True), replaces_others=False
+            )
             self._store.put_small(action.save_id, METADATA_NAME, metadata)
             self._store.put_small(action.save_id, MANIFEST_NAME, raw_manifest)
-            self._service.complete(action.save_id)
+            try:
+                self._service.complete(action.save_id)
+            except (
+                SaveSuperseded
+            ):  # somebody has published meanwhile; shards that were staged before are not ours to drop
+                if not any(ShardName.parse(path.name) for path in self._store.staging(action.save_id).iterdir()):
+                    self._store.abort(action.save_id)
+                raise
         log.info("took over %s (save %s)", action.checkpoint_id, action.save_id)
 
     def _set_aside(self, action: SetAside) -> None:

@@ -107,7 +107,7 @@ class Scrubber:
         return self.done
 
     def _paced(self, size_bytes: int) -> None:
-        while self._store.staged():
+        while any(self._store.is_held(intent.save_id) for intent in self._store.staged()):
             if self._stopping.wait(_BUSY_PAUSE_S):
                 raise Stopped
         self._pace.take(size_bytes)

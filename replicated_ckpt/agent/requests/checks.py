@@ -29,8 +29,7 @@ class Checks:
             detail = f"{CHECKS_MAX} checks of this node are under way or wait"
             raise StoreUnavailable("this agent", "verify", "", detail, "Ask again when they are done.")
         try:
-            raw = request.body.read_all(body_bytes_max) if body_bytes_max else b""
-            with request.heartbeat, self._turn:
-                yield raw
+            with request.heartbeat, self._turn:  # one body at a time, too
+                yield request.body.read_all(body_bytes_max) if body_bytes_max else b""
         finally:
             self._places.release()

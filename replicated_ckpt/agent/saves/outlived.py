@@ -31,7 +31,8 @@ def drop_outlived(service: NodeService, manifests: Mapping[str, Manifest], views
     whole = whole_versions(manifests, views)
     _drop_replaced(service, names, whole)
     for save_id, place in service.store.places.known().items():
-        if save_id in doubts and _is_outlived(service, doubts[save_id], place, whole):
+        # of another lineage it is what this save is to replace, as far as this node knows: that lets nothing staged go
+        if save_id in doubts and may_be_dropped(place, whole=whole.get(doubts[save_id], ()), published=None):
             service.abort(save_id, "a newer save of the same checkpoint is whole")
             log.info("removed save %s of %s, which was in doubt: a newer one is whole", save_id, doubts[save_id])
 

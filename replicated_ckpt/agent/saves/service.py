@@ -22,9 +22,9 @@ from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, SEQUENCE_FLOOR_MAX, ShardName
 from replicated_ckpt.core.lineage import History, merge_histories
-from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ReplicatedCkptError, SaveAborted, SaveSuperseded
@@ -113,7 +113,10 @@ class NodeService:
     def histories(self, scope: str) -> dict[str, History]:
         """What this node knows of the lineages in a directory of checkpoints: committed here, staged here, or heard of."""
         heard = {lineage: History(sequence) for lineage, sequence in self.sequence_floor.known().items()}
-        staged = [{note.lineage: History(note.sequence)} for note in self.store.places.known().values()]
+        staged = [
+            {note.lineage: History(min(note.sequence, SEQUENCE_FLOOR_MAX))}
+            for note in self.store.places.known().values()
+        ]
         return merge_histories([self.store.catalog.histories(scope), heard, *staged])
 
     def open_in_store(self, intent: Intent) -> None:
@@ -173,6 +176,10 @@ class NodeService:
         self.adoption_locks.release_old()
         return self.store.is_held(intent.save_id)
 
+    def is_known(self, save_id: str) -> bool:
+        """Whether anything of a save lies here, staged or committed."""
+        return self.store.intent_path(save_id).exists() or self.answer_of(save_id) is not Answer.ABSENT
+
     def check_open(self, save_id: str) -> None:
         """Raises SaveAborted: the save is not open here, or was given up."""
         self._fence.check(save_id, self.node_id)
@@ -190,6 +197,10 @@ class NodeService:
         intent = Intent.read(save_id, self.store.intent_path(save_id))
         if name == MANIFEST_NAME:
             raw = body.read_all(MANIFEST_BYTES_MAX)
+            if decode_manifest(raw, "what was brought").checkpoint_id != intent.checkpoint_id:
+                raise ManifestInvalid(
+                    f"Save {save_id} was opened for {intent.checkpoint_id!r}; its manifest names another one."
+                )
             check_adopted(self.store.root, intent, raw)
             self.store.put_small(save_id, name, raw)
             failpoints.reach("agent.decision-staged")
@@ -231,13 +242,13 @@ class NodeService:
         failpoints.reach("adopt.staged")
         return tables
 
-    def abort(self, save_id: str, why: str) -> None:
+    def abort(self, save_id: str, why: str, *, unless_decided: bool = False) -> None:
         """Gives a save up: what is staged is removed, and later bytes of it are refused. A committed one stays."""
         self._fence.give_up(save_id, why)
         with self._lock:
             self._opened_at.pop(save_id, None)
         self.adoption_locks.release(save_id)
-        self.store.abort(save_id)
+        self.store.abort(save_id, unless_decided=unless_decided)
         self.doubts.settle(save_id)
 
     def complete(self, save_id: str) -> None:
@@ -293,8 +304,9 @@ class NodeService:
             is_young = not is_over and self.was_opened_within(OPEN_GRACE_S, intent)
             if not is_left and (is_young or self._is_held(intent)):
                 return {"state": Answer.WORKING.value}
-        if intent.coordinator == self.node_id:
-            self.abort(save_id, "its coordinator is gone, and another node asks what became of it")
+        if intent.coordinator == self.node_id and not self.store.is_decision_damaged(save_id):
+            why = "its coordinator is gone, and another node asks what became of it"
+            self.abort(save_id, why, unless_decided=True)
         return self.state_of(save_id)
 
     def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:

@@ -11,8 +11,13 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.core.protocol.settlement import Answer, Fate, Settlement, settle_staged
-from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError, ReplicatedCkptError
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.errors import (
+    ConfigInvalid,
+    ObjectMissing,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    StoreUnavailable,
+)
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -28,10 +33,11 @@ def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[
     removed here only if it can never have been committed anywhere. Otherwise it is in doubt, stays staged, and is settled
     again with the next save or load and by re-protection.
     """
+    silent: set[str] = set()
     for leftover in leftovers:
         try:
             with service.completing:
-                _settle_one(service, leftover, peers)
+                _settle_one(service, leftover, peers, silent=silent)
         except ReplicatedCkptError as exc:
             log.error("could not settle save %s: %s", leftover.intent.save_id, exc)  # noqa: TRY400 - it explains itself
 
@@ -67,38 +73,43 @@ def _settle_one(
     leftover: Leftover,
     peers: Sequence[AgentAddress],
     lost: frozenset[str] = frozenset(),
+    silent: set[str] | None = None,
 ) -> None:
+    """`silent`: nodes that did not answer a moment ago; they are not asked again, and those that do not now are added."""
     intent = leftover.intent
     answer = service.answer_of(intent.save_id)
     if answer is Answer.PUBLISHED:
         service.store.abort(intent.save_id)  # it is in place, and stays: only what surrounded it is left
-    if answer in (Answer.PUBLISHED, Answer.DECIDED):
         service.doubts.settle(intent.save_id)
+        return
+    if answer is Answer.DECIDED:  # it waits for no node: it goes once the newer save is seen whole
+        service.doubts.note(intent, ())
         return
     addresses = {peer.node_id: peer for peer in peers}
     how = "left" if leftover.is_left else "over" if leftover.is_over else "working"
-    answers = _answers(f"{intent.save_id}?settle={how}", list(addresses.values()))
+    silent = set() if silent is None else silent
+    asked = [address for node, address in addresses.items() if node not in silent]
+    answers = _answers(f"{intent.save_id}?settle={how}", asked, silent)
+    nodes = intent.nodes or {*addresses, *(peer.node_id for peer in service.peers.known())}
+    is_decision_bad = service.store.is_decision_damaged(intent.save_id)
     settlement = settle_staged(
         own=service.node_id,
-        nodes=tuple(node for node in _nodes_of(intent, addresses) if node not in lost or node in answers),
-        coordinator=intent.coordinator,
+        nodes=tuple(node for node in nodes if node not in lost or node in answers),
+        coordinator="" if is_decision_bad and intent.coordinator == service.node_id else intent.coordinator,
         is_worked_on=leftover.may_live,
         answers=answers,
     )
     _carry_out(service, leftover, settlement, addresses)
 
 
-def _nodes_of(intent: Intent, addresses: Mapping[str, AgentAddress]) -> Sequence[str]:
-    """The nodes of a save; all that are known where its intent is of no save, or cannot be believed."""
-    return intent.nodes or tuple(addresses)
-
-
-def _answers(query: str, addresses: Sequence[AgentAddress]) -> Mapping[str, Answer]:
+def _answers(query: str, addresses: Sequence[AgentAddress], silent: set[str]) -> Mapping[str, Answer]:
     """What each node says of the save; one that does not answer, or not sensibly, is left out."""
     by_node = {address.node_id: address for address in addresses}
     outcome = FanOut[str, Answer]().run(by_node, lambda node: _ask(by_node[node], query))
     for node, error in outcome.errors.items():
         log.info("asked %s about save %s: %s", by_node[node].label, query, error)
+        if isinstance(error, StoreUnavailable):
+            silent.add(node)
     return outcome.results
 
 
@@ -120,7 +131,7 @@ def _carry_out(
         service.complete(save_id)
         log.warning("completed save %s of %r, which a peer had committed", save_id, checkpoint_id)
     elif settlement.fate is Fate.DROP:
-        service.abort(save_id, leftover.why)
+        service.abort(save_id, leftover.why, unless_decided=True)
         log.warning("removed unfinished save %s of %r: %s", save_id, checkpoint_id, leftover.why)
     if settlement.fate is Fate.IN_DOUBT:
         if service.doubts.note(leftover.intent, settlement.waits_for):

@@ -16,7 +16,7 @@ from replicated_ckpt.agent.state.endpoint import (
     FileLock,
     client_lock,
     is_free,
-    read_endpoint,
+    listening_endpoint,
     single_agent_lock,
 )
 from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
@@ -131,7 +131,7 @@ def _ask(directory: Path) -> Endpoint | None:
     Raises:
         AgentUnavailable: it runs and does not answer. The next question of this process to it waits less.
     """
-    endpoint = read_endpoint(directory)
+    endpoint = listening_endpoint(directory)
     if endpoint is None:
         return None
     timeout_s = PROGRESS_TIMEOUT_S if _silent_by_directory.get(directory) != endpoint.pid else SILENT_TIMEOUT_S

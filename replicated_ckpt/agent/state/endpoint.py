@@ -98,6 +98,29 @@ def read_endpoint(directory: Path) -> Endpoint | None:
         return None
 
 
+def listening_endpoint(directory: Path) -> Endpoint | None:
+    """As `read_endpoint`; None where no agent of this user can listen there any more.
+
+    An agent that was killed leaves its endpoint, and anybody may listen on its port since: he is not sent the token. Where
+    it has a certificate, the client looks at that instead.
+
+    Raises:
+        StoreDenied: another user can have written it.
+    """
+    endpoint = read_endpoint(directory)
+    if endpoint is None or endpoint.tls_sha256 or _is_own_listener(endpoint.port):
+        return endpoint
+    return None
+
+
+def _is_own_listener(port: int) -> bool:
+    """Whether only processes of this user listen there. Source: proc(5): /proc/net/tcp, state 0A and eighth field."""
+    tables = [path.read_text() for name in ("tcp", "tcp6") if (path := Path("/proc/net", name)).exists()]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    owners = {int(row[7]) for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
+    return owners == {os.geteuid()}
+
+
 def next_identity(directory: Path) -> Identity:
     """The identity of the agent that starts now; `keep_identity` makes it the last one."""
     try:

@@ -22,8 +22,8 @@ _HOOKS = frozenset(
 """Attributes that tell picklers what to do with an instance."""
 
 
-def check_bounds(tree: Any, size_bytes: int) -> None:
-    """Whether a walk through what the pickle makes takes time and depth in proportion to its size.
+def check_bounds(tree: Any, size_bytes: int) -> int:
+    """The weight of the tree, if a walk through what the pickle makes takes time and depth in proportion to its size.
 
     Raises:
         PickleUnsafe: it would not, a part contains itself, or an attribute would steer a pickler.
@@ -47,6 +47,7 @@ def check_bounds(tree: Any, size_bytes: int) -> None:
                 if id(child) in begun:
                     raise PickleUnsafe("holds a part that contains itself")
                 to_do.append(child)
+    return extents[id(tree)][0] if id(tree) in extents else 1
 
 
 def _extent(node: Any, extents: dict[int, tuple[int, int]], weight_max: int) -> tuple[int, int]:

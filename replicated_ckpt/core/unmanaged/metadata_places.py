@@ -9,6 +9,9 @@ from replicated_ckpt.core.pickles.tree import Fields, Made, Pairs, PickleUnsafe
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import MetadataUnsafe
 
+_STATE_MAX = 128
+"""Keys and values of an instance: a state may be shared by many, and each is looked through."""
+
 
 def item_ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
     """Where each shard that a `.metadata` needs must have its items, ordered by their place in it.
@@ -32,7 +35,7 @@ def _attribute(node: Any, wanted: str) -> Any:
     state = node.state if type(node) is Made else None
     if type(state) is Fields and wanted in state:
         return state[wanted]
-    if type(state) is Pairs:
+    if type(state) is Pairs and len(state) <= _STATE_MAX:
         for key, value in zip(state[-2::-2], state[::-2], strict=True):
             if type(key) is str and key == wanted:
                 return value

@@ -37,7 +37,8 @@ class Remains:
 
         Which bytes they are, the checksums of the save tell.
         """
-        return not self.is_ours and any(
+        is_others = METADATA_NAME in self.crcs and METADATA_NAME not in self.matching(manifest)
+        return not (self.is_ours or is_others) and any(
             size_with_footer(self.sizes[name]) == entry.size_bytes
             for name, entry in manifest.shards.items()
             if name in self.sizes

@@ -164,7 +164,7 @@ class _Planning:
             for save in saves:
                 takers = set(save.holders)
                 if lineage == checkpoint.newest_lineage and save is (loads or saves[0]) and save.with_metadata:
-                    takers |= blank if save is whole else blank - checkpoint.unmanaged
+                    takers |= blank - checkpoint.unmanaged
                 if save is whole:
                     takers |= {node_id for node_id, other in published.items() if save.version.is_newer_than(other)}
                     takers |= self._overruled(checkpoint) if lineage == checkpoint.newest_lineage else set()

@@ -103,10 +103,9 @@ class Presence:
             try:
                 self._seal.check(key, raw, mark)
                 process = Process(**json.loads(raw))
+                found[process.rank] = process
             except (ReplicatedCkptError, ValueError, TypeError, RecursionError) as exc:
                 log.warning("what %r on the c10d store says about a process is not believed: %s", key, exc)
-                continue
-            found[process.rank] = process
         return done
 
 

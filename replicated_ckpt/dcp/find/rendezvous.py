@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import LATEST, SEQUENCE_FLOOR_MAX, checkpoint_id_under
@@ -159,7 +159,7 @@ def _alone(
     peers = PeerBook(store.root_agent_directory()).known()
     look = Surveyor(store, store.known_node_id(), peers, bucket, lineage=lineage)
     survey = look.surveyed(_resolve_id(store, given_id))
-    own = read_endpoint(store.root_agent_directory())
+    own = listening_endpoint(store.root_agent_directory())
     _tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey, world)
     return survey
 
@@ -213,7 +213,7 @@ def _survey(
     _introduce(known, openers, world.session)
     absent = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in nodes]
     survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen).surveyed(ids[0])
-    _tell_load({address.node_id: address for address in (*survey.addresses, *addresses)}.values(), survey, world)
+    _tell_load(survey.addresses, survey, world)
     return survey
 
 

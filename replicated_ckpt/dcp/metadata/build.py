@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from replicated_ckpt.core.layout import is_shard_path
-from replicated_ckpt.core.pickles.bounds import check_bounds
+from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, check_bounds
 from replicated_ckpt.core.pickles.tree import LEAVES, Fields, Made, Named, Pairs, PickleUnsafe
 from replicated_ckpt.dcp.metadata.versions import known_fields
 from replicated_ckpt.dcp.objects.values import Key, UnknownName, Values, key_of
@@ -66,6 +66,9 @@ _METADATA_FIELDS = frozenset(one.name for one in fields_of(Metadata))
 _INT_MAX = (1 << 63) - 1
 _NAME_CHARACTERS = 200
 _COLLISIONS_MAX = 64
+_DIMENSIONS_MAX = 64
+_LEAN_WEIGHT = 64
+"""What a part of which nothing relies may weigh without costing steps."""
 _STEPS_MIN = 1 << 22
 Instance = TypeVar("Instance")
 
@@ -130,7 +133,7 @@ class _Builder(Values):
     def _anything(self, node: Any) -> Any:
         """The value of a node on which nothing of ours relies."""
         if type(node) not in LEAVES and id(node) not in self._known:
-            check_bounds(node, self._size_bytes)
+            self._spend(max(0, check_bounds(node, self._size_bytes) - _LEAN_WEIGHT))
         return self.of(node)
 
     # The whole ----------------------------------------------------------------------------------------------------
@@ -162,6 +165,8 @@ class _Builder(Values):
         """Whether the lists that planners make of the paths are no longer than a checkpoint of this size can fill."""
         last_by_list: dict[tuple[Any, ...], int] = {}
         for path in planner_data.values() if type(planner_data) is dict else ():
+            if type(path) is tuple and len(path) > DEPTH_MAX:
+                raise PickleUnsafe(f"has a path of more than {DEPTH_MAX} parts")
             for depth, part in enumerate(path if type(path) is tuple else ()):
                 if type(part) is int and part > (last := last_by_list.get(path[:depth], -1)):
                     self._spend(part - last)
@@ -257,7 +262,7 @@ class _Builder(Values):
         is_call = not node.is_new and node.state is None and node.contents is None
         if key_of(node.called) != _SIZE or not is_call or type(numbers) is not tuple:
             raise PickleUnsafe(f"has {_describe(node)} where a size belongs")
-        if not all(type(number) is int and 0 <= number <= _INT_MAX for number in numbers):
+        if len(numbers) > _DIMENSIONS_MAX or not all(type(one) is int and 0 <= one <= _INT_MAX for one in numbers):
             raise PickleUnsafe("has a size of what are no sizes")
         size = node.value = torch.Size(numbers)
         if self._size_by_hash.setdefault(hash(size), size) != size:

@@ -39,7 +39,7 @@ def numpy_value(node: Made, key: Key, of: Of) -> Any:
         return _scalar(node, of) if key in _SCALARS else _dtype(node, of)
     except PickleUnsafe:
         raise
-    except (ValueError, TypeError, OverflowError) as exc:
+    except (ValueError, TypeError, OverflowError, LookupError, AttributeError) as exc:
         raise PickleUnsafe(f"holds a value of numpy that is none: {exc}") from exc
 
 

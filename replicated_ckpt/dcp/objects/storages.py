@@ -93,7 +93,8 @@ def copy_records(raw: memoryview) -> Callable[[Record], torch.UntypedStorage]:
 
     def memory_of(record: Record) -> torch.UntypedStorage:
         if not record.size:
-            return torch.empty(0, dtype=torch.uint8).untyped_storage()
+            lent: torch.UntypedStorage = torch.frombuffer(bytearray(1), dtype=torch.uint8).untyped_storage()[:0]
+            return lent  # one of its own would grow to whatever a tensor's shape asks for
         data = bytearray(raw[record.start : record.start + record.size])
         return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
 

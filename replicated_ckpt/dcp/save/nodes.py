@@ -29,11 +29,14 @@ COMMIT_DEADLINE_S = 120.0
 Result = TypeVar("Result")
 
 
+OnOpen = Callable[[], object]
+
+
 class Cluster(Protocol):
     """All nodes of a save."""
 
-    def begin(self, intent: Intent) -> "Opened":
-        """Opens the save on every node that answers.
+    def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> "Opened":
+        """Opens the save on every node that answers; `on_own_open` is called once the own one has, others may take longer.
 
         Raises:
             CheckpointExists, StoreError: some node refused, or none answered; the caller aborts.
@@ -102,7 +105,7 @@ class AgentCluster:
         outcome.errors.update(self._silent)
         return outcome
 
-    def begin(self, intent: Intent) -> Opened:
+    def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
         document = {
             "checkpoint_id": intent.checkpoint_id,
             "session": intent.session,
@@ -116,6 +119,8 @@ class AgentCluster:
         def opened(node: str) -> tuple[Histories, bool]:
             with AgentClient(self._opener_by_node[node]) as client:
                 answer = client.put("POST", f"/v1/saves/{intent.save_id}", body)
+            if node == self._own_node:
+                on_own_open()
             try:
                 return histories_from_json(answer["histories"]), bool(answer["replaces"])
             except (KeyError, TypeError, ValueError, AttributeError) as exc:
@@ -175,9 +180,10 @@ class LoneNode:
     def __init__(self, store: LocalStore) -> None:
         self._service = LoneService(store)
 
-    def begin(self, intent: Intent) -> Opened:
+    def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
         replaces = self._service.store.final(intent.checkpoint_id).exists()
         histories, leftovers = self._service.begin(intent)
+        on_own_open()
         settle(self._service, leftovers, ())
         return Opened(histories, replaces=replaces)
 

@@ -7,6 +7,7 @@ import uuid
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -194,13 +195,11 @@ class ReplicatedWriter(StorageWriter):
         decision = replace(decision, session=self._world.session, overwrite=self.config.overwrite)
         failpoints.reach("coordinator.drawn")
         try:
-            opened = self._cluster.begin(decision.intent)
+            opened = self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
         except BaseException as exc:
             self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
             raise
         failpoints.reach("coordinator.opened")
-        if board is not None:  # however slow the planning is, nobody takes this save for an abandoned one
-            self._held.hold(self._store, decision.save_id)
         seen = seen_lineage(self._store, scope_of(decision.checkpoint_id))
         self._decision, problems = assign_sequence(decision, opened, self._object_tier, seen, self._cluster)
         self._degraded(problems)
@@ -209,6 +208,11 @@ class ReplicatedWriter(StorageWriter):
         failpoints.reach("coordinator.placed")
         self._degraded(weaknesses(self._decision, self.config.copies, posts))
         return plans
+
+    def _hold_as_coordinator(self, save_id: str) -> None:
+        """However slow other nodes, or the planning, are: nobody takes this save for an abandoned one."""
+        if self._world.blackboard is not None:
+            self._held.hold(self._store, save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's shard here and at its buddies.

@@ -78,13 +78,18 @@ def _close_empty(root: Path) -> None:
         StoreDenied: another user was faster and has put something there.
     """
     status = root.stat()
-    if status.st_uid != os.geteuid() or not status.st_mode & _OTHERS_WRITE or _is_trusted() or any(root.iterdir()):
+    if status.st_uid != os.geteuid() or not status.st_mode & _OTHERS_WRITE or _is_trusted() or _has_content(root):
         return
     root.chmod(0o700)
-    if any(root.iterdir()):
+    if _has_content(root):
         raise _denial(
             root, root, status, "other users could write it, and have", "Look at what lies in it, and remove it."
         )
+
+
+def _has_content(root: Path) -> bool:
+    """Whether anything lies there but what a file system makes for itself."""
+    return any(path.name != "lost+found" for path in root.iterdir())
 
 
 def _is_same(directory: Path, checked: os.stat_result) -> bool:

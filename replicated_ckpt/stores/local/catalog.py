@@ -230,11 +230,20 @@ class Catalog:
         for entry in entries:
             if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
                 continue
+            if _is_closed_to_us(entry):
+                continue
             path = Path(entry.path)
-            if is_one(path):
+            with translate_errors(str(self.root), "look at", entry.name):
+                is_found = is_one(path)
+            if is_found:
                 yield str(path.relative_to(self.root))
             else:
                 yield from self._checkpoint_ids(path, depth + 1, is_one)
+
+
+def _is_closed_to_us(entry: "os.DirEntry[str]") -> bool:
+    """Whether it is another user's and cannot be read, as `lost+found` of a mount: nothing of ours lies there."""
+    return not os.access(entry.path, os.R_OK | os.X_OK) and entry.stat(follow_symlinks=False).st_uid != os.geteuid()
 
 
 @contextmanager

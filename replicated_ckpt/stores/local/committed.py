@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import (
@@ -75,8 +76,16 @@ class Committed:
             except FileNotFoundError as exc:
                 raise ObjectMissing(str(self._root), "open", f"{self.checkpoint_id}/{name}") from exc
 
+    def _opened(self, name: str) -> BinaryIO:
+        fd = self.open(name)
+        try:
+            return os.fdopen(fd, "rb")
+        except OSError:  # it is a directory
+            os.close(fd)
+            raise
+
     def read_small(self, name: str) -> bytes:
-        with self._translated("read", name), os.fdopen(self.open(name), "rb") as file:
+        with self._translated("read", name), self._opened(name) as file:
             return file.read(MANIFEST_BYTES_MAX + 1)
 
     def read_checked(self, name: str, size_bytes: int, crc: int) -> bytes:
@@ -85,7 +94,7 @@ class Committed:
         Raises:
             ObjectCorrupt: it is another. ObjectMissing, StoreError
         """
-        with self._translated("read", name), os.fdopen(self.open(name), "rb") as file:
+        with self._translated("read", name), self._opened(name) as file:
             raw = file.read(size_bytes + 1)
         if len(raw) != size_bytes or crc32c(raw) != crc:
             detail = f"expected {size_bytes} bytes of CRC32C {crc:08x}, found {len(raw)} of {crc32c(raw):08x}"

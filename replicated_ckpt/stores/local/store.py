@@ -125,8 +125,10 @@ class LocalStore:
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")
         return self.staging(save_id) / name
 
-    def begin(self, intent: Intent) -> None:
+    def begin(self, intent: Intent, *, replaces_others: bool = True) -> None:
         """Opens a save: its staging directory exists afterwards, and nothing of it counts until `commit`.
+
+        `replaces_others`: it may replace what another lineage has there by now, as only a user can want it.
 
         Raises:
             CheckpointExists: the checkpoint is committed here and the save may not overwrite it.
@@ -138,7 +140,8 @@ class LocalStore:
         with translate_errors(str(self.root), "begin", intent.checkpoint_id):
             make_directories(staging.parent, self.root)
             replaces = self.published(intent.checkpoint_id)
-            intent = replace(intent, replaces="" if replaces is None else replaces.save_id)
+            asked = "" if replaces is None or not replaces_others else replaces.save_id
+            intent = replace(intent, replaces=asked)
             if not self._is_intent_kept(intent):
                 write_file(self.intent_path(intent.save_id), intent.encoded())
             failpoints.reach("store.intent-written")
@@ -311,10 +314,30 @@ class LocalStore:
             return False
         return True
 
-    def abort(self, save_id: str) -> None:
-        """Removes a staged save. What is committed stays. Aborting what is not there changes nothing."""
+    def is_decision_damaged(self, save_id: str) -> bool:
+        """Whether a staged save was decided here, and manifest or metadata cannot be believed any more."""
+        try:
+            self._decision(save_id)
+        except OSError:
+            return False
+        except (ManifestInvalid, ObjectCorrupt):
+            try:  # what a crash has left of the version that was replaced is no decision
+                path = self.staging(save_id) / MANIFEST_NAME
+                return decode_manifest(path.read_bytes(), str(path)).save_id == save_id
+            except ManifestInvalid:
+                return True
+            except OSError:
+                return False
+        return False
+
+    def abort(self, save_id: str, *, unless_decided: bool = False) -> None:
+        """Removes a staged save. What is committed stays. Aborting what is not there changes nothing.
+
+        `unless_decided`: nor does aborting what a rank has decided meanwhile.
+        """
         with translate_errors(str(self.root), "abort", save_id), exclusive(self.root / STAGING_DIR):
-            self._discard(save_id)
+            if not (unless_decided and self.is_decided(save_id)):
+                self._discard(save_id)
 
     def _discard(self, save_id: str) -> None:
         staging = self.staging(save_id)

@@ -22,7 +22,7 @@ _HEADER_BYTES_MAX = 100_000_000
 _ENTRY_BYTES_MAX = 4096
 _DIMENSIONS_MAX = 64
 _NUMBER_MAX = (1 << 63) - 1
-_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _ALIGNMENT_BYTES = 8
 

@@ -1,0 +1,185 @@
+"""Faults that combine at one node: what it may not drop, although each of its rules alone would let it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from replicated_ckpt.agent.saves import settle as settling
+from replicated_ckpt.agent.saves.leftover import Leftover
+from replicated_ckpt.agent.saves.outlived import drop_outlived
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
+
+OTHER = "0" * 11 + "a"
+RUN, ANOTHER = "a" * 16, "b" * 16
+OLD, NEW, NEWEST = ("1" * 32, "2" * 32, "3" * 32)
+SHARDS = ("__0_0.distcp", "__1_0.distcp")
+METADATA = b"metadata"
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> NodeService:
+    return NodeService(LocalStore(tmp_path / "root"))
+
+
+def manifest_of(save_id: str, sequence: int, lineage: str, nodes: Sequence[str]) -> Manifest:
+    return Manifest(
+        save_id,
+        "step-10",
+        sequence,
+        float(sequence),
+        2,
+        2,
+        len(METADATA),
+        crc32c(METADATA),
+        tuple(NodeEntry(node, "host", None, (rank,)) for rank, node in enumerate(nodes)),
+        {shard: ShardEntry(10, 1, 0, nodes[0], tuple(nodes)) for shard in SHARDS},
+        None,
+        lineage,
+    )
+
+
+def decide(store: LocalStore, manifest: Manifest) -> None:
+    store.put_small(manifest.save_id, METADATA_NAME, METADATA)
+    store.put_small(manifest.save_id, MANIFEST_NAME, manifest.encoded())
+
+
+def stage(
+    service: NodeService, save_id: str, sequence: int, lineage: str, coordinator: str, *, is_decided: bool = True
+) -> Manifest:
+    """All shards of the save are staged here; so is the decision, if it was made."""
+    nodes = (service.node_id, OTHER)
+    service.store.begin(Intent(save_id, "step-10", "s" + save_id, overwrite=True, nodes=nodes, coordinator=coordinator))
+    service.store.places.note(save_id, lineage, sequence)
+    for shard in SHARDS:
+        (service.store.staging(save_id) / shard).write_bytes(b"x" * 10)
+    manifest = manifest_of(save_id, sequence, lineage, nodes)
+    if is_decided:
+        decide(service.store, manifest)
+    return manifest
+
+
+def look(service: NodeService) -> tuple[NodeView, ...]:
+    """What re-protection sees: this node alone."""
+    return (NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.found()),)
+
+
+def damage(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def is_staged(service: NodeService, save_id: str) -> bool:
+    return service.store.staging(save_id).is_dir()
+
+
+def test_what_another_run_published_lets_nothing_staged_go(service: NodeService) -> None:
+    """A save is in doubt that is to replace another lineage's, which is whole: it may be acknowledged, and stays."""
+    published = stage(service, OLD, 5, RUN, service.node_id)
+    service.commit(OLD)
+    stage(service, NEW, 1, ANOTHER, OTHER, is_decided=False)
+    settle(service, [Leftover(service.store.intent_of(NEW), "its processes are gone")], [])
+    drop_outlived(service, {OLD: published}, look(service))
+    assert is_staged(service, NEW)
+
+
+def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(service: NodeService) -> None:
+    """It is not kept for ever: it waits for no node, only for the newer one to be seen."""
+    stage(service, NEW, 2, RUN, OTHER)
+    newest = stage(service, NEWEST, 3, RUN, service.node_id)
+    service.commit(NEWEST)
+    for _ in range(2):
+        settle(service, service.abandoned(0.0), [])
+        drop_outlived(service, {NEWEST: newest}, look(service))
+    assert not is_staged(service, NEW)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, METADATA_NAME])
+def test_a_damaged_decision_is_not_taken_for_none(service: NodeService, name: str) -> None:
+    """Its coordinator's node has decided, cannot read what, and reaches nobody: another node may have published it."""
+    stage(service, NEW, 2, RUN, service.node_id)
+    damage(service.store.staging(NEW) / name, 3 if name == METADATA_NAME else 60)
+    service.recover()
+    settle(service, service.abandoned(0.0), [])
+    assert is_staged(service, NEW)
+    assert service.answer_to_settle(NEW, is_over=True, is_left=True)["state"] != "unknown"
+
+
+def test_an_intent_that_cannot_be_read_waits_for_all_known_nodes(service: NodeService) -> None:
+    """Whose save it is cannot be told, so each node that was ever met may have published it."""
+    stage(service, NEW, 2, RUN, OTHER, is_decided=False)
+    service.peers.learn([AgentAddress(OTHER, "127.0.0.1", 1, "token")])
+    damage(service.store.intent_path(NEW), 0)
+    settle(service, service.abandoned(0.0), [])
+    assert is_staged(service, NEW)
+
+
+def test_a_decision_that_is_made_while_others_are_asked_counts(service: NodeService) -> None:
+    """Another job's save of the same name begins; before its node has heard of all, the first one decides."""
+    manifest = stage(service, NEW, 2, RUN, service.node_id, is_decided=False)
+
+    def ask(*_: object) -> dict[str, object]:
+        decide(service.store, manifest)
+        return {}
+
+    with mock.patch.object(settling, "_answers", ask):
+        settle(service, [Leftover(service.store.intent_of(NEW), "another save began", is_over=True)], [])
+    assert is_staged(service, NEW) or service.store.path_of("step-10", NEW, METADATA_NAME).exists()
+
+
+def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> None:
+    """Not once for each of them, time-out after time-out."""
+    saves = [f"{number:x}" * 32 for number in range(4, 8)]
+    nodes = (service.node_id, OTHER)
+    for save_id in saves:
+        intent = Intent(save_id, f"of-{save_id[0]}", save_id, overwrite=False, nodes=nodes, coordinator=OTHER)
+        service.store.begin(intent)
+    address = AgentAddress(OTHER, "127.0.0.1", 1, "token")
+    with mock.patch.object(settling, "_answers", wraps=settling._answers) as asked:
+        settle(service, service.abandoned(0.0), [address])
+    assert [len(call.args[1]) for call in asked.call_args_list] == [1, 0, 0, 0]
+    assert all(is_staged(service, save_id) for save_id in saves)
+
+
+AS_ANOTHER_USER = """
+import os, sys
+from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.store import LocalStore
+os.setgid(1000); os.setuid(1000)
+store = LocalStore(sys.argv[1])
+print(len(store.catalog.holdings("n")), len(RemainsShelf(store, "n").found()), len(list(store.catalog.without_manifest())))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
+def test_what_a_file_system_keeps_for_itself_blinds_nobody(tmp_path: Path) -> None:
+    """A root that is a mount has lost+found, which only root reads: the checkpoints next to it are found."""
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents:
+        if str(parent).startswith("/tmp/"):
+            parent.chmod(0o755)
+    root = tmp_path / "root"
+    (root / "lost+found").mkdir(parents=True)
+    (root / "lost+found").chmod(0o700)
+    (root / "step-1").mkdir()
+    (root / "step-1" / METADATA_NAME).write_bytes(b"stock torch's")
+    for path in (root, root / "step-1", root / "step-1" / METADATA_NAME):
+        os.chown(path, 1000, 1000)
+    command = [sys.executable, "-c", AS_ANOTHER_USER, str(root)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout.split() == ["0", "1", "1"], done.stderr
