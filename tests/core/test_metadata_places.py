@@ -91,12 +91,13 @@ def test_nothing_is_called(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_shared_parts_are_looked_through_once() -> None:
+def test_shared_parts_are_not_looked_through_again_and_again() -> None:
     """A place that is named five thousand times, with a hundred thousand fields, does not take their product of steps."""
     info = StorageInfo("__0_0.distcp", 0, 1)
     info.__dict__.update({f"field{n}": n for n in range(100_000)})
     places: dict[Any, Any] = dict.fromkeys((MetadataIndex(str(n)) for n in range(5_000)), info)
-    assert item_ranges(pickle.dumps(Metadata({}, None, places))) == {"__0_0.distcp": (ByteRange(0, 1),)}
+    with pytest.raises(MetadataUnsafe):
+        item_ranges(pickle.dumps(Metadata({}, None, places)))
 
 
 @given(st.integers(0, len(RAW) - 1), st.integers(1, 255), st.integers(0, len(RAW) - 1))
