@@ -1,5 +1,6 @@
 """The local store: one directory on one node's disk, its identity, staged saves and committed checkpoints."""
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Iterable
@@ -316,18 +317,15 @@ class LocalStore:
 
     def is_decision_damaged(self, save_id: str) -> bool:
         """Whether a staged save was decided here, and manifest or metadata cannot be believed any more."""
+        path = self.staging(save_id) / MANIFEST_NAME
         try:
             self._decision(save_id)
         except OSError:
             return False
         except (ManifestInvalid, ObjectCorrupt):
-            try:  # what a crash has left of the version that was replaced is no decision
-                path = self.staging(save_id) / MANIFEST_NAME
-                return decode_manifest(path.read_bytes(), str(path)).save_id == save_id
-            except ManifestInvalid:
-                return True
-            except OSError:
-                return False
+            with contextlib.suppress(ManifestInvalid):  # what a crash has left of the version that was replaced is none
+                return path.exists() and decode_manifest(path.read_bytes(), str(path)).save_id == save_id
+            return True
         return False
 
     def abort(self, save_id: str, *, unless_decided: bool = False) -> None:
