@@ -242,8 +242,13 @@ class Catalog:
 
 
 def _is_closed_to_us(entry: "os.DirEntry[str]") -> bool:
-    """Whether it is another user's and cannot be read, as `lost+found` of a mount: nothing of ours lies there."""
-    return not os.access(entry.path, os.R_OK | os.X_OK) and entry.stat(follow_symlinks=False).st_uid != os.geteuid()
+    """Whether it is gone meanwhile, or another user's that cannot be read, as `lost+found` of a mount: nothing of ours."""
+    if os.access(entry.path, os.R_OK | os.X_OK):
+        return False
+    try:
+        return entry.stat(follow_symlinks=False).st_uid != os.geteuid()
+    except FileNotFoundError:
+        return True
 
 
 @contextmanager
