@@ -34,19 +34,16 @@ def test_fifty_saves_leave_no_trace_but_their_files(cluster_of: ClusterOf) -> No
 
 
 CYCLES, MANY_CYCLES = 30, 500  # of two saves and two loads each, and every fifth time one more of each that fails
-RSS_GROWTH_KIB_MAX_BY_CYCLE = 100
-WARM_UP_KIB_MAX = 4096
 CLOSING_MAX = 2
 """Connections that another thread closes at the moment of the look; one that is lost per save would be dozens."""
 
 
-def check_flat(footprints: list[dict[str, dict[str, int]]], cycles: int) -> None:
+def check_flat(footprints: list[dict[str, dict[str, int]]]) -> None:
     """From the first look to the last nothing has grown."""
     early, late = footprints
     for who, before in early.items():
         growth = {name: late[who][name] - value for name, value in before.items()}
-        allowed = min(RSS_GROWTH_KIB_MAX, WARM_UP_KIB_MAX + RSS_GROWTH_KIB_MAX_BY_CYCLE * cycles)
-        assert growth.pop("rss_kib") < allowed, (who, early, late)
+        assert growth.pop("rss_kib") < RSS_GROWTH_KIB_MAX, (who, early, late)
         assert growth.pop("fds") <= CLOSING_MAX, (who, early, late)
         assert all(value <= 0 for value in growth.values()), (who, growth, early, late)
 
@@ -65,7 +62,7 @@ def test_new_writers_readers_and_managers_leave_nothing_behind(
     world = {"nodes": [0], "launcher": "single"} if is_alone else {"nodes": [0, 1], "ranks": 2}
     results = cluster.launch([cycle], timeout_s=20 + 6 * count, **world)
     for footprints in results.of(0):
-        check_flat(footprints, count - first_look)
+        check_flat(footprints)
 
 
 def test_an_agent_serves_one_world_after_another(cluster_of: ClusterOf) -> None:
