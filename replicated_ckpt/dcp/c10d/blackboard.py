@@ -145,16 +145,12 @@ class Blackboard:
         """
         raw = _encode(fields)
         self._write(f"{topic}/decision", raw)
-        before = stale or [None] * self._size
-        notes = {
-            key: self._note(key, nonce, raw)
-            for rank, post in enumerate(posts)
-            for key, nonce in (
-                [(f"{topic}/decided/{rank}", str(post["nonce"]))]
-                if post is not None
-                else [(f"{topic}/absent/{rank}", str(before[rank]))]
-            )
-        }
+        digest, before = _digest(raw), stale or [None] * self._size
+        notes: dict[str, str] = {}
+        for rank, post in enumerate(posts):
+            kind, nonce = ("absent", str(before[rank])) if post is None else ("decided", str(post["nonce"]))
+            key = f"{topic}/{kind}/{rank}"
+            notes[key] = self._note(key, nonce + digest)
         with reaching_store():
             if self._store.has_extended_api():
                 self._store.multi_set(list(notes), list(notes.values()))
@@ -195,15 +191,15 @@ class Blackboard:
             if not note.startswith(nonce.encode()):
                 return None
             raw = self._store.get(f"{topic}/decision")
-        signed = _sign(nonce, raw)
+        signed = (nonce + _digest(raw)).encode()
         self._seal.check(key, signed, note[len(signed) :])
         if not note.startswith(signed):
             raise MeetingFailed(f"This rank was too late to read what was decided about this {topic}.")
         return _decode(f"{topic}/decision", raw)
 
-    def _note(self, key: str, nonce: str, decision: bytes) -> str:
-        signed = _sign(nonce, decision)
-        return (signed + self._seal.mark(key, signed)).decode()
+    def _note(self, key: str, signed: str) -> str:
+        """`signed`: the nonce of the post that is answered, and the digest of the decision."""
+        return signed + self._seal.mark(key, signed.encode()).decode()
 
     def _write(self, key: str, raw: bytes) -> None:
         with reaching_store():
@@ -232,8 +228,8 @@ def all_present(posts: Sequence[Mapping[str, Any] | None], problem: ReplicatedCk
     return here
 
 
-def _sign(nonce: str, decision: bytes) -> bytes:
-    return (nonce + hashlib.sha256(decision).hexdigest()).encode()
+def _digest(decision: bytes) -> str:
+    return hashlib.sha256(decision).hexdigest()
 
 
 def _encode(fields: Mapping[Any, Any]) -> bytes:
