@@ -89,7 +89,23 @@ class FileSink:
         self._part.unlink(missing_ok=True)
 
 
-class ShardFile(VerifiedShard):
+class OpenFile(VerifiedShard):
+    """A shard behind a file descriptor of its own."""
+
+    _fd = -1
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        with translate_errors(self._store, "read", self._name):
+            if read_exactly(self._fd, target, offset) != len(target):
+                raise self._corrupt("the file ended early")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class ShardFile(OpenFile):
     """Reads a shard file by verified ranges. The file descriptor is taken over. One thread."""
 
     def __init__(self, fd: int, store: str, name: str, expected: Expected) -> None:
@@ -101,16 +117,6 @@ class ShardFile(VerifiedShard):
         except BaseException:
             self.close()
             raise
-
-    def _fill(self, target: memoryview, offset: int) -> None:
-        with translate_errors(self._store, "read", self._name):
-            if read_exactly(self._fd, target, offset) != len(target):
-                raise self._corrupt("the file ended early")
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def _check_size(found: int, expected: Expected, store: str, name: str) -> None:

@@ -1,12 +1,11 @@
 """One shard that stock torch wrote, at one source: each item is held against the CRC32 in its own container."""
 
-import os
 from collections.abc import Sequence
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
 from replicated_ckpt.core.reading.source_order import ByteRange
-from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.local.shard_file import OpenFile
 from replicated_ckpt.stores.peer.client import AgentClient, unmanaged_path
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
@@ -61,7 +60,7 @@ class UnmanagedShard(VerifiedShard):
                 raise self._corrupt(f"item at bytes {item.offset} to {item.end}: {exc}") from exc
 
 
-class UnmanagedFileShard(UnmanagedShard):
+class UnmanagedFileShard(OpenFile, UnmanagedShard):
     """On this node's disk."""
 
     def __init__(
@@ -73,16 +72,6 @@ class UnmanagedFileShard(UnmanagedShard):
         except BaseException:
             self.close()
             raise
-
-    def _fill(self, target: memoryview, offset: int) -> None:
-        with translate_errors(self._store, "read", self._name):
-            if read_exactly(self._fd, target, offset) != len(target):
-                raise self._corrupt("the file ended early")
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 class UnmanagedPeerShard(UnmanagedShard):
