@@ -9,7 +9,6 @@ from replicated_ckpt.errors import ConfigInvalid
 
 METADATA_NAME = ".metadata"
 MANIFEST_NAME = ".manifest.json"
-INTENT_NAME = ".intent.json"
 NODE_NAME = "node.json"
 STAGING_DIR = ".staging"
 TRASH_DIR = ".trash"

@@ -5,6 +5,7 @@ import logging
 from functools import partial
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.repair.fetch import fetch_manifest, fetch_metadata
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
@@ -22,13 +23,13 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.any_source import AnySource, Source
-from replicated_ckpt.stores.files.descriptors import fetch_manifest, fetch_metadata
 from replicated_ckpt.stores.local.committed import Committed, incoming_path, open_committed_save, open_directory
 from replicated_ckpt.stores.local.inspection import Inspector, Paced
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
+from replicated_ckpt.stores.peer.suspects import tell_suspect
 from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
@@ -273,13 +274,3 @@ def _intact(sources: AnySource, shard: str, offset: int, length: int) -> memoryv
     if piece is None:
         raise ObjectCorrupt("the peers", "copy", shard, f"no intact bytes {offset} to {offset + length}")
     return piece
-
-
-def tell_suspect(address: AgentAddress, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
-    """Tells a node that one of its files was found bad; its agent reads it again and mends it. Failing to is logged."""
-    document = {"checkpoint_id": checkpoint_id, "save_id": save_id, "name": name, "why": why[:500]}
-    try:
-        with AgentClient(address) as client:
-            client.call("POST", "/v1/suspects", document)
-    except ReplicatedCkptError as exc:
-        log.warning("could not tell %s that its %s/%s seems bad: %s", address.label, checkpoint_id, name, exc)

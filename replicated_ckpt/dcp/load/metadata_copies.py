@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from replicated_ckpt.agent.repair.mender import tell_suspect
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.dcp.find.survey import Survey
@@ -16,6 +15,7 @@ from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path, unmanaged_path
+from replicated_ckpt.stores.peer.suspects import tell_suspect
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from replicated_ckpt.agent.repair.mender import tell_suspect
 from replicated_ckpt.core.layout import OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.reading.source_order import ByteRange, source_orders
@@ -22,6 +21,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
+from replicated_ckpt.stores.peer.suspects import tell_suspect
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.shard import UnmanagedFileShard, UnmanagedPeerShard
 from replicated_ckpt.stores.verified import Expected, VerifiedShard

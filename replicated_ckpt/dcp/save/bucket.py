@@ -53,10 +53,6 @@ class ObjectTier:
         self._lock = threading.Lock()
         self._awaited: dict[str, str] = {}
 
-    @property
-    def is_used(self) -> bool:
-        return self._target is not None
-
     def takes(self, sequence: int) -> bool:
         """Whether the save of this sequence goes to the bucket: every n-th of a run, whoever restarts it."""
         return self._target is not None and sequence % self._every == 0
