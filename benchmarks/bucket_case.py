@@ -139,7 +139,7 @@ def s3fs_read(job: Job) -> Work:
 
 
 def ours_read(job: Job) -> Work:
-    shard = ObjectShard(Bucket(S3Client(job.target())), job.key, job.expected())
+    shard = ObjectShard(Bucket(S3Client(job.target())), job.key, job.expected()).open()
 
     def read() -> None:
         for offset, length in job.ranges():

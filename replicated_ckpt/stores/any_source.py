@@ -15,11 +15,11 @@ Tables = MutableMapping[Expected, BlockTable]
 
 @dataclass
 class Source:
-    """A node that may hold the shard, what it must be, and how to open it there."""
+    """A node that may hold the shard, what it must be, and what reads it there, once it is opened."""
 
     node_id: str
     expected: Expected
-    open: Callable[[Expected], VerifiedShard]
+    shard_for: Callable[[Expected], VerifiedShard]
 
 
 class AnySource:
@@ -47,7 +47,6 @@ class AnySource:
         self._is_silent = is_silent
         self._opened: dict[str, VerifiedShard] = {}
         self._reported: set[str] = set()
-        self._memory: memoryview | None = None
         self._bytes_by_node: Counter[str] = Counter()
         self.last_node = ""
 
@@ -57,31 +56,32 @@ class AnySource:
         They lie in `memory`, if it has room for the whole blocks that they touch and one source has them all; else in
         memory that may be reused by the next read of this shard.
         """
-        self._memory = memory
-        found = self._whole(offset, length)
-        if found is None and self._open_footless():
-            found = self._whole(offset, length)
-        if found is not None or not self._sources:
-            return found
-        return self._assembled(offset, length)
-
-    def _whole(self, offset: int, length: int) -> memoryview | None:
         for source in self._in_order():
+            shard = self._opened.get(source.node_id)
             try:
-                opened = self._of(source)
-                if self._memory is not None:
-                    opened.lend(self._memory)
-                before = opened.bytes_read
-                try:
-                    found = opened.read(offset, length)
-                finally:
-                    self._bytes_by_node[source.node_id] += opened.bytes_read - before
+                shard = shard or self._add(source, source.shard_for(source.expected).open())
+                if memory is not None:
+                    shard.lend(memory)
+                found = shard.read(offset, length)
             except ReplicatedCkptError as exc:
-                self._failed(source, exc)
+                self._note_failure(source, exc)
                 continue
+            finally:
+                self._count(source, shard)
             self.last_node = source.node_id
             return found
-        return None
+        if self._open_footless():
+            return self.read(offset, length, memory)
+        return self._assemble(offset, length) if self._sources else None
+
+    def _add(self, source: Source, opened: VerifiedShard) -> VerifiedShard:
+        self._opened[source.node_id] = opened
+        self._table = opened.table
+        return opened
+
+    def _count(self, source: Source, shard: VerifiedShard | None) -> None:
+        if shard is not None:
+            self._bytes_by_node[source.node_id] += shard.take_bytes_read()
 
     def _in_order(self) -> Iterator[Source]:
         """The sources as they are listed, but for those that are silent by the time that their turn comes."""
@@ -91,27 +91,21 @@ class AnySource:
             left.remove(source)
             yield source
 
-    def _assembled(self, offset: int, length: int) -> memoryview | None:
+    def _assemble(self, offset: int, length: int) -> memoryview | None:
         """Every block from any source."""
         block_bytes = next(iter(self._opened.values())).table.block_bytes if self._opened else 0
         if block_bytes == 0 or offset // block_bytes == (offset + length - 1) // block_bytes:
             return None
-        whole, self._memory = memoryview(bytearray(length)), None
+        whole = memoryview(bytearray(length))
         position = 0
         while position < length:
             step = min(block_bytes - (offset + position) % block_bytes, length - position)
-            piece = self._whole(offset + position, step)
+            piece = self.read(offset + position, step)
             if piece is None:
                 return None
             whole[position : position + step] = piece
             position += step
         return whole
-
-    def _of(self, source: Source) -> VerifiedShard:
-        if source.node_id not in self._opened:
-            self._opened[source.node_id] = source.open(source.expected)
-            self._table = self._opened[source.node_id].table
-        return self._opened[source.node_id]
 
     def _open_footless(self) -> bool:
         """Opens the sources whose own footers are damaged; whether there is any."""
@@ -120,20 +114,19 @@ class AnySource:
             source = self._footless.pop(0)
             table = self._table or self._rebuilt.get(source.expected)
             try:
-                opened = source.open(replace(source.expected, table=table, is_footless=table is None))
+                expected = replace(source.expected, table=table, is_footless=table is None)
+                opened = self._add(source, source.shard_for(expected).open())
             except ReplicatedCkptError as exc:
                 self._tell(source, exc)
                 continue
-            self._bytes_by_node[source.node_id] += opened.bytes_read
+            self._count(source, opened)
             if table is None:
                 self._rebuilt[source.expected] = opened.table
-            self._opened[source.node_id] = opened
-            self._table = opened.table
             self._sources.append(source)
             is_any = True
         return is_any
 
-    def _failed(self, source: Source, error: ReplicatedCkptError) -> None:
+    def _note_failure(self, source: Source, error: ReplicatedCkptError) -> None:
         is_corrupt = isinstance(error, ObjectCorrupt)
         if not is_corrupt or source.node_id not in self._opened:
             self._sources.remove(source)
@@ -146,7 +139,7 @@ class AnySource:
             self._reported.add(source.node_id)
             self._on_bad(source.node_id, error)
 
-    def counted(self) -> Mapping[str, int]:
+    def take_counts(self) -> Mapping[str, int]:
         """Bytes read since this was last asked, by node; those that turned out to be bad and the rest of blocks, too."""
         counted, self._bytes_by_node = self._bytes_by_node, Counter()
         return counted
@@ -155,9 +148,9 @@ class AnySource:
         """A source that could be opened: its block checksums have been held against the manifest."""
         for source in self._in_order():
             try:
-                return self._of(source)
+                return self._opened.get(source.node_id) or self._add(source, source.shard_for(source.expected).open())
             except ReplicatedCkptError as exc:
-                self._failed(source, exc)
+                self._note_failure(source, exc)
         return next(iter(self._opened.values())) if self._open_footless() else None
 
     def _close(self, node_id: str) -> None:

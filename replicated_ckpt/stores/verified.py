@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
 from replicated_ckpt.core.integrity.checksum import (
     FOOTER_TAIL_BYTES,
@@ -40,41 +41,52 @@ class Expected:
 
 
 class VerifiedShard(ABC):
-    """One shard at one source.
+    """One shard at one source: made, opened, read, closed.
 
-    Opening it reads the footer and checks it against the manifest, so that a swapped, stale or truncated file is
-    noticed without reading it. Holds 4 bytes of memory for each block of the data.
-
-    Raises:
-        ObjectCorrupt: the footer is, twice in a row, not the one that was saved, and it is needed; or none that is made
-        from the data is. And what the source raises.
+    `table` holds the checksums of its blocks, 4 bytes of memory for each, from `open` on.
     """
+
+    table: BlockTable
 
     def __init__(self, store: str, name: str, expected: Expected) -> None:
         self._store = store
         self._name = name
+        self._expected = expected
         self._scratch = memoryview(b"")
         self.bytes_read = 0
-        self.table = expected.table or self._find_table(expected)
 
-    def _find_table(self, expected: Expected) -> BlockTable:
-        if expected.is_footless:
-            return self._rebuild_table(expected)
+    def open(self) -> Self:
+        """Reads the footer and checks it against the manifest: a swapped, stale or truncated file is noticed by it.
+
+        Raises:
+            ObjectCorrupt: the footer is, twice in a row, not the one that was saved, and it is needed; or none that is
+                made from the data is. And what the source raises. The shard is closed then.
+        """
+        expected = self._expected
         try:
-            return self._checked_table(expected)
-        except ObjectCorrupt:
-            return self._checked_table(expected)
+            self._connect()
+            if expected.table is not None:
+                self.table = expected.table
+            else:
+                self.table = self._rebuild_table(expected) if expected.is_footless else self._read_table(expected)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _connect(self) -> None:  # noqa: B027 - most sources have nothing to open
+        """Opens what reading needs; refuses what the source shows to be wrong before a byte of it is read."""
 
     def _rebuild_table(self, expected: Expected) -> BlockTable:
         """The table of the data as it is here, believed if it is the one that was saved."""
         try:
-            tail = bytes(self._fetched(max(0, expected.size_bytes - FOOTER_TAIL_BYTES), expected.size_bytes))
+            tail = bytes(self._fetch(max(0, expected.size_bytes - FOOTER_TAIL_BYTES), expected.size_bytes))
         except ObjectCorrupt:
             tail = b""  # the file ends before
         for block_bytes, data_bytes in tables_of_size(tail, expected.size_bytes):
             hasher = BlockHasher(block_bytes)
             for offset in range(0, data_bytes, REBUILD_BYTES):
-                piece = self._reused(min(REBUILD_BYTES, data_bytes - offset))
+                piece = self._reuse(min(REBUILD_BYTES, data_bytes - offset))
                 self._fill(piece, offset)
                 hasher.update(piece)
             table = hasher.table()
@@ -90,13 +102,13 @@ class VerifiedShard(ABC):
     def close(self) -> None:
         """Gives back what the source holds open."""
 
-    def _fetched(self, start: int, end: int) -> memoryview:
+    def _fetch(self, start: int, end: int) -> memoryview:
         target = memoryview(bytearray(end - start))
         if target:
             self._fill(target, start)
         return target
 
-    def _reused(self, size_bytes: int) -> memoryview:
+    def _reuse(self, size_bytes: int) -> memoryview:
         """Memory for one read; fresh memory for each would cost more than the read, in page faults."""
         self.bytes_read += size_bytes
         if len(self._scratch) < size_bytes:
@@ -106,14 +118,34 @@ class VerifiedShard(ABC):
             self._scratch = memoryview(b"")
         return span
 
+    def take_bytes_read(self) -> int:
+        """Bytes read since this was last asked, those that turned out to be bad, too."""
+        count, self.bytes_read = self.bytes_read, 0
+        return count
+
     def lend(self, memory: memoryview) -> None:
         """Has the next reads take place in `memory`, where they fit into it with the whole blocks that they touch."""
         self._scratch = memory
 
-    def _checked_table(self, expected: Expected) -> BlockTable:
-        size = expected.size_bytes
-        tail = self._fetched(max(0, size - FOOTER_TAIL_BYTES), size)
-        table = decode_footer(self._fetched(size - (footer_bytes_of(tail, size) or 0), size), size)
+    def _read_table(self, expected: Expected) -> BlockTable:
+        """The table in the footer. A damaged one is read a second time before it counts."""
+        size, raw = expected.size_bytes, bytearray(FOOTER_TAIL_BYTES)
+        if size < len(raw):
+            raise self._corrupt("its footer of block checksums is damaged")
+        for is_last in (False, True):
+            try:
+                self._fill(memoryview(raw), size - len(raw))
+                footer = bytearray(footer_bytes_of(raw, size) or 0)
+                if footer:
+                    self._fill(memoryview(footer), size - len(footer))
+                return self._check_footer(footer, expected)
+            except ObjectCorrupt:
+                if is_last:
+                    raise
+        raise AssertionError("the second attempt returns or raises")
+
+    def _check_footer(self, footer: bytearray, expected: Expected) -> BlockTable:
+        table = decode_footer(footer, expected.size_bytes)
         if table is None:
             raise self._corrupt("its footer of block checksums is damaged")
         found = table.file_crc()
@@ -137,7 +169,7 @@ class VerifiedShard(ABC):
         start, end = first * table.block_bytes, min(last * table.block_bytes, table.data_bytes)
         problem = None
         for _ in range(2):
-            span = self._reused(end - start)
+            span = self._reuse(end - start)
             self._fill(span, start)
             problem = _first_bad_block(span, table, first)
             if problem is None:

@@ -188,7 +188,7 @@ def test_a_shard_goes_in_and_comes_out(tmp_path: Path) -> None:
     """What was sent is what ranges of it return, verified, once it was committed."""
     with running_agent(tmp_path / "a") as agent:
         expected = committed(agent, 1, DATA)
-        shard = PeerShard(agent.client(), "step-1", save_id(1), SHARD, expected)
+        shard = PeerShard(agent.client(), "step-1", save_id(1), SHARD, expected).open()
         assert bytes(shard.read(0, len(DATA))) == DATA
         assert bytes(shard.read(1_000_001, 777_777)) == DATA[1_000_001:1_777_778]
         shard.close()

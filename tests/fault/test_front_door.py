@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,4 +291,4 @@ def test_sizes_from_outside_allocate_nothing(tmp_path: Path) -> None:
     path.write_bytes(b"data" + table_of([b"data"]).encoded())
     for size in (1 << 62, 1 << 40):
         with pytest.raises(ObjectCorrupt, match="expected"):
-            ShardFile(os.open(path, os.O_RDONLY), "here", shard(0), Expected(size, 7))
+            ShardFile(partial(os.open, path, os.O_RDONLY), "here", shard(0), Expected(size, 7)).open()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,9 +242,9 @@ def test_a_footer_that_would_fill_the_memory_is_none(tmp_path: Path, block_bytes
 
     with answering(twice) as address, memory_at_most(1 << 30):
         with pytest.raises(ObjectCorrupt, match="footer"):
-            ShardFile(os.open(path, os.O_RDONLY), "here", shard(0), Expected(size, 7))
+            ShardFile(partial(os.open, path, os.O_RDONLY), "here", shard(0), Expected(size, 7)).open()
         with pytest.raises(ObjectCorrupt, match="footer"):
-            PeerShard(AgentClient(address), "step-1", SAVE, shard(0), Expected(size, 7))
+            PeerShard(AgentClient(address), "step-1", SAVE, shard(0), Expected(size, 7)).open()
 
 
 def test_files_are_measured_before_they_are_read(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,8 +73,8 @@ def staged(
 def content(store: LocalStore, checkpoint_id: str = "step-1") -> bytes:
     manifest = store.catalog.manifest(checkpoint_id)
     entry = manifest.shards[SHARD]
-    fd = store.open_file(checkpoint_id, manifest.save_id, SHARD)
-    shard = ShardFile(fd, "here", SHARD, Expected(entry.size_bytes, entry.crc32c))
+    open_file = partial(store.open_file, checkpoint_id, manifest.save_id, SHARD)
+    shard = ShardFile(open_file, "here", SHARD, Expected(entry.size_bytes, entry.crc32c)).open()
     try:
         return bytes(shard.read(0, shard.table.data_bytes))
     finally:
@@ -340,7 +341,8 @@ def test_undamaged_blocks_of_a_damaged_file_are_still_read(tmp_path: Path) -> No
     raw[600_000] ^= 1
     path.write_bytes(raw)
     entry = store.catalog.manifest("step-1").shards[SHARD]
-    shard = ShardFile(store.open_file("step-1", saved, SHARD), "here", SHARD, Expected(entry.size_bytes, entry.crc32c))
+    open_file = partial(store.open_file, "step-1", saved, SHARD)
+    shard = ShardFile(open_file, "here", SHARD, Expected(entry.size_bytes, entry.crc32c)).open()
     assert bytes(shard.read(1000, 500_000)) == data[1000:501_000]
     with pytest.raises(ObjectCorrupt):
         shard.read(524_288, 100_000)

@@ -124,11 +124,13 @@ def test_shards_arrive_as_they_were_saved(
     assert manifest_in(bucket, found) == raw
     assert bucket.small("step-1/.metadata", found.metadata_bytes) == METADATA
     name = shard(1)
-    remote = ObjectShard(bucket, key_of(manifest, name), Expected(found.sizes[name], manifest.shards[name].crc32c))
+    remote = ObjectShard(
+        bucket, key_of(manifest, name), Expected(found.sizes[name], manifest.shards[name].crc32c)
+    ).open()
     with (store.root / "step-1" / name).open("rb") as file:
         file.seek(300_000)
         assert remote.read(300_000, 200_000) == file.read(200_000)
-    assert UncheckedShard(bucket, key_of(manifest, name), Expected(found.sizes[name], 0)).read(5, 10)
+    assert UncheckedShard(bucket, key_of(manifest, name), Expected(found.sizes[name], 0)).open().read(5, 10)
     bucket.remove(found)
     assert bucket.is_empty("step-1")
 

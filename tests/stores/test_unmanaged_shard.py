@@ -39,7 +39,7 @@ def opened(tmp_path: Path) -> Opened:
     def opened(raw: bytes) -> UnmanagedFileShard:
         (tmp_path / "step-1").mkdir(exist_ok=True)
         (tmp_path / "step-1" / NAME).write_bytes(raw)
-        return UnmanagedFileShard(UnmanagedDirectory(tmp_path), "step-1", NAME, Expected(len(WHOLE), 0), RANGES)
+        return UnmanagedFileShard(UnmanagedDirectory(tmp_path), "step-1", NAME, Expected(len(WHOLE), 0), RANGES).open()
 
     return opened
 

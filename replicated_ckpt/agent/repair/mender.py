@@ -218,8 +218,8 @@ class Mender:
         return PeerShard(AgentClient(address), action.checkpoint_id, action.save_id, action.shard, expected)
 
     def _at_home(self, action: CopyShard, expected: Expected) -> VerifiedShard:
-        fd = self._store.open_file(action.checkpoint_id, action.save_id, action.shard)
-        return ShardFile(fd, f"node {self._service.node_id}", f"{action.checkpoint_id}/{action.shard}", expected)
+        open_file = partial(self._store.open_file, action.checkpoint_id, action.save_id, action.shard)
+        return ShardFile(open_file, f"node {self._service.node_id}", f"{action.checkpoint_id}/{action.shard}", expected)
 
     def _tell(self, action: CopyShard, node_id: str, error: ReplicatedCkptError) -> None:
         """Tells a source that its copy seems to be bad."""

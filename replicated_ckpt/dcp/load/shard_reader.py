@@ -152,7 +152,7 @@ class ShardReader:
         """
         source = self._open.get(shard) or self._opened(shard)
         raw = source.read(offset, length, memory)
-        for node, size_bytes in source.counted().items():
+        for node, size_bytes in source.take_counts().items():
             self.findings.count(node, self._own_node, size_bytes)
         if raw is None:
             searched = [*self._survey.searched, *self.findings.failures(shard)]
@@ -173,8 +173,8 @@ class ShardReader:
         if survey.unmanaged_warning:
             return self._stock_shard_at(shard, node, expected)
         if node == self._own_node:
-            fd = self._store.open_file(save.checkpoint_id, save.save_id, shard)
-            return ShardFile(fd, f"node {node} at {self._store.root}", f"{save.checkpoint_id}/{shard}", expected)
+            open_file = partial(self._store.open_file, save.checkpoint_id, save.save_id, shard)
+            return ShardFile(open_file, f"node {node} at {self._store.root}", f"{save.checkpoint_id}/{shard}", expected)
         if node == OBJECT_NODE and self._bucket is not None and survey.in_bucket is not None:
             key = f"{save.checkpoint_id}/{survey.in_bucket.prefix}{shard}"
             kind = UncheckedShard if survey.in_bucket.metadata_crc32c is None else ObjectShard

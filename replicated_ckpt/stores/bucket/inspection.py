@@ -69,7 +69,7 @@ class BucketInspector:
         try:
             shard = ObjectShard(
                 self._bucket, f"{save.checkpoint_id}/{prefix}{name}", Expected(entry.size_bytes, entry.crc32c)
-            )
+            ).open()
             data_bytes = shard.table.data_bytes
             for offset in range(0, data_bytes, PIECE_BYTES):
                 self.bytes_read += len(shard.read(offset, min(PIECE_BYTES, data_bytes - offset)))

@@ -23,7 +23,7 @@ class ObjectShard(VerifiedShard):
 class UncheckedShard(ObjectShard):
     """A shard that stock torch wrote: its bytes are as good as the zip containers that they form."""
 
-    def _checked_table(self, expected: Expected) -> BlockTable:
+    def _read_table(self, expected: Expected) -> BlockTable:
         found = self._bucket.client.size_bytes(self._key)
         if found != expected.size_bytes:
             raise self._corrupt(f"expected {expected.size_bytes} bytes, found {found}")
@@ -33,6 +33,6 @@ class UncheckedShard(ObjectShard):
         """Bytes [offset, offset + length) of the file, as the bucket gives them; otherwise as VerifiedShard.read."""
         if length < 0 or offset < 0 or offset + length > self.table.data_bytes:
             raise self._corrupt(f"bytes {offset} to {offset + length} lie outside its {self.table.data_bytes} bytes")
-        span = self._reused(length)
+        span = self._reuse(length)
         self._fill(span, offset)
         return span

@@ -15,7 +15,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class UploadSource:
-    """One shard's file, held open. Pieces may be read by several threads at once.
+    """One shard's file, held open and checked by `with`. Pieces may be read by several threads at once.
 
     `resume_path` is where an upload may keep notes by which it goes on after a restart.
 
@@ -30,11 +30,11 @@ class UploadSource:
         self._fd = fd
         self._store = store
         self._name = name
-        self._file = ShardFile(fd, store, name, expected)
-        self._table: BlockTable = self._file.table
-        self._footer = self._table.encoded()
+        self._file = ShardFile(lambda: fd, store, name, expected)
 
     def __enter__(self) -> Self:
+        self._table: BlockTable = self._file.open().table
+        self._footer = self._table.encoded()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
@@ -133,7 +134,7 @@ class Inspector:
                 if crc_of_footer(fd) == entry.crc32c:
                     return False  # it is the footer that was saved: the data is damaged
                 self._paced(entry.size_bytes)
-                found = ShardFile(os.dup(fd), str(self._store.root), label, expected)
+                found = ShardFile(partial(os.dup, fd), str(self._store.root), label, expected).open()
         except StoreError:
             return False
         finally:

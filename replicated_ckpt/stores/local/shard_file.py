@@ -1,11 +1,12 @@
 """A shard as a local file: written through a sink, read by verified ranges."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import BlockTable
-from replicated_ckpt.errors import ObjectCorrupt, SaveAborted
+from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.files.direct import is_worthwhile, switch_direct_io, write_direct
 from replicated_ckpt.stores.files.durable import fsync_directory, read_exactly, translate_errors, write_vector
 from replicated_ckpt.stores.local.store import PART_SUFFIX
@@ -90,9 +91,13 @@ class FileSink:
 
 
 class OpenFile(VerifiedShard):
-    """A shard behind a file descriptor of its own."""
+    """A shard behind a file descriptor of its own, which `_open_file` gives."""
 
     _fd = -1
+    _open_file: Callable[[], int]
+
+    def _connect(self) -> None:
+        self._fd = self._open_file()
 
     def _fill(self, target: memoryview, offset: int) -> None:
         with translate_errors(self._store, "read", self._name):
@@ -106,19 +111,14 @@ class OpenFile(VerifiedShard):
 
 
 class ShardFile(OpenFile):
-    """Reads a shard file by verified ranges. The file descriptor is taken over. One thread."""
+    """Reads a shard file by verified ranges. One thread. The file descriptor that `open_file` gives is taken over."""
 
-    def __init__(self, fd: int, store: str, name: str, expected: Expected) -> None:
-        self._fd = fd
-        try:
-            if expected.needs_footer:
-                _check_size(os.fstat(fd).st_size, expected, store, name)
-            super().__init__(store, name, expected)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, open_file: Callable[[], int], store: str, name: str, expected: Expected) -> None:
+        super().__init__(store, name, expected)
+        self._open_file = open_file
 
-
-def _check_size(found: int, expected: Expected, store: str, name: str) -> None:
-    if found != expected.size_bytes:
-        raise ObjectCorrupt(store, "read", name, f"expected {expected.size_bytes} bytes, found {found}")
+    def _connect(self) -> None:
+        super()._connect()
+        found, expected = os.fstat(self._fd).st_size, self._expected
+        if expected.needs_footer and found != expected.size_bytes:
+            raise self._corrupt(f"expected {expected.size_bytes} bytes, found {found}")

@@ -1,6 +1,7 @@
 """One shard that stock torch wrote, at one source: each item is held against the CRC32 in its own container."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
@@ -21,7 +22,7 @@ class UnmanagedShard(VerifiedShard):
         self._unchecked = sorted(items, key=lambda item: item.offset)
         super().__init__(store, name, expected)
 
-    def _checked_table(self, expected: Expected) -> BlockTable:
+    def _read_table(self, expected: Expected) -> BlockTable:
         """One block. Whoever opened the file has looked at its size; a footer behind it is not read."""
         return BlockTable(expected.size_bytes or 1, expected.size_bytes, (0,))
 
@@ -29,7 +30,7 @@ class UnmanagedShard(VerifiedShard):
         """Bytes [offset, offset + length) of the file; otherwise as VerifiedShard.read."""
         if length < 0 or offset < 0 or offset + length > self.table.data_bytes:
             raise self._corrupt(f"bytes {offset} to {offset + length} lie outside its {self.table.data_bytes} bytes")
-        span = self._reused(length)
+        span = self._reuse(length)
         if span:
             self._fill(span, offset)
         touched = [item for item in self._unchecked if item.offset < offset + length and item.end > offset]
@@ -47,7 +48,7 @@ class UnmanagedShard(VerifiedShard):
             return span[start : start + length]
 
         def at_source(offset: int, length: int) -> memoryview:
-            return self._fetched(item.offset + offset, item.offset + offset + length)
+            return self._fetch(item.offset + offset, item.offset + offset + length)
 
         try:
             check_item(in_span if is_inside else at_source, item.length)
@@ -64,14 +65,15 @@ class UnmanagedFileShard(OpenFile, UnmanagedShard):
     """On this node's disk."""
 
     def __init__(
-        self, shelf: UnmanagedDirectory, checkpoint_id: str, name: str, expected: Expected, items: Sequence[ByteRange]
+        self,
+        directory: UnmanagedDirectory,
+        checkpoint_id: str,
+        name: str,
+        expected: Expected,
+        items: Sequence[ByteRange],
     ) -> None:
-        self._fd = shelf.open(checkpoint_id, name, expected.size_bytes)
-        try:
-            super().__init__(str(shelf.root), f"{checkpoint_id}/{name}", expected, items)
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(str(directory.root), f"{checkpoint_id}/{name}", expected, items)
+        self._open_file = partial(directory.open, checkpoint_id, name, expected.size_bytes)
 
 
 class UnmanagedPeerShard(UnmanagedShard):

@@ -1,6 +1,7 @@
 """What a node does after a power loss, and whether what it then holds keeps what was promised."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -117,8 +118,8 @@ def _belongs(name: str) -> bool:
 
 def _data(store: LocalStore, name: str, manifest: Manifest, shard: str) -> bytes:
     entry = manifest.shards[shard]
-    fd = store.open_file(name, manifest.save_id, shard)
-    file = ShardFile(fd, "here", shard, Expected(entry.size_bytes, entry.crc32c))
+    open_file = partial(store.open_file, name, manifest.save_id, shard)
+    file = ShardFile(open_file, "here", shard, Expected(entry.size_bytes, entry.crc32c)).open()
     try:
         return bytes(file.read(0, file.table.data_bytes))
     finally:

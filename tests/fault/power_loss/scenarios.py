@@ -214,10 +214,9 @@ def one_shard_short(store: LocalStore) -> None:
 class MemoryShard(VerifiedShard):
     """A peer's copy of a shard."""
 
-    def __init__(self, save_id: str, shard: str) -> None:
-        self._raw = shard_file(save_id, shard)
-        self.expected = Expected(len(self._raw), crc32c(self._raw))
-        super().__init__("peer", shard, self.expected)
+    def __init__(self, raw: bytes, expected: Expected) -> None:
+        super().__init__("peer", "shard", expected)
+        self._raw = raw
 
     def _fill(self, target: memoryview, offset: int) -> None:
         target[:] = self._raw[offset : offset + len(target)]
@@ -233,8 +232,9 @@ def restored(store: LocalStore, mark: Marker) -> None:
     mark("node", store.node_id())
     path = incoming_path(store.root)
     with open_committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
-        copy = MemoryShard(OLD, SHARDS[1])
-        sources = AnySource([Source("peer", copy.expected, lambda _: copy)], lambda *_: None)
+        raw = shard_file(OLD, SHARDS[1])
+        expected = Expected(len(raw), crc32c(raw))
+        sources = AnySource([Source("peer", expected, lambda _: MemoryShard(raw, expected))], lambda *_: None)
         pull_shard(sources, SHARDS[1], FileSink(path), at_once)
         directory.place(path, SHARDS[1])
     mark(f"missing {CHECKPOINT}")
