@@ -41,7 +41,7 @@ def ahead_of(on_read: Callable[[int], None]) -> FetchAhead:
 def take_all(ahead: FetchAhead) -> None:
     for window in WINDOWS:
         ahead.take(window)
-        ahead.done(window)
+        ahead.release(window)
 
 
 def test_windows_come_in_order_and_not_too_early() -> None:
@@ -52,7 +52,7 @@ def test_windows_come_in_order_and_not_too_early() -> None:
         assert ahead.take(window) == bytes([number] * 8)
         time.sleep(0.01)
         assert max(read) < number + BUFFERS
-        ahead.done(window)
+        ahead.release(window)
     ahead.stop()
     assert sorted(read) == list(range(len(WINDOWS)))
 

@@ -1,7 +1,10 @@
 """Tensors are filled piece by piece, from verified bytes only, and only what is needed of them is read."""
 
+import os
+import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,3 +112,20 @@ def test_no_wrong_byte_reaches_a_tensor(tmp_path: Path, at: float) -> None:
     assert kept >= int((1 - at) * ROWS * COLUMNS)
     read = ROWS * COLUMNS - kept
     assert torch.equal(target.reshape(-1)[:read], (numbered() + 1).reshape(-1)[:read])
+
+
+def test_the_disk_is_few_frames_below_dcp_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the hook that DCP calls to `preadv` there are at most nine functions of ours, at the first open, too."""
+    saved(tmp_path, numbered())
+    depths, preadv = list[int](), os.preadv
+
+    def count_frames(*args: Any) -> int:
+        names = [frame.name for frame in traceback.extract_stack() if "/replicated_ckpt/" in frame.filename]
+        depths.append(len(names) - names.index("read_data"))
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", count_frames)
+    target = {"t": torch.zeros(ROWS, COLUMNS)}
+    dcp.load(target, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
+    assert torch.equal(target["t"], numbered())
+    assert 1 <= max(depths) <= 9

@@ -202,7 +202,7 @@ class World:
         elif step.what == "has used":
             given = exchange.slot(self._number(step.cell))
             assert bytes(given) == content(step.cell), "a slot was used again while its owner used it"
-            exchange.done(self.unit[step.cell])
+            exchange.release(self.unit[step.cell])
             state = state.with_rank(rank, uses=-1, position=one.position + 1)
         elif step.what == "uses":
             shared = step.cell in self.unit

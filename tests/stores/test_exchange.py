@@ -172,7 +172,7 @@ def test_a_piece_is_waited_for_and_then_taken(pair: Pair) -> None:
     first.slot(0)[:] = bytes(SLOT)
     assert found == piece(0)
     assert first.slot_awaits(SLOTS) == [0]
-    first.done(pair.units[0])
+    first.release(pair.units[0])
     assert first.slot_awaits(SLOTS) == []
 
 
@@ -180,14 +180,14 @@ def test_a_rank_that_leaves_is_waited_for_no_more(pair: Pair) -> None:
     """What it had put is taken; what it had not is fetched by the others; its own share of the slots is free."""
     first, second = pair.exchanges
     first.put(0, piece(0))
-    first.done(pair.units[0])
+    first.release(pair.units[0])
     first.leave()
     assert second.take(pair.units[0]) == piece(0)
     started = time.monotonic()
     assert second.take(pair.units[2]) is None
     for number in range(SLOTS):
         second.put(number, piece(number))
-        second.done(pair.units[2 * number + 1])
+        second.release(pair.units[2 * number + 1])
     assert second.wait_for_slot(SLOTS, lambda: False)
     assert time.monotonic() - started < ALIVE
 
@@ -278,7 +278,7 @@ def test_a_rank_that_was_killed_costs_nearly_nothing(tmp_path: Path) -> None:
     assert remote.exchange.take(remote.units[2]) is None
     for number in range(SLOTS + 1):
         assert remote.exchange.wait_for_slot(number, lambda: False)
-        remote.exchange.done(remote.units[3 + number])
+        remote.exchange.release(remote.units[3 + number])
     remote.exchange.leave()
     remote.exchange.wait_until_opened()
     assert time.monotonic() - again < ALIVE
@@ -292,7 +292,7 @@ def test_a_rank_that_hangs_costs_one_time_out_in_all(tmp_path: Path) -> None:
     remote.process.send_signal(signal.SIGSTOP)
     started = time.monotonic()
     waiting = threading.Thread(target=remote.exchange.wait_for_slot, args=(SLOTS, lambda: False))
-    remote.exchange.done(remote.units[2])
+    remote.exchange.release(remote.units[2])
     waiting.start()
     assert remote.exchange.find(remote.units[0]) is Found.NOT_YET
     assert remote.exchange.take(remote.units[0]) is None

@@ -62,7 +62,7 @@ class FetchAhead:
             raise found
         return found
 
-    def done(self, window: Window) -> None:
+    def release(self, window: Window) -> None:
         """The bytes of a taken window are needed no more."""
         with self._changed:
             memory = self._lent.pop(window, None)

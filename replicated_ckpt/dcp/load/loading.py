@@ -1,6 +1,6 @@
 """One rank's loading: it goes through the windows in order, wherever their bytes come from, and feeds the items in them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,6 +16,8 @@ from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
 from replicated_ckpt.stores.node_cache.exchange import Exchange
+
+FeedWindow = Callable[[Window, memoryview], None]
 
 
 @dataclass(frozen=True)
@@ -108,22 +110,25 @@ class Loading:
         self._is_remote = is_remote
         self._exchange = exchange
 
-    def run(self, windows: Sequence[Window], shards: Sequence[str], feed: Callable[[Window, memoryview], None]) -> None:
+    def run(self, windows: Sequence[Window], shards: Sequence[str], feed: FeedWindow) -> None:
         """Gives each window, verified, to `feed`, in order. Its memory is valid for the time of the call.
 
         Raises:
             ShardLost: no intact copy is left. And what `feed` raises. No thread is left that anybody waits for.
         """
-        ahead = self._ahead(windows, shards)
+        ahead, read = self._ahead(windows, shards), self._reader.read
         try:
             for cell, group in groupby(windows, key=lambda window: window.cell):
-                of_cell, unit = list(group), self._unit(cell)
+                unit = self._unit(cell)
                 if unit is not None:
-                    found = self._shared(of_cell, unit, ahead)
-                else:
-                    found = self._private(of_cell, ahead) if self._is_remote(cell[0]) else self._local(of_cell)
-                for window, raw in found:
+                    self._read_shared(group, unit, ahead, feed)
+                    continue
+                is_remote = self._is_remote(cell[0])
+                for window in group:
+                    raw = ahead.take(window) if is_remote else read(window.shard, window.offset, window.length)
                     feed(window, raw)
+                    if is_remote:
+                        ahead.release(window)
                     self._pulse()
         except BaseException:
             if self._exchange is not None:
@@ -154,27 +159,18 @@ class Loading:
                 numbers[unit.window] = self._exchange.number_of(unit)
         return FetchAhead(self._reader, in_order(tasks, shards), numbers, self._exchange)
 
-    def _local(self, windows: Sequence[Window]) -> Iterator[tuple[Window, memoryview]]:
-        for window in windows:
-            yield window, self._reader.read(window.shard, window.offset, window.length)
-
-    @staticmethod
-    def _private(windows: Sequence[Window], ahead: FetchAhead) -> Iterator[tuple[Window, memoryview]]:
-        for window in windows:
-            yield window, ahead.take(window)
-            ahead.done(window)
-
-    def _shared(self, windows: Sequence[Window], unit: Unit, ahead: FetchAhead) -> Iterator[tuple[Window, memoryview]]:
+    def _read_shared(self, windows: Iterable[Window], unit: Unit, ahead: FetchAhead, feed: FeedWindow) -> None:
+        """What several ranks of the node need: from the rank that fetched it; read again where it cannot be had there."""
         exchange, hull = self._exchange, unit.window
         assert exchange is not None
         is_own = exchange.is_own(unit)
         raw = ahead.take(hull) if is_own else exchange.take(unit)
         for window in windows:
             if raw is None:
-                yield window, self._reader.read(window.shard, window.offset, window.length)
-                continue
-            if not is_own:
-                self._reader.findings.traffic.bytes_shared += window.length
-            yield window, raw[window.offset - hull.offset : window.end - hull.offset]
+                feed(window, self._reader.read(window.shard, window.offset, window.length))
+            else:
+                self._reader.findings.traffic.bytes_shared += 0 if is_own else window.length
+                feed(window, raw[window.offset - hull.offset : window.end - hull.offset])
+            self._pulse()
         if is_own:
-            exchange.done(unit)
+            exchange.release(unit)

@@ -88,7 +88,7 @@ class RankLoad:
         if self._world.blackboard is None or is_nowhere(self._store):
             return None
         remote = {shard for shard in map(self._shard, plan.items) if self._is_remote(shard)}
-        wanted = self._wanted(item for item in plan.items if self._shard(item) in remote)
+        wanted = self._group_by_shard(item for item in plan.items if self._shard(item) in remote)
         windows = windows_for(wanted, lambda _: True, sorted(self._survey.manifest.shards))
         if not windows:
             return None
@@ -109,37 +109,18 @@ class RankLoad:
             ShardLost: no intact copy is left. And what the planner raises.
         """
         spool, self._spool = self._spool, None
-        try:
-            return self._read(plan, planner, bucket, spool)
-        finally:
-            if spool is not None:
-                spool.close()
-
-    def _read(self, plan: LoadPlan, planner: LoadPlanner, bucket: Bucket | None, spool: Spool | None) -> Traffic:
-        wanted = self._wanted(plan.items)
-        key = f"rank {self._world.rank}"
-        reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
-        try:
-            self._read_windows(reader, wanted, planner, plan.storage_data, spool)
-        finally:
-            reader.close()
-            reader.tell_suspects()
-        return reader.findings.traffic
-
-    def _read_windows(
-        self,
-        reader: ShardReader,
-        wanted: Mapping[str, list[Wanted]],
-        planner: LoadPlanner,
-        shared: object,
-        spool: Spool | None,
-    ) -> None:
+        wanted, key = self._group_by_shard(plan.items), f"rank {self._world.rank}"
         shards = sorted(self._survey.manifest.shards)
         remote = {shard for shard in wanted if self._is_remote(shard)}
         windows = windows_for(wanted, remote.__contains__, shards)
-        items = {shard: ShardItems(shard, ones, reader, self._items, planner) for shard, ones in wanted.items()}
         with ExitStack() as stack:
-            exchange = self._joined(shared, spool, windows)
+            if spool is not None:
+                stack.callback(spool.close)
+            reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
+            stack.callback(reader.tell_suspects)
+            stack.callback(reader.close)
+            items = {shard: ShardItems(shard, ones, reader, self._items, planner) for shard, ones in wanted.items()}
+            exchange = self._join(plan.storage_data, spool, windows)
             if exchange is not None:
                 stack.enter_context(closing(exchange))
                 reader.findings.exchange = exchange
@@ -147,8 +128,9 @@ class RankLoad:
             loading.run(windows, shards, lambda window, raw: items[window.shard].take(window, raw))
             for ones in items.values():
                 ones.finish()
+        return reader.findings.traffic
 
-    def _joined(self, shared: object, spool: Spool | None, windows: Sequence[Window]) -> Exchange | None:
+    def _join(self, shared: object, spool: Spool | None, windows: Sequence[Window]) -> Exchange | None:
         if spool is None or not isinstance(shared, NodeSharing):
             return None
         directory = self._store.root_agent_directory()
@@ -157,7 +139,7 @@ class RankLoad:
             spool.close()
         return exchange
 
-    def _wanted(self, items: Iterable[ReadItem]) -> dict[str, list[Wanted]]:
+    def _group_by_shard(self, items: Iterable[ReadItem]) -> dict[str, list[Wanted]]:
         wanted: dict[str, list[Wanted]] = {}
         for item in items:
             info = self._info(item)

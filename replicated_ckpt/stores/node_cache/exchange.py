@@ -108,7 +108,7 @@ class Exchange:
         """Gives piece `number` to the others; returns it as it lies in its slot. None: each of them has to fetch it."""
         return self._spool.put(number, piece)
 
-    def done(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
         """This rank has used a piece of its own: its slot may be used again as far as this rank goes."""
         self._spool.board.pass_pieces(self._rank, self.number_of(unit) + 1)
 
