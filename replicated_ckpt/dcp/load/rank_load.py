@@ -1,7 +1,7 @@
 """One rank's part of one load: where the items of its plan lie, whether they can be had, and their reading."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property
 
@@ -48,8 +48,13 @@ class RankLoad:
         stored: StoredTensors,
         items: ItemReader,
         places: Mapping[str, Sequence[ByteRange]] | None = None,
+        silent: Collection[str] = (),
     ) -> None:
-        """`places`: as for ShardReader; the plan may ask for parts of these items."""
+        """`places`: as for ShardReader; the plan may ask for parts of these items.
+
+        `silent`: the nodes that let a time-out pass in this load already.
+        """
+        self._silent = silent
         self._store = store
         self._world = world
         self._survey = survey
@@ -119,6 +124,7 @@ class RankLoad:
         wanted = self._wanted(plan.items)
         key = f"rank {self._world.rank}"
         reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
+        reader.findings.note_silent(self._silent)
         try:
             self._read_windows(reader, wanted, planner, plan.storage_data, spool)
         finally:

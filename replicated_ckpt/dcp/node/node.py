@@ -12,6 +12,7 @@ from replicated_ckpt.agent.start.launch import can_hold_agent, ensure_agent, run
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import PLAIN_ENV
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptWarning
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -75,6 +76,7 @@ class SeenStore:
 
     why: str
     holdings: tuple[Holding, ...]
+    remains: tuple[Remains, ...] = ()
 
 
 def node_post(store: LocalStore, domain: str | None) -> NodePost:

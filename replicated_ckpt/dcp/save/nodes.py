@@ -4,7 +4,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.start.launch import SILENT_TIMEOUT_S
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
@@ -87,11 +88,14 @@ class AgentCluster:
         own_node: str,
         openers: Sequence[AgentAddress] = (),
         silence_by_node: Mapping[str, str] = MappingProxyType({}),
+        unreached: Collection[str] = (),
     ) -> None:
         """`openers`: the same addresses with the nodes' invitations, which opening a save needs and nothing after it.
 
         `silence_by_node`: what is wrong with the agents that are not asked, as the ranks of their nodes found.
+        `unreached`: nodes that did not answer when the save began; a commit waits for them no full time-out more.
         """
+        self._unreached = unreached
         self._by_node = {address.node_id: address for address in addresses}
         self._opener_by_node = {**self._by_node, **{address.node_id: address for address in openers}}
         self._silent = {
@@ -147,6 +151,9 @@ class AgentCluster:
             )
 
         def committed(node: str) -> tuple[str, ...]:
+            if node in self._unreached:
+                with AgentClient(self._by_node[node], SILENT_TIMEOUT_S) as client:
+                    client.call("GET", path)
             with AgentClient(self._by_node[node], COMMIT_TIMEOUT_S) as client, client.within(COMMIT_DEADLINE_S):
                 if node != self._own_node:
                     if relay is None:
