@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.start.launch import is_only_read
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
@@ -170,12 +171,16 @@ def _remember(store: LocalStore, survey: Survey) -> Survey:
 def _alone(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str
 ) -> Survey:
-    peers = PeerBook(store.root_agent_directory()).known()
-    look = Surveyor(store, store.known_node_id(), peers, bucket, lineage=lineage)
+    look = Surveyor(store, store.known_node_id(), _known_peers(store), bucket, lineage=lineage)
     survey = look.surveyed(_resolve_id(store, given_id))
-    own = listening_endpoint(store.root_agent_directory())
+    own = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
     _tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey, world)
     return survey
+
+
+def _known_peers(store: LocalStore) -> Sequence[AgentAddress]:
+    """The nodes that this node's agent has met; none that another user names."""
+    return () if is_only_read(store) else PeerBook(store.root_agent_directory()).known()
 
 
 def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None) -> str:
@@ -225,7 +230,7 @@ def _survey(
     known = [node.address for node in nodes.values() if node.address.port]
     openers = [node.opener() for node in nodes.values() if not node.silence]
     silent = _introduce(known, openers, world.session)
-    absent = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in nodes]
+    absent = [peer for peer in _known_peers(store) if peer.node_id not in nodes]
     survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent).surveyed(ids[0])
     _tell_load(survey.addresses, survey, world)
     return survey
