@@ -57,7 +57,8 @@ def test_files_without_a_manifest_count_where_no_agent_answers(cluster_of: Clust
         results = cluster.launch([call("state.load", kinds=["own"], checkpoint_id="step-1")], nodes=[0, 1])
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert [digests["own"] for digests in results.digests(0)] == [digests["own"] for digests in saved.of(0)]
+    for loaded, before in zip(results.digests(0), saved.of(0), strict=True):
+        assert loaded == {name: digest for name, digest in before.items() if name.startswith("own/")}
 
 
 def test_an_agent_that_goes_on_is_asked_again(cluster_of: ClusterOf) -> None:

@@ -1,6 +1,7 @@
 """One rank's part of one load: where the items of its plan lie, whether they can be had, and their reading."""
 
 import logging
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property
@@ -21,6 +22,7 @@ from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors, plan_ranges
 from replicated_ckpt.errors import ManifestInvalid, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.local.replaced import lock_version
 from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
 from replicated_ckpt.stores.node_cache.cache import Spool
 from replicated_ckpt.stores.node_cache.exchange import Exchange
@@ -110,15 +112,20 @@ class RankLoad:
     def read(self, plan: LoadPlan, planner: LoadPlanner, bucket: Bucket | None) -> Traffic:
         """Reads every item of the plan, verified, into the planner's tensors; says where the bytes came from.
 
+        What lies here of the save is not removed meanwhile, however long it takes.
+
         Raises:
             ShardLost: no intact copy is left. And what the planner raises.
         """
         spool, self._spool = self._spool, None
-        try:
-            return self._read(plan, planner, bucket, spool)
-        finally:
+        with ExitStack() as held:
             if spool is not None:
-                spool.close()
+                held.callback(spool.close)
+            save = self._survey.found
+            version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
+            if version is not None:
+                held.callback(os.close, version)
+            return self._read(plan, planner, bucket, spool)
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner, bucket: Bucket | None, spool: Spool | None) -> Traffic:
         wanted = self._wanted(plan.items)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
+from replicated_ckpt.agent.saves.outlived import drop_outlived
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.agent.start.launch import SILENT_TIMEOUT_S
@@ -17,6 +18,7 @@ from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_histories
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.save.decision import SaveDecision
 from replicated_ckpt.dcp.save.relay_tree import RELAY_FROM_BYTES, Relay
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreUnavailable
@@ -195,7 +197,16 @@ class LoneNode:
         return Opened(histories, replaces=replaces)
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:  # noqa: ARG002 - staged here already
-        return Committed({self._service.node_id: self._service.commit(save_id)}, {})
+        held = self._service.commit(save_id)
+        self._drop_outlived()
+        return Committed({self._service.node_id: held}, {})
+
+    def _drop_outlived(self) -> None:
+        """Removes what was read when a newer save replaced it, and is read no more: there may be no agent to do it."""
+        service = self._service
+        if service.store.catalog.replaced_names():
+            view = NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.found())
+            drop_outlived(service, {each.save_id: each for _, each in service.store.catalog.committed()}, (view,))
 
     def abort(self, save_id: str, why: str) -> None:
         self._service.abort(save_id, why)
