@@ -89,10 +89,15 @@ def moment(value: object) -> float:
     """A time stamp that another machine told.
 
     Raises:
-        TypeError, ValueError: it is no number, or one without end.
+        TypeError, ValueError: it is no number, or no time since 1970 that a clock can show.
     """
     if not isinstance(value, int | float):
         raise TypeError(f"expected a number, found {type(value).__name__}")
-    if not abs(value) < 1 << 62:
-        raise ValueError("expected a time stamp, found a number that is none")
+    if not is_moment(value):
+        raise ValueError("expected a time stamp since 1970, found a number that is none")
     return float(value)
+
+
+def is_moment(value: float) -> bool:
+    """Whether a number is a time stamp: seconds since 1970."""
+    return 0 <= value < 1 << 62

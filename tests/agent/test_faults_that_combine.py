@@ -12,6 +12,7 @@ import pytest
 from replicated_ckpt.agent.saves import settle as settling
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.outlived import drop_outlived
+from replicated_ckpt.agent.saves.pins import PIN_S, Pins
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.integrity.checksum import crc32c
@@ -19,6 +20,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 
@@ -183,3 +185,25 @@ def test_what_a_file_system_keeps_for_itself_blinds_nobody(tmp_path: Path) -> No
         command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2]
     )
     assert done.stdout.split() == ["0", "1", "1"], done.stderr
+
+
+def test_a_version_that_a_load_was_told_to_read_stays(tmp_path: Path) -> None:
+    """Whatever replaces it, and however sure it is that the newer one is whole: until the pin is over, or the run saves."""
+    now = [0.0]
+    service = NodeService(LocalStore(tmp_path / "root"))
+    service.pins = Pins(lambda: now[0])
+    stage(service, OLD, 1, RUN, service.node_id)
+    service.commit(OLD)
+    service.pin(OLD, "session/1")
+    newest = stage(service, NEW, 2, RUN, service.node_id)
+    service.commit(NEW)
+    for at, is_there in ((0.0, True), (PIN_S - 1, True), (PIN_S + 1, False)):
+        now[0] = at
+        drop_outlived(service, {NEW: newest}, look(service))
+        assert (service.store.catalog.checkpoint_of(OLD) is not None) is is_there
+    service.pin(NEW, "session/1")
+    assert not retire(service.store.root, "step-10", NEW)
+    service.begin(
+        Intent(NEWEST, "step-11", "session", overwrite=False, nodes=(service.node_id,), coordinator=service.node_id)
+    )
+    assert retire(service.store.root, "step-10", NEW)

@@ -42,6 +42,13 @@ def test_a_holding_from_a_peer_is_validated(change: dict[str, object]) -> None:
         Holding.from_json({**good.to_json(), **change})
 
 
+@pytest.mark.parametrize("created", [-1e300, -1, float("nan"), float("inf")])
+def test_a_time_that_no_clock_shows_is_refused(created: float) -> None:
+    """A peer's time stamp is shown and compared later: one before 1970, or none at all, is an error where it is read."""
+    with pytest.raises(ValueError, match="time stamp"):
+        Holding.from_json({**holding("a", "x", 1, r0=5).to_json(), "created_unix_s": created})
+
+
 def test_the_own_store_comes_first_and_peers_share_the_rest() -> None:
     """Nothing that is here crosses the network; what is not is spread over the peers by bytes."""
     sizes = {"__0_0.distcp": 10, "__1_0.distcp": 10, "__2_0.distcp": 10}

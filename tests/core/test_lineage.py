@@ -59,6 +59,7 @@ def test_a_save_continues_the_lineage_that_was_saved_last() -> None:
         {MAIN: {"sequence": SEQUENCE_FLOOR_MAX + 1, "created_unix_s": 1}},
         {MAIN: {"sequence": "1", "created_unix_s": 1}},
         {MAIN: {"sequence": 1}},
+        {MAIN: {"sequence": 1, "created_unix_s": -1.0}},
         {MAIN: 3},
         [1],
     ],

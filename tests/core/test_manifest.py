@@ -62,6 +62,9 @@ def test_any_flipped_bit_is_noticed() -> None:
         {"sequence": -1},
         {"sequence": True},
         {"world_size": "2"},
+        {"created_unix_s": -1e300},
+        {"created_unix_s": -1},
+        {"created_unix_s": float("nan")},
         {"shards": {"../x": {}}},
         {"shards": {"__0_0.distcp": {}}},
         {

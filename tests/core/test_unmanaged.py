@@ -87,7 +87,14 @@ def test_only_intact_copies_are_adopted() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"checkpoint_id": "../x"}, {"shards": {"x": {}}}, {"metadata": {"size_bytes": -1}}, {"metadata": 3}]
+    "wrong",
+    [
+        {"checkpoint_id": "../x"},
+        {"shards": {"x": {}}},
+        {"metadata": {"size_bytes": -1}},
+        {"metadata": 3},
+        {"metadata": {"size_bytes": 1, "print_crc32c": 1, "modified_unix_s": -1.0}},
+    ],
 )
 def test_a_listing_is_validated(wrong: dict[str, object]) -> None:
     """What a peer lists goes through as it was, or is refused."""

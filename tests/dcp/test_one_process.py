@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.endpoint import Endpoint, write_endpoint
@@ -36,6 +37,8 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.local import shard_file
 from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.replaced import lock_version
+from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 
@@ -336,6 +339,48 @@ def test_partial_loads_read_only_what_they_need(tmp_path: Path) -> None:
     assert reader.last_load.items == 1
     assert 240_000 <= reader.last_load.bytes_local <= 2 * BLOCK_BYTES
     assert reader.last_load.bytes_peer == 0
+
+
+class RetiringPlanner(dcp.DefaultLoadPlanner):
+    """Has the checkpoint retired at its first item, as an agent's policy would, and keeps whether it went."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+        self.is_gone: bool | None = None
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        if self.is_gone is None:
+            (found,) = LocalStore(self._root).catalog.holdings("node", "step-1")
+            self.is_gone = retire(self._root, "step-1", found.save_id)
+        found_tensor: torch.Tensor = super().resolve_tensor(read_item)
+        return found_tensor
+
+
+def test_what_is_read_is_not_removed(tmp_path: Path) -> None:
+    """However long a rank reads its own disk without a word to the agent; and it goes once the load is over."""
+    writer = ReplicatedWriter(tmp_path, copies=1)
+    dcp.save({"a": torch.arange(9)}, checkpoint_id="step-1", storage_writer=writer)
+    planner, found = RetiringPlanner(tmp_path), {"a": torch.zeros(9, dtype=torch.int64)}
+    dcp.load(found, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path), planner=planner)
+    assert planner.is_gone is False
+    (held,) = LocalStore(tmp_path).catalog.holdings("node", "step-1")
+    assert retire(tmp_path, "step-1", held.save_id)
+
+
+def test_what_was_read_when_it_was_replaced_goes_with_the_next_save(tmp_path: Path) -> None:
+    """A process by itself has no agent that would remove it later."""
+    writer, store = ReplicatedWriter(tmp_path, copies=1, overwrite=True), LocalStore(tmp_path)
+    state = {"a": torch.arange(9)}
+    dcp.save(state, checkpoint_id="last", storage_writer=writer)
+    (held,) = store.catalog.holdings("node", "last")
+    reading = lock_version(store.catalog, "last", held.save_id)
+    assert reading is not None
+    dcp.save(state, checkpoint_id="last", storage_writer=writer)
+    assert store.catalog.replaced_names() == [held.save_id]
+    os.close(reading)
+    dcp.save(state, checkpoint_id="last", storage_writer=writer)
+    assert store.catalog.replaced_names() == []
 
 
 def test_what_all_ranks_read_lies_side_by_side(tmp_path: Path) -> None:

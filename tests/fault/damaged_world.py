@@ -104,7 +104,7 @@ class World:
                 survey = Surveyor(store, self.node_ids[on], addresses).surveyed(checkpoint_id)
                 if survey.unmanaged_warning:
                     raise CheckpointNotFound("Without any manifest it is taken for stock torch's.")
-                assert read_verified_metadata(store, survey, None, "reader").state_dict_metadata == {}
+                assert read_verified_metadata(store, survey, None, "reader", set()).state_dict_metadata == {}
                 names = sorted(self.contents)
                 reader = ShardReader(store, self.node_ids[on], survey, names, "reader")
                 try:

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 
 COUNT = 24  # MiB for each rank: several buffers
 MIDDLE = f"rank.writing@{COUNT // 2}"
+LOAD_S = 10.0
 MADE_UP_WITHIN_S = 60.0
 LITTER_WITHIN_S = 30.0
 LITTER = call("fault.litter", within_s=LITTER_WITHIN_S)
@@ -148,6 +149,17 @@ def test_a_load_does_without_a_node_that_is_cut_off(site: Site) -> None:
     site.network.cut(1)
     results = site.cluster.launch([load("latest", 3)], nodes=[0, 2], timeout_s=60)
     assert all(found["same"] for found in results.of(0))
+
+
+def test_a_store_that_is_cut_off_costs_a_load_one_time_out(site: Site) -> None:
+    """Its ranks live, and read their own disk; the others ask its agent once, and the load is over within 10 s."""
+    arguments = {"checkpoint_id": "step-1", "count": COUNT, "ranks": 3}
+    timed = call("errors.timed", timed_step="peers.load_pieces", arguments=arguments)
+    calls = [save("step-1", copies=3), site.change("cut_store", 1), timed, site.change("heal", 1)]
+    results = site.cluster.launch(calls, nodes=[0, 1, 2], timeout_s=60)
+    assert all(found["value"]["same"] for found in results.of(2))
+    assert max(found["seconds"] for found in results.of(2)) < LOAD_S
+    assert [found["value"]["report"]["bytes_peer"] for found in results.of(2)] == [0, 0, 0]
 
 
 def test_a_source_that_is_cut_off_in_the_middle_of_a_load_is_replaced(site: Site) -> None:

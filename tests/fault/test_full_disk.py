@@ -2,13 +2,19 @@
 
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from replicated_ckpt.agent.repair.mender import Mender
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.upkeep.repair_plan import CopyShard
+from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.checkpoints import findings
+from replicated_ckpt.stores.throttle import Pace
+from tests.agent.checkpoints import checkpointed, findings, shard
 from tests.multiprocess.cluster import Cluster, call
 
 pytestmark = [
@@ -25,7 +31,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Three nodes; the second one's disk is small."""
     with Cluster(tmp_path / "cluster", 3) as cluster:
         disk = cluster.nodes[1].disk
-        mounted = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MIB}m,mode=0700", "tmpfs", str(disk)]
+        mounted = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MIB}m,nr_inodes=2000,mode=0700", "tmpfs", str(disk)]
         if subprocess.run(mounted, check=False, capture_output=True).returncode:
             pytest.skip("no tmpfs can be mounted here")
         try:
@@ -66,3 +72,28 @@ def test_a_full_disk_of_ones_own_fails_the_save_for_all(cluster: Cluster) -> Non
         assert str(cluster.nodes[1].disk) in outcome["message"]
     assert results.of(2) == results.of(4) == [True, True, True]
     assert results.of(5) == [[], [], []]
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_a_copy_that_finds_no_room_leaves_nothing_on_its_way(cluster: Cluster, left: int) -> None:
+    """However far it came: the bytes that it took are free again at once, not when the agent starts again."""
+    disk = cluster.nodes[1].disk
+    service = NodeService(LocalStore(disk))
+    manifest = checkpointed([service.store], 1, {shard(0): [0]}, copies=1)
+    path = disk / "step-1" / shard(0)
+    with path.open("r+b") as file:  # its footer: the copy is made of its own data, and what is bad is set aside
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    mender = Mender(service, Pace(1e15, threading.Event()))
+    mender.examine("step-1", manifest.save_id, shard(0))
+    (disk / ".incoming").mkdir(exist_ok=True)
+    filler = disk / "filler"
+    filler.mkdir()
+    for number in range(os.statvfs(disk).f_favail - left):
+        (filler / str(number)).touch()
+    action = CopyShard(
+        service.node_id, "step-1", manifest.save_id, shard(0), path.stat().st_size, (service.node_id,), True
+    )
+    with pytest.raises(StoreFull):
+        mender.carry_out(action)
+    assert list((disk / ".incoming").iterdir()) == []

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import replicated_ckpt.dcp.find.rendezvous
 import replicated_ckpt.dcp.load.reader
+import replicated_ckpt.dcp.save.commit
 import replicated_ckpt.dcp.save.writer
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.endpoint import single_agent_lock
@@ -33,10 +34,15 @@ GROUP_WAIT_S = 12.0
 PLACES: Mapping[str, tuple[Any, str]] = {
     "save: present": (replicated_ckpt.dcp.save.writer, "node_post"),
     "save: open": (AgentCluster, "begin"),
+    "save: number": (replicated_ckpt.dcp.save.writer, "assign_sequence"),
+    "save: weigh": (replicated_ckpt.dcp.save.writer, "weaknesses"),
     "save: hold": (LocalStore, "held"),
     "save: write": (ShardWriter, "write"),
+    "save: written": (replicated_ckpt.dcp.save.writer, "report_save"),
     "save: receipt": (replicated_ckpt.dcp.save.writer, "present_again"),
-    "save: finish": (replicated_ckpt.dcp.save.writer, "commit_save"),
+    "save: post": (replicated_ckpt.dcp.save.writer, "receipt_post"),
+    "save: collect": (replicated_ckpt.dcp.save.writer, "collect_receipts"),
+    "save: finish": (replicated_ckpt.dcp.save.commit, "encode_metadata"),
     "load: reset": (ReplicatedReader, "reset"),
     "load: present": (replicated_ckpt.dcp.find.rendezvous, "reading_post"),
     "load: look": (Surveyor, "surveyed"),
@@ -133,10 +139,12 @@ def breaks_in_group(context: Context, place: str, error: str, members: list[int]
 
 
 def breaks_in_turn(context: Context, cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
-    """One case after the other, in one world; after each that world still loads."""
+    """One case after the other, in one world; what is staged after each; and after each that world still loads."""
     found = []
     for place, error, rank in cases:
-        found.append(breaks(context, place, error, rank))
+        outcome = breaks(context, place, error, rank)
+        staged = sorted(path.name for root in context.roots for path in (root / ".staging").glob("*"))
+        found.append({**outcome, "staged": staged})
         assert load(context, "kept") == [float(other + 1) for other in range(context.world_size)]
     return found
 

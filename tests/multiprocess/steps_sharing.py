@@ -3,7 +3,9 @@
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +20,15 @@ from tests.multiprocess.context import Context
 from tests.multiprocess.steps_peers import pieces
 from tests.multiprocess.steps_state import failure, report_of
 
+STOPPED_MAX_S = 60.0
+
 
 class TimedReader(ReplicatedReader):
     """Takes the time of what a rank reads by itself, before DCP has all ranks wait for each other."""
 
     seconds = 0.0
+    note: Path | None = None
+    """Made once it has read, if a rank waits for that."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         started = time.monotonic()
@@ -30,15 +36,20 @@ class TimedReader(ReplicatedReader):
             return super().read_data(plan, planner)
         finally:
             self.seconds = time.monotonic() - started
+            if self.note is not None:
+                self.note.touch()
 
 
 class TroubledPlanner(DefaultLoadPlanner):
-    """On one rank something happens: it raises before it reads or while it reads, stops, or drops half of its plan."""
+    """On one rank something happens: it raises before it reads or while it reads, stops, or drops half of its plan.
 
-    def __init__(self, trouble: str, stop_s: float) -> None:
+    One that stops goes on when the files `until` are there, or after STOPPED_MAX_S.
+    """
+
+    def __init__(self, trouble: str, until: Sequence[Path]) -> None:
         super().__init__()
         self._trouble = trouble
-        self._stop_s = stop_s
+        self._until = until
         self._resolved = 0
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -57,21 +68,28 @@ class TroubledPlanner(DefaultLoadPlanner):
         if self._resolved == 3 and self._trouble == "raises":
             raise RuntimeError("this rank breaks while it reads")
         if self._resolved == 3 and self._trouble == "stops":
-            pid = os.getpid()
-            subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep {self._stop_s}; kill -CONT {pid}"])
+            pid, tries = os.getpid(), int(STOPPED_MAX_S / 0.1)
+            are_there = " && ".join(f"test -e {path}" for path in self._until)
+            waits = f"for _ in $(seq {tries}); do {are_there} && break; sleep 0.1; done"
+            subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; {waits}; kill -CONT {pid}"])
             time.sleep(0.2)  # until it is stopped
         found: torch.Tensor = super().resolve_tensor(read_item)
         return found
 
 
 def load_with_trouble(
-    context: Context, checkpoint_id: str, count: int, ranks: int, trouble: str, at: int, stop_s: float = 0.0
+    context: Context, checkpoint_id: str, count: int, ranks: int, trouble: str, at: int
 ) -> dict[str, Any]:
-    """Loads the pieces of all ranks that saved; rank `at` has trouble. Says how it went here, and how long it read."""
+    """Loads the pieces of all ranks that saved; rank `at` has trouble. Says how it went here, and how long it read.
+
+    A rank that stops goes on when the others have read all.
+    """
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     reader = TimedReader(context.root)
-    planner = TroubledPlanner(trouble if context.rank == at else "", stop_s)
+    notes = [context.roots[0].parent / f"rank-{rank}-has-read" for rank in range(context.world_size)]
+    reader.note = notes[context.rank] if trouble == "stops" else None
+    planner = TroubledPlanner(trouble if context.rank == at else "", [*notes[:at], *notes[at + 1 :]])
     try:
         dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner)
     except CheckpointException as exc:

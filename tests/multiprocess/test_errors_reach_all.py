@@ -11,10 +11,13 @@ from tests.multiprocess.steps_errors import ERRORS, PLACES
 pytestmark = pytest.mark.fault
 
 SOON_S = 10.0
-BY_COORDINATOR = {"save: open", "save: finish", "load: look", "load: plan"}
+BY_COORDINATOR = {
+    *("save: open", "save: number", "save: weigh", "save: collect", "save: finish"),
+    *("load: look", "load: plan"),
+}
 BEFORE_DCP = {"load: present", "load: look"}
 """Before the first collective of DCP, so that each rank raises by itself."""
-WITH_PLANNER = {"save: write", "save: receipt", "load: read"}
+WITH_PLANNER = {"save: write", "save: written", "save: receipt", "save: post", "load: read"}
 """In hooks where a planner runs: what it raises is not made another error, and here it is taken for the planner's."""
 CASES = [
     (place, error, rank)
@@ -44,11 +47,15 @@ def expected(case: tuple[str, str, int], at: int) -> str:
     return type(ERRORS[error]()).__name__
 
 
+@pytest.mark.timeout(480)
 def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf) -> None:
-    """Errors of the system, of Python and ones that cannot be pickled, in every step: all ranks raise, and can go on."""
+    """Errors of the system, of Python and ones that cannot be pickled, in every step: all ranks raise, and can go on.
+
+    Nothing of a save that failed is left staged on any node.
+    """
     cluster = cluster_of(2)
     calls = [call("errors.save_kept"), call("errors.breaks_in_turn", cases=CASES)]
-    results = cluster.launch(calls, nodes=[0, 1], ranks=[1, 2], timeout_s=280)
+    results = cluster.launch(calls, nodes=[0, 1], ranks=[1, 2], timeout_s=420)
     for number, case in enumerate(CASES):
         place, _, rank = case
         for at, outcome in enumerate(outcomes[number] for outcomes in results.of(1)):
@@ -57,6 +64,7 @@ def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf) -> None:
             assert (outcome["caught"] == "CheckpointException") == is_told_by_dcp, (case, at, outcome)
             told = {who: what for who, what in outcome["told"].items() if what != "SaveAborted"}  # given up meanwhile
             assert told == {str(rank if is_told_by_dcp else at): expected(case, at)}, (case, at, outcome)
+            assert outcome["staged"] == [], (case, at, outcome)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from replicated_ckpt.core.layout import MANIFEST_NAME
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -42,6 +43,22 @@ def test_a_stopped_agent_costs_its_node_one_timeout(cluster_of: ClusterOf, ranks
     assert not any("could not be started" in text for text in results.all_warnings)
     loaded = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="step-2")], nodes=[0, 1], ranks=counts)
     assert loaded.digests(0) == [found["value"] for found in results.of(1)]
+
+
+def test_files_without_a_manifest_count_where_no_agent_answers(cluster_of: ClusterOf) -> None:
+    """The manifest there is damaged, too: its own ranks say what lies there, and read it, as if an agent had told."""
+    cluster = cluster_of(2)
+    saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1", copies=1)], nodes=[0, 1])
+    pid = cluster.nodes[1].agent_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        (cluster.nodes[1].disk / "step-1" / MANIFEST_NAME).write_text("damaged")
+        results = cluster.launch([call("state.load", kinds=["own"], checkpoint_id="step-1")], nodes=[0, 1])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    for loaded, before in zip(results.digests(0), saved.of(0), strict=True):
+        assert loaded == {name: digest for name, digest in before.items() if name.startswith("own/")}
 
 
 def test_an_agent_that_goes_on_is_asked_again(cluster_of: ClusterOf) -> None:

@@ -2,10 +2,12 @@
 
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 
+from tests.agent.agents import wait_for
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
 from tests.multiprocess.cluster import call
@@ -71,14 +73,24 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
         assert all(value["same"] for value in results.of(0))
 
 
-def test_a_bucket_that_is_opened_again_is_found_by_the_next_wait(moto: Server, site_of: SiteOf) -> None:
+def test_a_bucket_that_is_opened_again_is_found_by_the_next_wait(moto: Server, site_of: SiteOf, tmp_path: Path) -> None:
     """What was denied a moment ago is tried anew, not remembered."""
     site = site_of(moto, 1)
-    site.sky.add(Fault("status", status=403, code="AccessDenied", method="PUT", key="__0_0", times=1))
-    calls = [site.save("step-1", COUNT), site.failing_wait(timeout_s=60), site.wait(timeout_s=10)]
-    results = site.cluster.launch(calls, nodes=[0])
+    site.sky.add(Fault("status", status=403, code="AccessDenied", method="PUT", key="__0_0"))
+
+    def open_again() -> None:
+        wait_for((tmp_path / "reached").exists, 90, "the wait that fails")
+        site.sky.clear()
+        (tmp_path / "go").touch()
+
+    opening = threading.Thread(target=open_again)
+    opening.start()
+    pause = call("objects.pause", folder=str(tmp_path))
+    calls = [site.save("step-1", COUNT), site.failing_wait(timeout_s=60), pause, site.wait(timeout_s=60)]
+    results = site.cluster.launch(calls, nodes=[0], timeout_s=200)
+    opening.join()
     assert "AccessDenied" in results.of(1)[0]["message"]
-    assert results.of(2) == [["step-1"]]
+    assert results.of(3) == [["step-1"]]
     site.lose_all()
     assert site.cluster.launch([site.load("step-1", COUNT, 1)], nodes=[0]).of(0)[0]["same"]
 

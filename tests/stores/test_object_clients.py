@@ -257,6 +257,8 @@ def test_a_mark_is_believed_only_whole() -> None:
         bad[position] ^= 1 << (position % 8)
         assert decode_mark(bad) is None
     assert decode_mark(os.urandom(MARK_BYTES)) is None
+    for created in (-1e300, -1.0, float("nan"), float("inf")):  # no time that could be shown or compared
+        assert decode_mark(replace(mark, created_unix_s=created).encoded()) is None
 
 
 def test_a_mark_is_put_only_over_what_was_seen(moto: Server) -> None:

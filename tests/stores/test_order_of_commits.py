@@ -1,5 +1,6 @@
 """Publishing compares what is published, on every path; what is replaced is kept until it may go."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import ObjectMissing, SaveSuperseded
 from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.replaced import lock_version
 from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
@@ -178,3 +180,39 @@ def test_the_place_of_a_staged_save_is_known_to_the_next(tmp_path: Path) -> None
         assert set(store.places.known()) == {manifest.save_id}
     store.abort(manifest.save_id)
     assert store.places.known() == {}
+
+
+def test_a_version_that_is_read_is_not_removed(tmp_path: Path) -> None:
+    """Not by a newer save that is whole here, not by what drops replaced versions, not by a policy; afterwards it goes."""
+    store = LocalStore(tmp_path / "root")
+    old = open_save(store, 1)
+    store.commit(old.save_id)
+    reading = lock_version(store.catalog, "last", old.save_id)
+    assert reading is not None
+    assert not retire(store.root, "last", old.save_id)
+    new = open_save(store, 2)
+    store.commit(new.save_id)
+    assert published(store) == new.save_id
+    assert not store.drop_replaced(old.save_id)
+    assert not retire(store.root, "last", old.save_id)
+    for name in (HERE, ELSEWHERE):
+        assert read(store, old, name).startswith(f"1{name}".encode())
+    os.close(reading)
+    assert store.drop_replaced(old.save_id)
+    with pytest.raises(ObjectMissing):
+        read(store, old, HERE)
+
+
+def test_what_replaces_it_may_be_replaced_in_turn(tmp_path: Path) -> None:
+    """Two newer saves while a load reads: each version is where a reader finds it, and the one between goes at once."""
+    store = LocalStore(tmp_path / "root")
+    manifests = [open_save(store, 1)]
+    store.commit(manifests[0].save_id)
+    reading = lock_version(store.catalog, "last", manifests[0].save_id)
+    assert reading is not None
+    for number in (2, 3):
+        manifests.append(open_save(store, number))
+        store.commit(manifests[-1].save_id)
+    assert read(store, manifests[0], HERE)
+    assert store.catalog.replaced_names() == [manifests[0].save_id]
+    os.close(reading)

@@ -2,7 +2,9 @@
 
 import os
 import stat
+import subprocess
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.layout import AGENT_DIR
@@ -228,19 +230,25 @@ def saved(root: Path) -> None:
     dcp.save({"a": torch.arange(9)}, checkpoint_id="run/step-1", storage_writer=writer)
 
 
-def reads(uid: int, gid: int, path: Path) -> bool:
-    """Whether a process of this user and group can read the file."""
+def as_user(uid: int, gid: int, do: Callable[[], object]) -> bool:
+    """Whether it succeeds in a process of this user and group."""
     pid = os.fork()
     if pid == 0:
         os.setgroups([])
         os.setgid(gid)
         os.setuid(uid)
         try:
-            path.read_bytes()
-        except OSError:
-            os._exit(1)
-        os._exit(0)
+            is_done = bool(do())
+        except BaseException:  # noqa: BLE001 - top of a process
+            traceback.print_exc()
+            is_done = False
+        os._exit(0 if is_done else 1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def reads(uid: int, gid: int, path: Path) -> bool:
+    """Whether a process of this user and group can read the file."""
+    return as_user(uid, gid, path.read_bytes)
 
 
 @pytest.fixture
@@ -287,6 +295,44 @@ def test_a_group_may_read_what_is_saved(reachable: Path, umask: int, monkeypatch
         assert not reads(NOBODY, NOBODY, root / "run/step-1" / name)
     assert stat.S_IMODE((root / AGENT_DIR).stat().st_mode) & 0o777 == 0o700
     LocalStore(root).agent_directory()  # and it is still believed
+
+
+def loads(root: Path) -> bool:
+    """Whether this process alone loads what `saved` has saved."""
+    state = {"a": torch.zeros(9, dtype=torch.int64)}
+    dcp.load(state, checkpoint_id="latest", storage_reader=ReplicatedReader(root), no_dist=True)
+    return bool(torch.equal(state["a"], torch.arange(9)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_a_member_of_the_group_loads(reachable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may read the checkpoints loads them; what the other user's agent has noted is neither needed nor believed."""
+    monkeypatch.setenv(GROUP_ENV, str(STRANGERS))
+    root = reachable / "shared"
+    saved(root)
+    monkeypatch.delenv(GROUP_ENV)
+    assert as_user(NOBODY, STRANGERS, lambda: loads(root))
+    assert not as_user(NOBODY, NOBODY, lambda: loads(root))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_root_loads_from_a_read_only_root_of_another(reachable: Path) -> None:
+    """As from a disk that was mounted to be looked at: agent files of its owner, which name hosts, are not believed."""
+    disk = reachable / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=0700", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        saved(disk / "root")
+        (disk / "root" / AGENT_DIR / "peers.json").write_text('[{"node_id": "theirs"}]')
+        for path in (disk / "root", *(disk / "root").rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+        with pytest.raises(StoreDenied):
+            LocalStore(disk / "root").agent_directory()
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        assert loads(disk / "root")
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def test_a_group_that_is_none_is_an_error_of_the_configuration(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

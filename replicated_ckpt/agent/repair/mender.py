@@ -23,7 +23,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.any_source import AnySource, Source
-from replicated_ckpt.stores.local.committed import Committed, incoming_path, open_committed_save, open_directory
+from replicated_ckpt.stores.local.committed import Committed, incoming_file, open_committed_save, open_directory
 from replicated_ckpt.stores.local.inspection import Inspector, Paced
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
@@ -186,7 +186,6 @@ class Mender:
                 log.warning("set aside %s/%s: its manifest does not name it", action.checkpoint_id, action.shard)
 
     def _copy(self, action: CopyShard) -> None:
-        path = incoming_path(self._store.root)
         with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
             entry = manifest.shards.get(action.shard)
             if entry is None:
@@ -194,11 +193,12 @@ class Mender:
             if action.shard in directory.shards() and self._examined(directory, manifest, action.shard) is None:
                 return
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
-            try:
-                pull_shard(sources, action.shard, FileSink(path), self._pace.take)
-            finally:
-                sources.close()
-            directory.place(path, action.shard)
+            with incoming_file(self._store.root) as path:
+                try:
+                    pull_shard(sources, action.shard, FileSink(path), self._pace.take)
+                finally:
+                    sources.close()
+                directory.place(path, action.shard)
         failpoints.reach("restore.copied")
         self.bytes_copied += action.size_bytes
         log.info("restored %s/%s from node %s", action.checkpoint_id, action.shard, sources.last_node)

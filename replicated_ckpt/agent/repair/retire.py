@@ -55,6 +55,7 @@ class Retirer:
     def carry_out(self, plan: RetentionPlan) -> None:
         """Does this node's part of a plan; what cannot be removed is logged, and is in the next plan again."""
         self._say_held_back(plan)
+        self._service.pins.release_old()
         for removal in plan.of_node(self._service.node_id):
             if self._stopping.is_set():
                 return

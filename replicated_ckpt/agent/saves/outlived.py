@@ -24,6 +24,7 @@ def drop_outlived(service: NodeService, manifests: Mapping[str, Manifest], views
     Raises:
         StoreError: one cannot be removed.
     """
+    service.pins.release_old()
     names = service.store.catalog.replaced_names()
     doubts = {doubt.intent.save_id: doubt.intent.checkpoint_id for doubt in service.doubts.known()}
     if not names and not doubts:
@@ -46,8 +47,7 @@ def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById
             is_over = name in whole_saves
         else:
             is_over = _is_outlived(service, manifest.checkpoint_id, manifest.version, whole)
-        if is_over:
-            service.store.drop_replaced(name)
+        if is_over and service.store.drop_replaced(name):
             log.info("removed what a newer save has replaced: save %s", name)
 
 

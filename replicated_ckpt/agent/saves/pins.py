@@ -1,7 +1,9 @@
-"""Pins: checkpoints that a load was told to read, and that retention leaves alone meanwhile."""
+"""Pins: versions that a load was told to read, which nothing removes from this node meanwhile."""
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 PIN_S = 300.0
@@ -10,7 +12,7 @@ _PINS_MAX = 1024
 
 
 class Pins:
-    """By reader, the save that it was told to read, and until when that is kept.
+    """By reader, the save that it was told to read, and until when that is kept; and a lock on each of these versions.
 
     A reader reads one save at a time: the next one ends its pin on the last. Safe for concurrent use; forgotten when the
     agent ends.
@@ -20,13 +22,20 @@ class Pins:
         self._clock = clock
         self._lock = threading.Lock()
         self._by_reader: dict[str, tuple[str, float]] = {}
+        self._fd_by_save: dict[str, int] = {}
+        weakref.finalize(self, _close_all, self._fd_by_save)
 
-    def pin(self, save_id: str, reader: str) -> None:
+    def pin(self, save_id: str, reader: str, fd: int | None = None) -> None:
+        """Keeps a save for a reader. `fd`: the lock on the version, taken over; None: it does not lie here."""
         with self._lock:
             self._by_reader.pop(reader, None)
             self._by_reader[reader] = save_id, self._clock() + PIN_S
             while len(self._by_reader) > _PINS_MAX:
                 del self._by_reader[next(iter(self._by_reader))]
+            if fd is not None:
+                self._close(save_id)
+                self._fd_by_save[save_id] = fd
+            self._release()
 
     def renew(self, save_id: str) -> None:
         """Keeps a save that is pinned for as long again: it is being read."""
@@ -34,10 +43,36 @@ class Pins:
             until = self._clock() + PIN_S
             self._by_reader |= dict.fromkeys(self._readers_of(save_id), (save_id, until))
 
+    def end(self, session: str) -> None:
+        """The ranks of a session save: what they loaded before is read."""
+        with self._lock:
+            for reader in [reader for reader in self._by_reader if reader.startswith(f"{session}/")]:
+                del self._by_reader[reader]
+            self._release()
+
+    def release_old(self) -> None:
+        """Gives back the locks of versions that are pinned no more."""
+        with self._lock:
+            self._release()
+
     def is_pinned(self, save_id: str) -> bool:
         with self._lock:
             return bool(self._readers_of(save_id))
 
+    def _release(self) -> None:
+        for save_id in [save_id for save_id in self._fd_by_save if not self._readers_of(save_id)]:
+            self._close(save_id)
+
+    def _close(self, save_id: str) -> None:
+        fd = self._fd_by_save.pop(save_id, None)
+        if fd is not None:
+            os.close(fd)
+
     def _readers_of(self, save_id: str) -> list[str]:
         now = self._clock()
         return [reader for reader, (pinned, until) in self._by_reader.items() if pinned == save_id and until > now]
+
+
+def _close_all(fd_by_save: dict[str, int]) -> None:
+    for fd in fd_by_save.values():
+        os.close(fd)

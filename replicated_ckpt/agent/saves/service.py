@@ -31,6 +31,7 @@ from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ReplicatedCkp
 from replicated_ckpt.stores.files.durable import exclusive
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.replaced import lock_version
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.unmanaged.adoption import check_adopted, stage_shards
@@ -95,6 +96,7 @@ class NodeService:
         Raises:
             CheckpointExists, StoreError
         """
+        self.pins.end(intent.session)
         self._complete_decided(self.leftovers(intent.session, intent))
         leftovers = self.leftovers(intent.session, intent)
         with self._lock:  # first: whoever looks at the disk meanwhile must not take it for one that nobody works on
@@ -109,6 +111,12 @@ class NodeService:
             if not leftover.may_live:
                 self._fence.give_up(leftover.intent.save_id, leftover.why)
         return self.histories(scope_of(intent.checkpoint_id)), leftovers
+
+    def pin(self, save_id: str, reader: str) -> None:
+        """Keeps a save from being removed here while a load reads it."""
+        checkpoint_id = self.store.catalog.checkpoint_of(save_id)
+        fd = None if checkpoint_id is None else lock_version(self.store.catalog, checkpoint_id, save_id)
+        self.pins.pin(save_id, reader, fd)
 
     def histories(self, scope: str) -> dict[str, History]:
         """What this node knows of the lineages in a directory of checkpoints: committed here, staged here, or heard of."""

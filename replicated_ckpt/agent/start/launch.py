@@ -23,6 +23,7 @@ from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
 from replicated_ckpt.config import TLS_CERT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.ownership import is_of_another
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
 from replicated_ckpt.stores.peer.tls import is_loopback, is_plain_allowed
@@ -87,6 +88,13 @@ def can_hold_agent(store: LocalStore) -> bool:
     while not place.exists():
         place = place.parent
     return os.access(place, os.W_OK | os.X_OK)
+
+
+def is_only_read(store: LocalStore) -> bool:
+    """Whether the store is another user's, and this one cannot write it: its checkpoints can be read, and its agent's
+    files, which name hosts and tokens, are not believed.
+    """
+    return not can_hold_agent(store) and is_of_another(store.root_agent_directory())
 
 
 def _stay_client(root: Path, directory: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName, is_checkpoint_id
+from replicated_ckpt.core.lineage import moment
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import CheckpointAmbiguous
 
@@ -37,7 +38,7 @@ class UnmanagedFile:
         size, print_crc = index(fields["size_bytes"]), index(fields["print_crc32c"])
         if size < 0 or not 0 <= print_crc < 1 << 32:
             raise ValueError(f"no file of a checkpoint: {fields!r}"[:300])
-        return cls(size, print_crc, float(fields["modified_unix_s"]))
+        return cls(size, print_crc, moment(fields["modified_unix_s"]))
 
     def __str__(self) -> str:
         return f"{self.size_bytes} bytes, fingerprint {self.print_crc32c:08x}"

@@ -10,10 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.start.launch import is_only_read
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import LATEST, SEQUENCE_FLOOR_MAX, checkpoint_id_under
+from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import LINGER_S
@@ -24,8 +26,10 @@ from replicated_ckpt.dcp.node.seen_lineage import remember
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.local.remains import RemainsShelf
 from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 MEETING_TIMEOUT_S = 300.0
@@ -76,7 +80,17 @@ def meet(
 
     post, failure = _present(store, world, given_id)
     decision = _decision(world, world.blackboard, post, failure, survey)
-    return _remember(store, Survey.from_json(decision["survey"]))
+    return _remember(store, _with_own_store(store, Survey.from_json(decision["survey"])))
+
+
+def _with_own_store(store: LocalStore, survey: Survey) -> Survey:
+    """The survey and what lies in this rank's own store, whose agent the coordinator may not have reached."""
+    own = store.known_node_id()
+    if is_nowhere(store) or survey.unmanaged_warning or any(held.node_id == own for held in survey.holdings):
+        return survey
+    save = survey.found
+    found = [held for held in store.catalog.holdings(own, save.checkpoint_id) if held.save_id == save.save_id]
+    return replace(survey, holdings=(*survey.holdings, *found)) if found else survey
 
 
 def _decision(
@@ -129,8 +143,9 @@ def _present(
             node = None if is_nowhere(store) else reading_post(store)
             post: dict[str, Any] = {"checkpoint_id": checkpoint_id, "node": node.to_json() if node else None}
             if node is not None and node.silence:
-                holdings = store.catalog.holdings(node.node_id, None if checkpoint_id == LATEST else checkpoint_id)
-                post["holdings"] = [holding.to_json() for holding in holdings]
+                wanted = None if checkpoint_id == LATEST else checkpoint_id
+                post["holdings"] = [each.to_json() for each in store.catalog.holdings(node.node_id, wanted)]
+                post["remains"] = [each.to_json() for each in RemainsShelf(store, node.node_id).found(wanted)]
             return post, None
     except ReplicatedCkptError as exc:
         return {"error": pack_error(exc)}, None
@@ -156,12 +171,16 @@ def _remember(store: LocalStore, survey: Survey) -> Survey:
 def _alone(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str
 ) -> Survey:
-    peers = PeerBook(store.root_agent_directory()).known()
-    look = Surveyor(store, store.known_node_id(), peers, bucket, lineage=lineage)
+    look = Surveyor(store, store.known_node_id(), _known_peers(store), bucket, lineage=lineage)
     survey = look.surveyed(_resolve_id(store, given_id))
-    own = listening_endpoint(store.root_agent_directory())
+    own = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
     _tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey, world)
     return survey
+
+
+def _known_peers(store: LocalStore) -> Sequence[AgentAddress]:
+    """The nodes that this node's agent has met; none that another user names."""
+    return () if is_only_read(store) else PeerBook(store.root_agent_directory()).known()
 
 
 def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None) -> str:
@@ -210,9 +229,9 @@ def _survey(
     own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.known_node_id()
     known = [node.address for node in nodes.values() if node.address.port]
     openers = [node.opener() for node in nodes.values() if not node.silence]
-    _introduce(known, openers, world.session)
-    absent = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in nodes]
-    survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen).surveyed(ids[0])
+    silent = _introduce(known, openers, world.session)
+    absent = [peer for peer in _known_peers(store) if peer.node_id not in nodes]
+    survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent).surveyed(ids[0])
     _tell_load(survey.addresses, survey, world)
     return survey
 
@@ -227,7 +246,9 @@ def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], 
             if node.node_id not in nodes or nodes[node.node_id].silence:
                 nodes[node.node_id] = node
             if node.silence:
-                seen[node.node_id] = SeenStore(node.silence, tuple(map(Holding.from_json, post["holdings"])))
+                holdings = tuple(map(Holding.from_json, post["holdings"]))
+                remains = tuple(map(Remains.from_json, post["remains"]))
+                seen[node.node_id] = SeenStore(node.silence, holdings, remains)
     return nodes, {node: store for node, store in seen.items() if nodes[node].silence}
 
 
@@ -249,12 +270,18 @@ def _tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) 
     FanOut[AgentAddress, None]().run(addresses, tell)
 
 
-def _introduce(known: Sequence[AgentAddress], openers: Sequence[AgentAddress], session: str) -> None:
-    """Tells every agent that answers who takes part, upon which each settles what earlier saves left behind."""
+def _introduce(
+    known: Sequence[AgentAddress], openers: Sequence[AgentAddress], session: str
+) -> Mapping[str, ReplicatedCkptError]:
+    """Tells every agent that answers who takes part, upon which each settles what earlier saves left behind.
+
+    Returns the nodes that let a time-out pass, and how.
+    """
     body = json.dumps({"peers": [address.to_json() for address in known], "session": session}).encode()
 
     def told(address: AgentAddress) -> None:
         with AgentClient(address) as client:
             client.put("POST", "/v1/peers", body)
 
-    FanOut[AgentAddress, None]().run(openers, told)
+    errors = FanOut[AgentAddress, None]().run(openers, told).errors
+    return {address.node_id: error for address, error in errors.items() if is_time_out(error)}

@@ -22,7 +22,6 @@ from replicated_ckpt.dcp.node.node import SeenStore
 from replicated_ckpt.errors import (
     CheckpointNotCommitted,
     CheckpointNotFound,
-    ManifestInvalid,
     ReplicatedCkptError,
     ShardLost,
 )
@@ -99,7 +98,10 @@ class Surveyor:
         expected: Collection[str] = (),
         lineage: str = NEWEST_LINEAGE,
         seen: Mapping[str, SeenStore] = MappingProxyType({}),
+        silent: Mapping[str, ReplicatedCkptError] = MappingProxyType({}),
     ) -> None:
+        """`silent`: the peers that let a time-out pass a moment ago, and how; they are not asked."""
+        self._silent = silent
         self._seen = {node: store for node, store in seen.items() if node != own_node}
         self._lineage = lineage
         self._lineages: tuple[LineageFound, ...] = ()
@@ -171,7 +173,7 @@ class Surveyor:
             if raw is None:
                 self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
                 continue
-            manifest = _parse_manifest(raw)
+            manifest = decode_manifest(raw.encode(), "a holder")
             save = with_remains(save, manifest, self._remains)  # noqa: PLW2901
             sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
             if not save.lacking(sizes) and any(holding.has_metadata for holding in save.holdings):
@@ -197,8 +199,11 @@ class Surveyor:
                 answer = client.call("GET", path)
             return parse_held(answer, self._by_node[node])
 
-        outcome = FanOut[str, Held]().run(self._by_node, asked)
-        holdings += [holding for store in self._seen.values() for holding in store.holdings]
+        outcome = FanOut[str, Held]().run([node for node in self._by_node if node not in self._silent], asked)
+        outcome.errors.update({node: self._silent[node] for node in self._by_node if node in self._silent})
+        for store in self._seen.values():
+            holdings += store.holdings
+            self._remains += store.remains
         self._searched |= {node: f"node {node} by its own ranks ({store.why})" for node, store in self._seen.items()}
         for node, found in outcome.results.items():
             holdings += found.holdings
@@ -283,13 +288,6 @@ class Surveyor:
             )
         what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
         return CheckpointNotFound(f"{what} was found. Searched: {where}.", unreached=self._unreached)
-
-
-def _parse_manifest(raw: str) -> Manifest:
-    try:
-        return decode_manifest(raw.encode(), "a holder")
-    except ManifestInvalid as exc:
-        raise AssertionError("a manifest that was validated before does not parse") from exc
 
 
 def shard_lost_error(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:

@@ -15,6 +15,7 @@ from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path, unmanaged_path
+from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.peer.suspects import tell_suspect
 
 log = logging.getLogger(__name__)
@@ -41,23 +42,29 @@ class UnreadMetadata(Metadata):
         raise object.__getattribute__(self, "_error")
 
 
-def read_verified_metadata(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> Metadata:
+def read_verified_metadata(
+    store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, silent: set[str]
+) -> Metadata:
     """The checkpoint's metadata from the first copy that is intact, safely read.
+
+    `silent` gets the nodes that let a time-out pass.
 
     Raises:
         ShardLost: no copy is. MetadataUnsafe: an intact one is not what DCP metadata consists of.
     """
-    return decode_metadata(*_intact(store, survey, bucket, reader_key))
+    return decode_metadata(*_intact(store, survey, bucket, reader_key, silent))
 
 
-def _intact(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str) -> tuple[bytes, str]:
+def _intact(
+    store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, silent: set[str]
+) -> tuple[bytes, str]:
     """The bytes of the first copy that is intact, and where it lies.
 
     Raises:
         ShardLost: no copy is.
     """
     problems: list[str] = []
-    for copy in _copies(store, survey, bucket, reader_key, problems):
+    for copy in _copies(store, survey, bucket, reader_key, problems, silent):
         if copy.expected_crc in (None, crc32c(copy.raw)):
             raw = copy.raw if copy.is_bucket else survey.manifest.local_metadata(copy.raw)
             return raw, copy.source
@@ -71,7 +78,7 @@ def _intact(store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key
 
 
 def _copies(
-    store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, problems: list[str]
+    store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, problems: list[str], silent: set[str]
 ) -> Iterator[_Copy]:
     """Each copy that can be read, the own one first, whatever the state of the manifest there.
 
@@ -97,6 +104,8 @@ def _copies(
             problems.append(f"{address.label}: it has no {METADATA_NAME} of this save: {exc.detail}")
         except ReplicatedCkptError as exc:
             problems.append(f"{address.label}: {exc.message}")
+            if is_time_out(exc):
+                silent.add(address.node_id)
     if bucket is not None and survey.in_bucket is not None:
         try:
             there = survey.in_bucket

@@ -1,7 +1,8 @@
 """One rank's part of one load: where the items of its plan lie, whether they can be had, and their reading."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors, plan_ranges
 from replicated_ckpt.errors import ManifestInvalid, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.local.replaced import lock_version
 from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
 from replicated_ckpt.stores.node_cache.cache import Spool
 from replicated_ckpt.stores.node_cache.exchange import Exchange
@@ -48,8 +50,13 @@ class RankLoad:
         stored: StoredTensors,
         items: ItemReader,
         places: Mapping[str, Sequence[ByteRange]] | None = None,
+        silent: Collection[str] = (),
     ) -> None:
-        """`places`: as for ShardReader; the plan may ask for parts of these items."""
+        """`places`: as for ShardReader; the plan may ask for parts of these items.
+
+        `silent`: the nodes that let a time-out pass in this load already.
+        """
+        self._silent = silent
         self._store = store
         self._world = world
         self._survey = survey
@@ -105,18 +112,25 @@ class RankLoad:
     def read(self, plan: LoadPlan, planner: LoadPlanner, bucket: Bucket | None) -> Traffic:
         """Reads every item of the plan, verified, into the planner's tensors; says where the bytes came from.
 
+        What lies here of the save is not removed meanwhile, however long it takes.
+
         Raises:
             ShardLost: no intact copy is left. And what the planner raises.
         """
         spool, self._spool = self._spool, None
-        wanted, key = self._group_by_shard(plan.items), f"rank {self._world.rank}"
+        save, key = self._survey.found, f"rank {self._world.rank}"
+        wanted = self._group_by_shard(plan.items)
         shards = sorted(self._survey.manifest.shards)
         remote = {shard for shard in wanted if self._is_remote(shard)}
         windows = windows_for(wanted, remote.__contains__, shards)
         with ExitStack() as stack:
             if spool is not None:
                 stack.callback(spool.close)
+            version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
+            if version is not None:
+                stack.callback(os.close, version)
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
+            reader.findings.note_silent(self._silent)
             stack.callback(reader.tell_suspects)
             stack.callback(reader.close)
             items = {shard: ShardItems(shard, ones, reader, self._items, planner) for shard, ones in wanted.items()}

@@ -108,6 +108,7 @@ class ReplicatedReader(StorageReader):
         self._is_met = False
         self._failure: BaseException | None = None
         self._places: Mapping[str, Sequence[ByteRange]] | None = None
+        self._silent: set[str] = set()
         self._started_at = time.monotonic()
 
     def exists(self, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -196,7 +197,9 @@ class ReplicatedReader(StorageReader):
     def _read_metadata(self) -> Metadata:
         if self._failure is not None:
             raise self._failure
-        metadata = read_verified_metadata(self._store, self._surveyed, self._opened_bucket(), self._reader_key)
+        metadata = read_verified_metadata(
+            self._store, self._surveyed, self._opened_bucket(), self._reader_key, self._silent
+        )
         self._places = places_of(metadata) if self._surveyed.unmanaged_warning else None
         if self._surveyed.unmanaged_warning and self._world.is_coordinator:
             warnings.warn(self._surveyed.unmanaged_warning, ReplicatedCkptWarning, stacklevel=3)
@@ -212,7 +215,14 @@ class ReplicatedReader(StorageReader):
         self._stored.describe(metadata)
         self._saved = metadata.state_dict_metadata
         self._load = RankLoad(
-            self._store, self._world, self._surveyed, metadata.storage_data, self._stored, self._items, self._places
+            self._store,
+            self._world,
+            self._surveyed,
+            metadata.storage_data,
+            self._stored,
+            self._items,
+            self._places,
+            self._silent,
         )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -3,7 +3,7 @@
 import copy
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -81,6 +81,11 @@ class Findings:
             failed[node] = f"node {node}: {error.message}"
             self.traffic.bad_copies.append(f"{shard} on node {node}: {error.message}")
             return True
+
+    def note_silent(self, nodes: Collection[str]) -> None:
+        """These nodes let a time-out pass before their shards were read."""
+        with self._lock:
+            self._silent.update(nodes)
 
     def is_silent(self, node: str) -> bool:
         """Whether it would cost a time-out again to ask it, as this rank or another one of the node found out."""

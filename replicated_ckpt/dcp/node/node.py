@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.agent.start.launch import can_hold_agent, ensure_agent, running_agent
+from replicated_ckpt.agent.start.launch import can_hold_agent, ensure_agent, is_only_read, running_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import PLAIN_ENV
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptWarning
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -75,6 +76,7 @@ class SeenStore:
 
     why: str
     holdings: tuple[Holding, ...]
+    remains: tuple[Remains, ...] = ()
 
 
 def node_post(store: LocalStore, domain: str | None) -> NodePost:
@@ -118,7 +120,12 @@ def reading_post(store: LocalStore) -> NodePost | None:
             if post.silence:
                 warnings.warn(post.silence, ReplicatedCkptWarning, stacklevel=2)
             return post
-        endpoint, silence = running_agent(store), f"{store.root} cannot be written, and no agent runs there."
+        endpoint, silence = (
+            None,
+            f"{store.root} is another user's: its checkpoints are read, and its agent is not asked.",
+        )
+        if not is_only_read(store):
+            endpoint, silence = running_agent(store), f"{store.root} cannot be written, and no agent runs there."
         if endpoint is not None:
             return _post(store, endpoint.address(advertised_host()), "", endpoint.invitation())
     except AgentUnavailable as exc:

@@ -4,18 +4,21 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
+from replicated_ckpt.agent.saves.outlived import drop_outlived
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.start.launch import SILENT_TIMEOUT_S
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_histories
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.save.decision import SaveDecision
 from replicated_ckpt.dcp.save.relay_tree import RELAY_FROM_BYTES, Relay
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreUnavailable
@@ -87,11 +90,14 @@ class AgentCluster:
         own_node: str,
         openers: Sequence[AgentAddress] = (),
         silence_by_node: Mapping[str, str] = MappingProxyType({}),
+        unreached: Collection[str] = (),
     ) -> None:
         """`openers`: the same addresses with the nodes' invitations, which opening a save needs and nothing after it.
 
         `silence_by_node`: what is wrong with the agents that are not asked, as the ranks of their nodes found.
+        `unreached`: nodes that did not answer when the save began; a commit waits for them no full time-out more.
         """
+        self._unreached = unreached
         self._by_node = {address.node_id: address for address in addresses}
         self._opener_by_node = {**self._by_node, **{address.node_id: address for address in openers}}
         self._silent = {
@@ -147,6 +153,9 @@ class AgentCluster:
             )
 
         def committed(node: str) -> tuple[str, ...]:
+            if node in self._unreached:
+                with AgentClient(self._by_node[node], SILENT_TIMEOUT_S) as client:
+                    client.call("GET", path)
             with AgentClient(self._by_node[node], COMMIT_TIMEOUT_S) as client, client.within(COMMIT_DEADLINE_S):
                 if node != self._own_node:
                     if relay is None:
@@ -188,7 +197,16 @@ class LoneNode:
         return Opened(histories, replaces=replaces)
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:  # noqa: ARG002 - staged here already
-        return Committed({self._service.node_id: self._service.commit(save_id)}, {})
+        held = self._service.commit(save_id)
+        self._drop_outlived()
+        return Committed({self._service.node_id: held}, {})
+
+    def _drop_outlived(self) -> None:
+        """Removes what was read when a newer save replaced it, and is read no more: there may be no agent to do it."""
+        service = self._service
+        if service.store.catalog.replaced_names():
+            view = NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.found())
+            drop_outlived(service, {each.save_id: each for _, each in service.store.catalog.committed()}, (view,))
 
     def abort(self, save_id: str, why: str) -> None:
         self._service.abort(save_id, why)

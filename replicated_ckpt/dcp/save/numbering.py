@@ -7,8 +7,7 @@ from replicated_ckpt.core.lineage import Histories, History, merge_histories, ne
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.decision import SaveDecision
-from replicated_ckpt.dcp.save.nodes import Cluster, Opened
-from replicated_ckpt.errors import CheckpointExists
+from replicated_ckpt.dcp.save.nodes import Opened
 
 Seen = tuple[str, int] | None
 """The lineage that this process continues, and the largest sequence that it has seen of it."""
@@ -16,7 +15,7 @@ _told: set[tuple[str, frozenset[str]]] = set()
 
 
 def assign_sequence(
-    decision: SaveDecision, opened: Opened, object_tier: ObjectTier, seen: Seen, cluster: Cluster
+    decision: SaveDecision, opened: Opened, object_tier: ObjectTier, seen: Seen
 ) -> tuple[SaveDecision, list[str]]:
     """The decision with its lineage, and its sequence there, larger than any on the nodes, in the bucket or seen before.
 
@@ -24,16 +23,12 @@ def assign_sequence(
     that was saved last on the nodes or in the bucket; else it begins with this save.
 
     Raises:
-        CheckpointExists: the bucket holds the checkpoint, and the save may not overwrite it; it is given up.
+        CheckpointExists: the bucket holds the checkpoint, and the save may not overwrite it.
     """
     decision, problems = _place_in_lineage(replace(decision, unreached=opened.unreached), opened.histories, seen)
     if not object_tier.takes(decision.sequence):
         return decision, problems
-    try:
-        found = object_tier.probed(decision.checkpoint_id, replaces=opened.replaces, overwrite=decision.overwrite)
-    except CheckpointExists as exc:
-        cluster.abort(decision.save_id, str(exc))
-        raise
+    found = object_tier.probed(decision.checkpoint_id, replaces=opened.replaces, overwrite=decision.overwrite)
     decision, problems = _place_in_lineage(decision, merge_histories([opened.histories, found.histories]), seen)
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]

@@ -28,7 +28,8 @@ def collect_receipts(
         raise SaveAborted(f"Ranks {stale} have not written for save {decision.save_id}.")
     addresses = [AgentAddress.from_json(post["address"]) for post in posts]
     silence = {address.node_id: post["silence"] for address, post in zip(addresses, posts, strict=True)}
-    cluster = AgentCluster(addresses, own_node, silence_by_node={node: why for node, why in silence.items() if why})
+    silence = {node: why for node, why in silence.items() if why}
+    cluster = AgentCluster(addresses, own_node, silence_by_node=silence, unreached=decision.unreached)
     return [Receipt.from_json(post) for post in posts], cluster
 
 

@@ -20,6 +20,7 @@ from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.copy import PeerSink
+from replicated_ckpt.stores.peer.deadline import is_time_out
 from replicated_ckpt.stores.tee import BUFFER_BYTES, Buffers, Outcome, Sink, Tee
 
 log = logging.getLogger(__name__)
@@ -103,21 +104,27 @@ class ShardWriter:
         *,
         durable: bool,
     ) -> tuple[list[str], list[str]]:
-        """Nodes that hold a copy, after each failed one was tried once more and then replaced; and what stays missed."""
+        """Nodes that hold a copy, after each failed one was tried once more and then replaced; and what stays missed.
+
+        A node that let a time-out pass is not asked again for this shard.
+        """
         holders = [node for node, outcome in zip(buddies, outcomes, strict=True) if outcome.error is None]
         failed = [(node, outcome.error) for node, outcome in zip(buddies, outcomes, strict=True) if outcome.error]
         missed = []
         spare = [node for node in decision.holders_for(own) if node not in buddies]
+        silent = {node for node, error in failed if is_time_out(error)}
         for node, error in failed:
             _raise_if_aborted_or_bug(error)
             log.warning("copy of %s to node %s failed: %s", name, node, error)
-            for candidate in (node, *spare):
+            for candidate in (other for other in (node, *spare) if other not in silent):
                 again = self._copied(name, table, decision, candidate, durable=durable)
                 if again is None:
                     holders.append(candidate)
                     spare = [other for other in spare if other != candidate]
                     break
                 log.warning("copy of %s to node %s failed: %s", name, candidate, again)
+                if is_time_out(again):
+                    silent.add(candidate)
             else:
                 missed.append(f"{name} on node {node}: {error}")
         return holders, missed

@@ -5,7 +5,8 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -194,20 +195,27 @@ class ReplicatedWriter(StorageWriter):
         self._cluster: Cluster = LoneNode(self._store) if board is None else cluster_of(decision, self._world.rank)
         decision = replace(decision, session=self._world.session, overwrite=self.config.overwrite)
         failpoints.reach("coordinator.drawn")
-        try:
+        with self._giving_up_on_error(decision.save_id):
             opened = self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
-        except BaseException as exc:
-            self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
-            raise
-        failpoints.reach("coordinator.opened")
-        seen = seen_lineage(self._store, scope_of(decision.checkpoint_id))
-        self._decision, problems = assign_sequence(decision, opened, self._object_tier, seen, self._cluster)
-        self._degraded(problems)
-        if board is not None:
-            board.decide("save", raw_posts, self._decision.to_json())
-        failpoints.reach("coordinator.placed")
-        self._degraded(weaknesses(self._decision, self.config.copies, posts))
+            failpoints.reach("coordinator.opened")
+            seen = seen_lineage(self._store, scope_of(decision.checkpoint_id))
+            self._decision, problems = assign_sequence(decision, opened, self._object_tier, seen)
+            self._degraded(problems)
+            if board is not None:
+                board.decide("save", raw_posts, self._decision.to_json())
+            failpoints.reach("coordinator.placed")
+            self._degraded(weaknesses(self._decision, self.config.copies, posts))
         return plans
+
+    @contextmanager
+    def _giving_up_on_error(self, save_id: str) -> Iterator[None]:
+        """Whatever the block raises, KeyboardInterrupt too: first the save is given up on every node that answers."""
+        try:
+            yield
+        except BaseException as exc:
+            self._cluster.abort(save_id, f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
+            self._held.close()
+            raise
 
     def _hold_as_coordinator(self, save_id: str) -> None:
         """However slow other nodes, or the planning, are: nobody takes this save for an abandoned one."""
@@ -223,23 +231,20 @@ class ReplicatedWriter(StorageWriter):
         if board is not None and not self._world.is_coordinator:
             self._decision = SaveDecision.from_json(board.decision("save", self._nonce, DECISION_TIMEOUT_S))
             self._cluster = cluster_of(self._decision, self._world.rank)
-        try:
-            results, receipt = self._written(plan, planner)
-        except SaveAborted as exc:
-            # Somebody else failed and will be named by DCP; if nobody is, `finish` refuses this receipt.
-            log.warning("rank %d stops writing: %s", self._world.rank, exc)
-            results, receipt = [], Receipt(aborted=str(exc))
-        except BaseException as exc:
-            self._cluster.abort(self._decision.save_id, f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
-            raise
-        self._receipt = receipt
-        failpoints.reach("rank.written")
-        if board is not None:
-            now = present_again(self._store, self._post.node)
-            board.post("receipt", receipt_post(receipt, self._decision.save_id, now))
-        failpoints.reach("rank.receipted")
-        if self._decision.upload is not None:
-            self._object_tier.expect(self._decision.save_id, self._decision.checkpoint_id)
+        with self._giving_up_on_error(self._decision.save_id):
+            try:
+                results, self._receipt = self._written(plan, planner)
+            except SaveAborted as exc:
+                # Another rank failed and will be named by DCP; if none is, `finish` refuses this receipt.
+                log.warning("rank %d stops writing: %s", self._world.rank, exc)
+                results, self._receipt = [], Receipt(aborted=str(exc))
+            failpoints.reach("rank.written")
+            if board is not None:
+                now = present_again(self._store, self._post.node)
+                board.post("receipt", receipt_post(self._receipt, self._decision.save_id, now))
+            failpoints.reach("rank.receipted")
+            if self._decision.upload is not None:
+                self._object_tier.expect(self._decision.save_id, self._decision.checkpoint_id)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -251,13 +256,14 @@ class ReplicatedWriter(StorageWriter):
             SaveAborted, AckNotReached, StoreError: at the coordinator; DCP tells all ranks.
         """
         board, receipts = self._world.blackboard, [self._receipt]
-        if board is not None:
-            own_node = self._decision.node_of(self._world.rank).node_id
-            receipts, self._cluster = collect_receipts(
-                board.posts("receipt", DECISION_TIMEOUT_S), self._decision, own_node
-            )
-        try:
+        with self._giving_up_on_error(self._decision.save_id):
+            if board is not None:
+                own_node = self._decision.node_of(self._world.rank).node_id
+                receipts, self._cluster = collect_receipts(
+                    board.posts("receipt", DECISION_TIMEOUT_S), self._decision, own_node
+                )
             check_none_aborted(receipts, self._decision)
+        try:
             problems = commit_save(self._store, self._cluster, self._decision, self.config, receipts, metadata, results)
         finally:
             self._held.close()

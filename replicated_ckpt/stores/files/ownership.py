@@ -71,6 +71,15 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
     return found
 
 
+def is_of_another(directory: Path) -> bool:
+    """Whether a directory is there that is another user's, or that this user cannot read."""
+    try:
+        status = directory.lstat()
+    except FileNotFoundError:
+        return False
+    return (status.st_uid != os.geteuid() and not _is_trusted()) or not os.access(directory, os.R_OK | os.X_OK)
+
+
 def _close_empty(root: Path) -> None:
     """An empty root of this user that others can write, as a mount often is, is made private like one that we make.
 

@@ -154,10 +154,10 @@ class Committed:
 
     def put_small(self, name: str, data: bytes) -> None:
         """Writes a small file into the checkpoint, durably. What was there is set aside."""
-        path = incoming_path(self._root)
-        with self._translated("write", name):
-            write_file(path, data)
-        self.place(path, name)
+        with incoming_file(self._root) as path:
+            with self._translated("write", name):
+                write_file(path, data)
+            self.place(path, name)
 
     @contextmanager
     def _translated(self, op: str, name: str) -> Iterator[None]:
@@ -238,11 +238,21 @@ def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes
     return raw_manifest, manifest.bucket_metadata(raw_metadata)
 
 
-def incoming_path(root: Path) -> Path:
-    """A new name for a file on its way into a committed checkpoint; what a crash leaves there is worth nothing."""
+@contextmanager
+def incoming_file(root: Path) -> Iterator[Path]:
+    """A new name for a file on its way into a committed checkpoint; one that did not get there is gone afterwards.
+
+    What a crash leaves there is worth nothing.
+    """
     folder = root / INCOMING_DIR
     with translate_errors(str(root), "create", INCOMING_DIR):
         if not folder.is_dir():
             make_directories(folder, root)
             fsync_directory(root)
-    return folder / uuid.uuid4().hex
+    path = folder / uuid.uuid4().hex
+    try:
+        yield path
+    except BaseException:
+        for left in folder.glob(f"{path.name}*"):
+            left.unlink(missing_ok=True)
+        raise

@@ -1,5 +1,10 @@
-"""Replaced versions: what had a checkpoint's name before a newer save took it, kept until the newer one is seen whole."""
+"""Replaced versions: what had a checkpoint's name before a newer save took it, kept until the newer one is seen whole.
 
+And the lock of those who read a version: it is not removed while one of them holds it.
+"""
+
+import fcntl
+import os
 from pathlib import Path
 
 from replicated_ckpt.core.layout import MANIFEST_NAME, REPLACED_DIR
@@ -30,6 +35,34 @@ def replaced_path(root: Path, before: Manifest | None, save_id: str) -> Path:
     directory = root / REPLACED_DIR
     make_directories(directory, root)
     return directory / (save_id if before is None else before.save_id)
+
+
+def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> int | None:
+    """Keeps a version from being removed, wherever it is moved, as long as the descriptor is open. None: it is not here."""
+    try:
+        directory = catalog.directory_of(checkpoint_id, save_id)
+        if directory is None:
+            return None
+        fd = os.open(catalog.root / directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (ManifestInvalid, FileNotFoundError):
+        return None
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def is_read(directory: Path) -> bool:
+    """Whether a process reads the version in this directory, or an agent keeps it for a reader elsewhere."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:

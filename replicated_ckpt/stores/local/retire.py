@@ -14,10 +14,11 @@ from replicated_ckpt.stores.files.durable import (
     translate_errors,
 )
 from replicated_ckpt.stores.local.catalog import Catalog
+from replicated_ckpt.stores.local.replaced import is_read
 
 
 def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
-    """Removes a committed checkpoint; False, and nothing changed, if it is not here or is of another save by now.
+    """Removes a committed checkpoint; False, and nothing changed, if it is read, not here, or of another save by now.
 
     At every instant, and after a crash at any point, the checkpoint is there with all its files, or it is no checkpoint.
     Files of it that are open stay readable.
@@ -32,7 +33,7 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
         make_directories(staging, root)
         with exclusive(staging):
             place = _place_of(root, checkpoint_id, save_id)
-            if place is None:
+            if place is None or is_read(place):
                 return False
             trash = root / TRASH_DIR / save_id
             make_directory(trash.parent)

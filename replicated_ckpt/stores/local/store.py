@@ -43,19 +43,18 @@ from replicated_ckpt.stores.files.durable import (
     write_file,
 )
 from replicated_ckpt.stores.files.ownership import make_private
+from replicated_ckpt.stores.local import replaced
 from replicated_ckpt.stores.local.carry_over import carry_over
 from replicated_ckpt.stores.local.catalog import Catalog
 from replicated_ckpt.stores.local.identity import ensure_identity, read_identity
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.place import PlaceNotes
 from replicated_ckpt.stores.local.replaceable import check_replaceable
-from replicated_ckpt.stores.local.replaced import check_order, holds_all_shards, keep_replaced, replaced_path, take_back
 from replicated_ckpt.stores.local.retire import origins
 
 PART_SUFFIX = ".part"
 NOWHERE = "/proc/self/replicated-ckpt-nowhere"
 """A root that is empty and stays so: for those who have no store."""
-
 
 NO_NODE = "none"
 """Stands for the identity of a store that has none yet."""
@@ -209,7 +208,7 @@ class LocalStore:
             intent = self.intent_of(save_id)
             check_replaceable(self.root, manifest.checkpoint_id, intent)
             before = self.published(manifest.checkpoint_id)
-            check_order(manifest, before, intent)
+            replaced.check_order(manifest, before, intent)
             failpoints.reach("commit.checked")
             if intent.adopts:
                 carry_over(self.root, manifest, staging)
@@ -219,10 +218,10 @@ class LocalStore:
             make_directories(final.parent, self.root)
             trash = self._trash(save_id)
             remove_moved(trash, final.parent, staging.parent)
-            take_back(self.catalog, save_id, staging)
-            is_whole = holds_all_shards(staging, manifest)
-            place = trash if is_whole else replaced_path(self.root, before, save_id)
-            publish_directory(staging, final, place, is_kept=not is_whole)
+            replaced.take_back(self.catalog, save_id, staging)
+            is_over = replaced.holds_all_shards(staging, manifest) and not replaced.is_read(final)
+            place = trash if is_over else replaced.replaced_path(self.root, before, save_id)
+            publish_directory(staging, final, place, is_kept=not is_over)
             failpoints.reach("commit.durable")
             remove_tree(trash)  # a part of it that came back under this save's staged name would be no decision of it
             self._forget(save_id)
@@ -263,17 +262,18 @@ class LocalStore:
         except (ObjectMissing, ManifestInvalid):
             return None
 
-    def drop_replaced(self, name: str) -> None:
-        """Removes a version that a newer save has replaced. The caller has seen the newer one whole."""
+    def drop_replaced(self, name: str) -> bool:
+        """Removes a version that a newer save has replaced; False: it is read. The caller has seen the newer one whole."""
         if not is_save_id(name):
             raise ConfigInvalid(f"{name!r} is no save id.")
         with translate_errors(str(self.root), "remove", f"{REPLACED_DIR}/{name}"), exclusive(self.root / STAGING_DIR):
             path = self.root / REPLACED_DIR / name
-            if path.is_dir():
+            if path.is_dir() and not replaced.is_read(path):
                 trash = self._trash(name)
                 remove_tree(trash)
                 path.rename(trash)
                 remove_moved(trash, path.parent)
+            return not path.is_dir()
 
     def _trash(self, save_id: str) -> Path:
         """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""
@@ -341,7 +341,7 @@ class LocalStore:
         staging = self.staging(save_id)
         for place in self._places([self.intent_of(save_id)]):
             fsync_directory(place)  # a commit that was cut off may be seen and not be durable: the intent goes last
-        if staging.is_dir() and keep_replaced(self.root, staging, save_id):
+        if staging.is_dir() and replaced.keep_replaced(self.root, staging, save_id):
             fsync_directory(staging.parent)
         elif staging.is_dir():
             trash = self._trash(save_id)

@@ -45,9 +45,8 @@ class PeerSink:
             return
         if self._taken_bytes < SLOW_BYTES_PER_S * self._blocked_s:
             rate = self._taken_bytes / self._blocked_s / 1024
-            raise StoreUnavailable(
-                self.label, "PUT", self._path, f"too slow: {rate:.0f} KiB/s over the last {self._blocked_s:.0f} s"
-            )
+            slow = TimeoutError(f"too slow: {rate:.0f} KiB/s over the last {self._blocked_s:.0f} s")
+            raise StoreUnavailable(self.label, "PUT", self._path, str(slow)) from slow
         self._blocked_s, self._taken_bytes = 0.0, 0
 
     def finish(self, table: BlockTable) -> None:

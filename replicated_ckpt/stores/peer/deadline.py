@@ -1,18 +1,27 @@
 """A deadline over a whole exchange: heartbeats show that a peer lives, not that its work will ever end."""
 
+import http.client
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from replicated_ckpt.errors import StoreUnavailable
+
+
+def is_time_out(error: BaseException | None) -> bool:
+    """Whether a peer let a time-out pass: to ask it again soon costs another one."""
+    return isinstance(error, StoreUnavailable) and isinstance(error.__cause__, TimeoutError)
+
 
 @contextmanager
 def give_up_after(connected: socket.socket | None, seconds: float) -> Iterator[None]:
-    """Breaks the connection when the block lasts longer: whoever waits on it then gets an OSError or an early end."""
-    ended = threading.Event()
+    """Breaks the connection when the block lasts longer; what the block meets then becomes a TimeoutError."""
+    ended, is_broken = threading.Event(), threading.Event()
 
     def watch() -> None:
         if not ended.wait(seconds) and connected is not None:
+            is_broken.set()
             with suppress(OSError):  # closed meanwhile: there is nothing to break
                 socket.socket.shutdown(connected, socket.SHUT_RDWR)  # not TLS's own, which would go on in the clear
 
@@ -20,5 +29,9 @@ def give_up_after(connected: socket.socket | None, seconds: float) -> Iterator[N
     thread.start()
     try:
         yield
+    except (OSError, http.client.HTTPException) as exc:
+        if is_broken.is_set():
+            raise TimeoutError(f"it has not ended within {seconds:.0f} s") from exc
+        raise
     finally:
         ended.set()

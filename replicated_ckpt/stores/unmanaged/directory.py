@@ -60,7 +60,7 @@ class UnmanagedDirectory:
                     known = self._prints[key] = signature, _print_of(fd, status.st_size, is_whole=name == METADATA_NAME)
         finally:
             os.close(fd)
-        return UnmanagedFile(status.st_size, known[1], status.st_mtime)
+        return UnmanagedFile(status.st_size, known[1], max(0.0, status.st_mtime))
 
     def open(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
         """File descriptor for reading one file of a checkpoint without a manifest; the caller closes it.

@@ -24,7 +24,7 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
-from replicated_ckpt.stores.local.committed import incoming_path, open_committed_save
+from replicated_ckpt.stores.local.committed import incoming_file, open_committed_save
 from replicated_ckpt.stores.local.inspection import at_once
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.retire import retire
@@ -230,10 +230,9 @@ def restored(store: LocalStore, mark: Marker) -> None:
     mark(f"checkpoint {CHECKPOINT}", OLD)
     mark(f"missing {CHECKPOINT}", SHARDS[1])
     mark("node", store.node_id())
-    path = incoming_path(store.root)
-    with open_committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
-        raw = shard_file(OLD, SHARDS[1])
-        expected = Expected(len(raw), crc32c(raw))
+    raw = shard_file(OLD, SHARDS[1])
+    expected = Expected(len(raw), crc32c(raw))
+    with incoming_file(store.root) as path, open_committed_save(store.root, CHECKPOINT, OLD) as (directory, _):
         sources = AnySource([Source("peer", expected, lambda _: MemoryShard(raw, expected))], lambda *_: None)
         pull_shard(sources, SHARDS[1], FileSink(path), at_once)
         directory.place(path, SHARDS[1])

@@ -1,0 +1,109 @@
+"""A peer that takes connections and never answers, as a stopped one or one that is cut off: it costs one time-out."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.protocol.placement import Placement
+from replicated_ckpt.dcp.c10d.blackboard import Blackboard
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.rendezvous import meet
+from replicated_ckpt.dcp.find.survey import Surveyor
+from replicated_ckpt.dcp.node.node import NodePost, SeenStore
+from replicated_ckpt.dcp.save.decision import SaveDecision
+from replicated_ckpt.dcp.save.shard_writer import ShardWriter
+from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentAddress
+from tests.agent.agents import running_agent
+from tests.agent.checkpoints import checkpointed, shard
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(100)]
+SILENT = "0" * 11 + "5"
+SAVE = "a" * 32
+
+
+class SilentPeer:
+    """Listens, and never says a word. `asked` is what it was asked."""
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+        self._open: list[socket.socket] = []
+        self.asked: list[str] = []
+        self.address = AgentAddress(SILENT, "127.0.0.1", server.getsockname()[1], "token")
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                self._open.append(self._server.accept()[0])
+                self.asked.append(self._open[-1].recv(1 << 16).decode(errors="replace").partition(" HTTP")[0])
+            except OSError:  # the test is over
+                return
+
+
+@pytest.fixture
+def silent() -> Iterator[SilentPeer]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield SilentPeer(server)
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def post_of(address: AgentAddress) -> NodePost:
+    return NodePost(address.node_id, "host", "boot", address.node_id, None, address)
+
+
+def decision_of(*addresses: AgentAddress) -> SaveDecision:
+    nodes = tuple(map(post_of, addresses))
+    placement = Placement(2, (tuple(node.node_id for node in nodes),), ())
+    return SaveDecision(SAVE, "step-1", 1, nodes, tuple(range(len(nodes))), placement, lineage="a" * 16)
+
+
+def test_a_buddy_that_let_a_time_out_pass_is_not_asked_again(tmp_path: Path, silent: SilentPeer) -> None:
+    """Its copy is missed after one time-out, and the shard is durable here."""
+    store = LocalStore(tmp_path / "root")
+    own = AgentAddress(store.node_id(), "127.0.0.1", 1, "token")
+    decision = decision_of(own, silent.address)
+    store.begin(decision.intent)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"a": torch.ones(100_000)}, None, True)
+    started = time.monotonic()
+    shards = ShardWriter(store, "off")
+    written = shards.write(planner.create_local_plan(), planner, decision, 0, stream_to_peers=True, durable=True)
+    assert silent.asked == [f"PUT /v1/saves/{SAVE}/{shard(0)}"]
+    assert time.monotonic() - started < 2 * PROGRESS_TIMEOUT_S
+    assert written.receipt.holders == (own.node_id,)
+    assert SILENT in written.missed[0]
+
+
+def test_a_peer_that_is_silent_when_a_load_begins_is_not_asked_again(tmp_path: Path, silent: SilentPeer) -> None:
+    """The ranks meet, one of them of a node whose agent cannot be reached: introduced once, it is not surveyed."""
+    store = LocalStore(tmp_path / "root")
+    checkpointed([store], 1, {shard(0): [0]}, copies=1)
+    board = dist.HashStore()
+    with running_agent(store.root):
+        Blackboard(board, 1, 2).post("load", {"checkpoint_id": "step-1", "node": post_of(silent.address).to_json()})
+        survey = meet(store, World(0, 2, Blackboard(board, 0, 2), "test"), "step-1")
+    assert [asked for asked in silent.asked if "upkeep" not in asked] == ["POST /v1/peers"]
+    assert [held.node_id for held in survey.holdings] == [store.node_id()]
+    assert any(SILENT in place and "not reached" in place for place in survey.searched)
+
+
+def test_what_ranks_see_without_a_manifest_counts(tmp_path: Path) -> None:
+    """A node without an agent, its manifest damaged: what its own ranks post of its files makes the checkpoint whole."""
+    here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
+    checkpointed([here, there], 1, {shard(0): [0], shard(1): [1]}, copies=1)
+    (there.root / "step-1" / MANIFEST_NAME).write_text("damaged")
+    remains = RemainsShelf(there, there.node_id()).found("step-1")
+    seen = {there.node_id(): SeenStore("its agent is silent", (), remains)}
+    survey = Surveyor(here, here.node_id(), [], seen=seen).surveyed("step-1")
+    assert survey.is_whole
+    assert survey.found.holders_of(shard(1), survey.manifest.shards[shard(1)].size_bytes) == (there.node_id(),)
