@@ -10,7 +10,7 @@ from typing import Any
 
 from replicated_ckpt.agent.start.launch import can_hold_agent, ensure_agent, running_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
-from replicated_ckpt.config import PLAIN_ENV
+from replicated_ckpt.config import HOST_ENV, PLAIN_ENV
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptWarning
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
@@ -19,7 +19,6 @@ from replicated_ckpt.stores.peer.tls import can_encrypt, is_loopback, is_network
 
 log = logging.getLogger(__name__)
 
-HOST_ENV = "REPLICATED_CKPT_HOST"
 _DOCUMENTATION_ADDRESS = "192.0.2.1"
 _PLAIN_WARNING = (
     "Nodes talk to each other without encryption, as this Python has no package `cryptography` to make a certificate with. "
@@ -83,7 +82,7 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
     Raises:
         AgentUnavailable, StoreError, ConfigInvalid
     """
-    host = advertised_host()
+    host, origin = find_host()
     try:
         endpoint, silence = ensure_agent(store, host if is_loopback(host) else _any_address(host)), ""
     except AgentUnavailable as exc:
@@ -94,7 +93,8 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
         endpoint, silence = known, str(exc)
     if not (endpoint.tls_sha256 or can_encrypt() or is_loopback(host) or is_network_trusted()):
         warnings.warn(_PLAIN_WARNING, ReplicatedCkptWarning, stacklevel=2)
-    return _post(store, endpoint.address(host, domain), silence, endpoint.invitation())
+    address = replace(endpoint.address(host, domain), origin=origin)
+    return _post(store, address, silence, endpoint.invitation())
 
 
 def present_again(store: LocalStore, before: NodePost) -> NodePost:
@@ -120,7 +120,8 @@ def reading_post(store: LocalStore) -> NodePost | None:
             return post
         endpoint, silence = running_agent(store), f"{store.root} cannot be written, and no agent runs there."
         if endpoint is not None:
-            return _post(store, endpoint.address(advertised_host()), "", endpoint.invitation())
+            host, origin = find_host()
+            return _post(store, replace(endpoint.address(host), origin=origin), "", endpoint.invitation())
     except AgentUnavailable as exc:
         silence = str(exc)
         warnings.warn(silence, ReplicatedCkptWarning, stacklevel=2)
@@ -148,23 +149,24 @@ def _inode(store: LocalStore) -> str:
     return f"{status.st_dev}:{status.st_ino}"
 
 
-def advertised_host() -> str:
-    """The address under which the other nodes reach this one.
+def find_host() -> tuple[str, str]:
+    """The address under which the other nodes reach this one, and who says so.
 
     REPLICATED_CKPT_HOST if set; else the address from which this host reaches MASTER_ADDR. Where MASTER_ADDR is this
     host under a real name, that may be a loopback address, which means nothing to the others: then the address of the
     default route. Where MASTER_ADDR itself says loopback, all nodes are on this host.
     """
-    override = os.environ.get(HOST_ENV)
+    override, name = os.environ.get(HOST_ENV), socket.gethostname()
     if override:
-        return override
+        return override, f"{HOST_ENV} on {name}"
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if master == "localhost" or is_loopback(master):
-        return "127.0.0.1"
+        return "127.0.0.1", f"MASTER_ADDR={master} on {name}: all nodes are on one host"
     address = _source_address(master)
-    if address is None or is_loopback(address):
-        address = _source_address(_DOCUMENTATION_ADDRESS)
-    return address or "127.0.0.1"
+    if address is not None and not is_loopback(address):
+        return address, f"the route of {name} to MASTER_ADDR={master}"
+    address = _source_address(_DOCUMENTATION_ADDRESS)
+    return address or "127.0.0.1", f"the default route of {name}, as MASTER_ADDR={master} is itself"
 
 
 def _source_address(destination: str) -> str | None:

@@ -156,7 +156,10 @@ class ReplicatedWriter(StorageWriter):
         self._given_id, self._next_id = self._next_id, None
         self._held.close()
         if not kwargs.get("use_collectives", True):
-            raise ConfigInvalid("use_collectives=False is not supported: a commit needs a coordinator.")
+            raise ConfigInvalid(
+                "use_collectives=False is not supported: a commit needs a coordinator.",
+                "Leave use_collectives at True.",
+            )
         self._world = world_of_call(self._process_group, None)
         if is_coordinator != self._world.is_coordinator:
             raise ConfigInvalid(
@@ -228,7 +231,7 @@ class ReplicatedWriter(StorageWriter):
         except SaveAborted as exc:
             # Somebody else failed and will be named by DCP; if nobody is, `finish` refuses this receipt.
             log.warning("rank %d stops writing: %s", self._world.rank, exc)
-            results, receipt = [], Receipt(aborted=str(exc))
+            results, receipt = [], Receipt(aborted=exc.message)
         except BaseException as exc:
             self._cluster.abort(self._decision.save_id, f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
             raise
@@ -304,7 +307,7 @@ class ReplicatedWriter(StorageWriter):
 
     def _degraded(self, problems: Iterable[str]) -> None:
         for problem in problems:
-            warnings.warn(f"{self.checkpoint_id}: {problem}.", ReplicatedCkptWarning, stacklevel=2)
+            warnings.warn(f"{self.checkpoint_id}: {problem.rstrip('.')}.", ReplicatedCkptWarning, stacklevel=2)
 
     @property
     def checkpoint_id(self) -> str:
