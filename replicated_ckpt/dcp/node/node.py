@@ -3,7 +3,6 @@
 import logging
 import os
 import socket
-import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from replicated_ckpt.agent.start.launch import can_hold_agent, ensure_agent, run
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import HOST_ENV, PLAIN_ENV
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptWarning
+from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.tls import can_encrypt, is_loopback, is_network_trusted
@@ -92,7 +92,7 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
         log.warning("this node's agent does not answer, and the others go on without it: %s", exc)
         endpoint, silence = known, str(exc)
     if not (endpoint.tls_sha256 or can_encrypt() or is_loopback(host) or is_network_trusted()):
-        warnings.warn(_PLAIN_WARNING, ReplicatedCkptWarning, stacklevel=2)
+        warn(_PLAIN_WARNING)
     address = replace(endpoint.address(host, domain), origin=origin)
     return _post(store, address, silence, endpoint.invitation())
 
@@ -116,7 +116,7 @@ def reading_post(store: LocalStore) -> NodePost | None:
         if can_hold_agent(store):
             post = node_post(store, None)
             if post.silence:
-                warnings.warn(post.silence, ReplicatedCkptWarning, stacklevel=2)
+                warn(post.silence)
             return post
         endpoint, silence = running_agent(store), f"{store.root} cannot be written, and no agent runs there."
         if endpoint is not None:
@@ -124,7 +124,7 @@ def reading_post(store: LocalStore) -> NodePost | None:
             return _post(store, replace(endpoint.address(host), origin=origin), "", endpoint.invitation())
     except AgentUnavailable as exc:
         silence = str(exc)
-        warnings.warn(silence, ReplicatedCkptWarning, stacklevel=2)
+        warn(silence)
     node_id = store.known_node_id()
     if node_id == NO_NODE:
         return None

@@ -119,7 +119,7 @@ class ShardWriter:
                     break
                 log.warning("copy of %s to node %s failed: %s", name, candidate, again)
             else:
-                missed.append(f"{name} on node {node}: {error}")
+                missed.append(f"no copy of {name} was made on node {node}: {error}")
         return holders, missed
 
     def _copied(

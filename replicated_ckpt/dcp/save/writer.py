@@ -4,7 +4,6 @@ import logging
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,6 +24,7 @@ from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
 from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
+from replicated_ckpt.dcp.runtime.caller import find_line, warn
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
@@ -35,7 +35,7 @@ from replicated_ckpt.dcp.save.receipts import check_none_aborted, collect_receip
 from replicated_ckpt.dcp.save.report import SaveReport, report_save
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
-from replicated_ckpt.errors import AckNotReached, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
+from replicated_ckpt.errors import AckNotReached, ConfigInvalid, SaveAborted
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -115,6 +115,7 @@ class ReplicatedWriter(StorageWriter):
         )
         target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self.last_save: SaveReport | None = None
+        self._made_at = find_line()
         self._process_group = process_group
         self._storage_options = storage_options
         self._store = LocalStore(self.config.root)
@@ -307,7 +308,7 @@ class ReplicatedWriter(StorageWriter):
 
     def _degraded(self, problems: Iterable[str]) -> None:
         for problem in problems:
-            warnings.warn(f"{self.checkpoint_id}: {problem.rstrip('.')}.", ReplicatedCkptWarning, stacklevel=2)
+            warn(f"{self.checkpoint_id}: {problem.rstrip('.')}.", self._made_at)
 
     @property
     def checkpoint_id(self) -> str:
