@@ -66,8 +66,8 @@ def published(nodes: int, hung: int, metadata_bytes: int) -> tuple[float, float,
             opened_at = time.perf_counter()
             cluster.commit("0" * 32, bytes(metadata_bytes), b"{}")
             ended = time.perf_counter()
-        if len(opened.unreached) != hung:
-            raise ReplicatedCkptError(f"{len(opened.unreached)} of {nodes} nodes were not reached, not {hung}.")
+        if len(opened.error_by_node) != hung:
+            raise ReplicatedCkptError(f"{len(opened.error_by_node)} of {nodes} nodes were not reached, not {hung}.")
         return opened_at - began, ended - opened_at, sum(sent) / 1e6
 
 

@@ -2,6 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from replicated_ckpt.wording import plural
+
+HINT_MARK = " Hint: "
+"""Between an error's message and its hint, where both are one text."""
+
 
 class ReplicatedCkptWarning(UserWarning):
     """Something is weaker than asked for, and nothing is lost: fewer copies than wanted, a bad copy that was replaced."""
@@ -22,7 +27,7 @@ class ReplicatedCkptError(Exception):
         self.hint = hint or self.default_hint
 
     def __str__(self) -> str:
-        return f"{self.message} Hint: {self.hint}"
+        return f"{self.message}{HINT_MARK}{self.hint}"
 
 
 class ConfigInvalid(ReplicatedCkptError):
@@ -72,7 +77,8 @@ class CheckpointNotFound(ReplicatedCkptError):
     default_hint = "Check the id with `replicated-ckpt ls --root ROOT`, and that the nodes that hold it take part."
 
     def __init__(self, message: str, hint: str | None = None, unreached: Sequence[str] = ()) -> None:
-        super().__init__(message, hint)
+        absent = f"Bring back what may hold it, then load again: {'; '.join(unreached)}." if unreached else None
+        super().__init__(message, hint or absent)
         self.args = (message, hint, tuple(unreached))
         self.unreached = tuple(unreached)
 
@@ -128,7 +134,7 @@ class ShardLost(ReplicatedCkptError):
         shards = ", ".join(f"{shard} (owner {owner})" for shard, owner in sorted(owner_by_shard.items()))
         where = "; ".join(searched) or "nowhere: no store could be reached"
         super().__init__(
-            f"Checkpoint {checkpoint_id!r}: no intact copy of {len(owner_by_shard)} shard(s) is left: {shards}. "
+            f"Checkpoint {checkpoint_id!r}: no intact copy of {plural(len(owner_by_shard), 'shard')} is left: {shards}. "
             f"Searched: {where}."
         )
         self.args = (checkpoint_id, dict(owner_by_shard), tuple(searched))
@@ -194,7 +200,8 @@ class UploadFailed(ReplicatedCkptError):
     default_hint = "The copies on the nodes are not affected; the agents go on trying, `/v1/status` tells how it goes."
 
     def __init__(self, checkpoint_id: str, url: str, why: str) -> None:
-        super().__init__(f"Checkpoint {checkpoint_id!r} is not in {url}: {why}")
+        said, _, hint = why.partition(HINT_MARK)
+        super().__init__(f"Checkpoint {checkpoint_id!r} is not in {url}: {said}", hint or None)
         self.args = (checkpoint_id, url, why)
         self.checkpoint_id = checkpoint_id
         self.url = url
@@ -252,7 +259,7 @@ class StoreError(ReplicatedCkptError):
     default_hint = "The other copies are still used; check the named store."
 
     def __init__(self, store: str, op: str, key: str, detail: str = "", hint: str | None = None) -> None:
-        super().__init__(f"{type(self).__name__}: {op} {key!r} at {store}: {detail}".rstrip(": ") + ".", hint)
+        super().__init__(f"{type(self).__name__}: {op} {key!r} at {store}: {detail}".rstrip(":. ") + ".", hint)
         self.args = (store, op, key, detail, hint)
         self.store = store
         self.op = op

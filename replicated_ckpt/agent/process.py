@@ -1,5 +1,6 @@
 """The life of an agent: one per root, from the lock to the last client."""
 
+import errno
 import logging
 import os
 import signal
@@ -33,6 +34,7 @@ from replicated_ckpt.agent.state.endpoint import (
     single_agent_lock,
     write_endpoint,
 )
+from replicated_ckpt.agent.state.listeners import describe_listeners
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import AgentConfig, check_direct_io
@@ -48,6 +50,7 @@ log = logging.getLogger(__name__)
 _LOOK_INTERVAL_S = 0.5
 _LEAVE_GRACE_S = 3.0
 _LEAVE_POLL_S = 0.02
+_WHO = "As root, `ss -ltnp 'sport = :{}'` names its process."
 
 
 class _Activity:
@@ -93,6 +96,22 @@ class _WatchedRoutes(Routes):
             return super().answer(request)
         with self._activity:
             return super().answer(request)
+
+
+def _cannot_listen(host: str, port: int, problem: OSError) -> AgentUnavailable:
+    """Why the agent cannot listen, and what to do about it: whose the port is, or what is wrong with the host."""
+    why = f"Cannot listen on {host}:{port}: {problem.strerror or problem}"
+    if problem.errno == errno.EADDRINUSE:
+        holder = describe_listeners(port) or "a process that cannot be seen from here (another container?)"
+        hint = (
+            f"End that process, or pass another --port; without --port the agent takes a free one. {_WHO.format(port)}"
+        )
+        return AgentUnavailable(f"{why}. The port is taken by {holder}.", hint)
+    if problem.errno in (errno.EACCES, errno.EPERM):
+        return AgentUnavailable(f"{why}.", "Pass a --port from 1024 on: lower ones are for root.")
+    return AgentUnavailable(
+        f"{why}.", "Pass an address of this host with --host (`ip address` lists them), or 0.0.0.0."
+    )
 
 
 class Agent:
@@ -198,7 +217,7 @@ class Agent:
                 return AgentServer((self.config.host, port), identity.tokens, routes, tls)
             except OSError as exc:
                 problem = exc
-        raise AgentUnavailable(f"Cannot listen on {self.config.host}:{self.config.port}: {problem}.")
+        raise _cannot_listen(self.config.host, self.config.port, problem) from problem
 
     def _reached_at(self, server: AgentServer, identity: Identity) -> Endpoint:
         return Endpoint(

@@ -91,8 +91,10 @@ def test_a_block_without_a_reason_is_found(mark: str) -> None:
 def test_the_ten_lines_run(tmp_path: Path, document: str) -> None:
     """The first example saves and loads on one process."""
     assert text_of(document).count('"/nvme/ckpt")') == 2
-    reader = run(document, tmp_path)["reader"]
+    names = run(document, tmp_path)
+    reader = names["reader"]
     assert isinstance(reader, ReplicatedReader)
+    assert names.get("saved_before", True), "the error of a save to a name that is taken"
     assert reader.last_load is not None
     assert reader.last_load.checkpoint_id == "step-1000"
     assert (tmp_path / "ckpt" / "step-1000" / ".metadata").exists()

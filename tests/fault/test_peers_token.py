@@ -18,9 +18,9 @@ from replicated_ckpt.agent.requests.checks import CHECKS_MAX, Checks
 from replicated_ckpt.agent.requests.request import Request
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import (
+    ConfigInvalid,
     ObjectCorrupt,
     ObjectMissing,
-    PeerProtocolError,
     ReplicatedCkptError,
     StoreDenied,
     StoreUnavailable,
@@ -70,7 +70,7 @@ def test_a_token_runs_no_command(agent: RunningAgent, tmp_path: Path) -> None:
             with pytest.raises(StoreDenied):
                 peer.call("POST", f"/v1/object/{verb}", document)
             assert len(said_of(agent, f"object/{verb}")) == 1
-        with pytest.raises(PeerProtocolError, match="environment"):
+        with pytest.raises(ConfigInvalid, match="environment"):
             owner.call("POST", "/v1/object/target", target)
         for bucket in ({**options, "profile": "evil"}, options):
             owner.call("POST", "/v1/object/target", {**target, "options": bucket, "environment": {}})
@@ -87,7 +87,7 @@ def test_a_place_that_only_a_peer_names_is_not_written(tmp_path: Path, where: st
         with agent.peer() as peer:
             with pytest.raises(StoreDenied):
                 peer.call("POST", "/v1/object/target", {"url": url, "options": {}, "environment": {}})
-            with pytest.raises(PeerProtocolError, match="not known"):
+            with pytest.raises(ConfigInvalid, match="not known"):
                 peer.call("POST", "/v1/object/upload", {"save_id": manifest.save_id, "url": url})
         with agent.client() as owner:
 
@@ -266,7 +266,7 @@ def test_an_adoption_by_a_peer_keeps_to_what_lies_there(tmp_path: Path) -> None:
                 with pytest.raises(error):
                     client.call("POST", f"/v1/saves/{SAVE}", {**adoption, "checkpoint_id": checkpoint_id})
             client.call("POST", f"/v1/saves/{SAVE}", {**adoption, "checkpoint_id": ID})
-            with pytest.raises(PeerProtocolError, match="could be brought"):
+            with pytest.raises(ConfigInvalid, match="could be brought"):
                 client.put("PUT", f"/v1/saves/{SAVE}/{shard(9)}", b"x")
             client.put("PUT", f"/v1/saves/{SAVE}/.metadata", contents[".metadata"])
             manifest = replace(saved, save_id=SAVE, checkpoint_id=ID)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from replicated_ckpt.cli.main import parser
-from replicated_ckpt.dcp.node.node import HOST_ENV
+from replicated_ckpt.config import HOST_ENV
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import findings
 from tests.multiprocess.processes import end, processes_of

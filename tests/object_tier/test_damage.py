@@ -72,7 +72,7 @@ def test_a_damaged_object_is_no_source(moto: Server, site_of: SiteOf, kind: str)
     results = site.cluster.launch(calls, nodes=[0, 1])
     for failure in results.of(0):
         assert failure["types"] in (["ShardLost"], ["AssertionError"]), failure  # DCP wraps what read_metadata raises
-        assert f"no intact copy of 1 shard(s) is left: {name}" in failure["message"]
+        assert f"no intact copy of 1 shard is left: {name}" in failure["message"]
         assert failure["is_clean"]
         assert site.name in failure["message"]
     assert all(value["same"] for value in results.of(1))

@@ -115,7 +115,22 @@ def private_torch_names(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: {ast.unparse(node)} is private to torch: {TORCH_PRIVATE_HOME}"
 
 
-RULES: list[Rule] = [too_long_files, too_long_functions, broad_excepts, unfinished, vague_names, private_torch_names]
+def guessed_plurals(source: Source) -> Iterator[str]:
+    """A number that is known has one plural: `plural(count, "node")`, not "node(s)"."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"[a-z]\(s\)", node.value):
+            yield f"{source.path}:{node.lineno}: {node.value[:60]!r}"
+
+
+RULES: list[Rule] = [
+    too_long_files,
+    too_long_functions,
+    broad_excepts,
+    unfinished,
+    vague_names,
+    private_torch_names,
+    guessed_plurals,
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -152,6 +167,7 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * FUNCTION_LINES_MAX
         (private_torch_names, "replicated_ckpt/dcp/x.py", "from torch.distributed.checkpoint import _version\n"),
         (private_torch_names, "replicated_ckpt/dcp/x.py", "from torch.distributed._tensor import DTensor\n"),
         (private_torch_names, "replicated_ckpt/dcp/x.py", "import torch.distributed as dist\ndist.c10d._get_store()\n"),
+        (guessed_plurals, "replicated_ckpt/core/x.py", 'print(f"{count} node(s)")\n'),
     ],
 )
 def test_a_breach_is_found(rule: Rule, path: str, text: str) -> None:

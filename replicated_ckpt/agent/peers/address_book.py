@@ -4,6 +4,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class PeerBook:
         found = self._read()[0].get(node_id)
         if found is None:
             raise ObjectMissing("this agent's address book", "find", node_id[:80], "it was not introduced", _HINT)
-        return found
+        return self._told(found)
 
     def known(self) -> tuple[AgentAddress, ...]:
         """The peers met so far. An unreadable file counts as none: it only saves looking for them.
@@ -72,7 +73,12 @@ class PeerBook:
         Raises:
             StoreDenied: another user of the host can have written it.
         """
-        return tuple(self._read()[0].values())
+        return tuple(map(self._told, self._read()[0].values()))
+
+    def _told(self, peer: AgentAddress) -> AgentAddress:
+        """The address as it is given out: an error that has it names this book, and who wrote the host into it."""
+        told = f", which has it from {peer.origin}" if peer.origin else ""
+        return replace(peer, origin=f"the address book {self._path}{told}")
 
     def _merge(self, news: Mapping[str, AgentAddress], returned: Collection[str], left: Collection[str] = ()) -> None:
         with self._lock:

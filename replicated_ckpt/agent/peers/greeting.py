@@ -81,8 +81,8 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str) -> None:
     known = identify_sender(book, said)
     if known.tls_sha256 not in ("", said.tls_sha256) or said.incarnation < known.incarnation:
         raise _denial(said, "its certificate is another one, or it has been started again since")
-    host = from_host if known.tls_sha256 else known.host
-    book.learn([replace(said, host=host, domain=said.domain or known.domain)])
+    host, origin = (from_host, "its own greeting") if known.tls_sha256 else (known.host, "the job that introduced it")
+    book.learn([replace(said, host=host, domain=said.domain or known.domain, origin=origin)])
 
 
 def identify_sender(book: PeerBook, said: AgentAddress) -> AgentAddress:

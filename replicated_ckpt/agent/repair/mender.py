@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 from replicated_ckpt import failpoints
@@ -195,7 +196,8 @@ class Mender:
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
             with incoming_file(self._store.root) as path:
                 try:
-                    pull_shard(sources, action.shard, FileSink(path), self._pace.take)
+                    hint = _bring_back(manifest, entry, action.sources)
+                    pull_shard(sources, action.shard, FileSink(path), self._pace.take, hint)
                 finally:
                     sources.close()
                 directory.place(path, action.shard)
@@ -233,6 +235,15 @@ class Mender:
         return [known[node] for node in nodes if node in known]
 
 
+def _bring_back(manifest: Manifest, entry: ShardEntry, sources: Sequence[str]) -> str:
+    """The next step where the copies at the `sources`, which answer, are not enough: the nodes that were to hold others."""
+    hosts = {node.node_id: node.host for node in manifest.nodes}
+    others = [f"{node} ({hosts.get(node, 'host unknown')})" for node in entry.holders if node not in sources]
+    if not others:
+        return "All nodes that were to hold a copy have answered: load an older checkpoint."
+    return f"Bring back node {' or node '.join(others)}, then repair again; or load an older checkpoint."
+
+
 def _manifest_in(directory: Committed) -> tuple[Manifest | None, str]:
     """The manifest in a directory; None, and why, if it is damaged or gone."""
     try:
@@ -243,18 +254,20 @@ def _manifest_in(directory: Committed) -> tuple[Manifest | None, str]:
         return None, exc.message
 
 
-def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced) -> None:
+def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced, hint: str | None = None) -> None:
     """Copies a shard into a file, every block verified. The file is whole and durable afterwards, or not there.
+
+    `hint`: the next step where no source has it.
 
     Raises:
         StoreUnavailable: no source could be opened. ObjectCorrupt: some bytes are intact nowhere. StoreFull, StoreError
     """
     try:
-        table = _table(sources, shard)
+        table = _table(sources, shard, hint)
         for offset in range(0, table.data_bytes, PIECE_BYTES):
             length = min(PIECE_BYTES, table.data_bytes - offset)
             paced(length)
-            sink.write(_intact(sources, shard, offset, length))
+            sink.write(_intact(sources, shard, offset, length, hint))
         sink.write(memoryview(table.encoded()))
         sink.finish(table)
     except BaseException:
@@ -262,15 +275,15 @@ def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced) -> 
         raise
 
 
-def _table(sources: AnySource, shard: str) -> BlockTable:
+def _table(sources: AnySource, shard: str, hint: str | None) -> BlockTable:
     opened = sources.any_opened()
     if opened is None:
-        raise StoreUnavailable("the peers", "copy", shard, "none of them could give its checksums")
+        raise StoreUnavailable("the peers", "copy", shard, "none of them could give its checksums", hint)
     return opened.table
 
 
-def _intact(sources: AnySource, shard: str, offset: int, length: int) -> memoryview:
+def _intact(sources: AnySource, shard: str, offset: int, length: int, hint: str | None) -> memoryview:
     piece = sources.read(offset, length)
     if piece is None:
-        raise ObjectCorrupt("the peers", "copy", shard, f"no intact bytes {offset} to {offset + length}")
+        raise ObjectCorrupt("the peers", "copy", shard, f"no intact bytes {offset} to {offset + length}", hint)
     return piece

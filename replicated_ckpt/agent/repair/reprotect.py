@@ -257,7 +257,7 @@ class Reprotector:
             self._mender.carry_out(action)
         except ReplicatedCkptError as exc:
             log.warning("not done: %s: %s", action, exc)
-            return exc.message
+            return str(exc)
         return ""
 
     def _carried_out(self, part: RepairPlan) -> tuple[int, list[str]]:

@@ -24,6 +24,8 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 log = logging.getLogger(__name__)
 
 SETTLE_TIMEOUT_S = 3.0
+_END_JOB = "End the job that saves, then repair again."
+_INTRODUCE = "Bring back a node that has it; a job with ranks on both nodes introduces them."
 
 
 def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[AgentAddress]) -> None:
@@ -55,7 +57,7 @@ def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> S
     if intent is None:
         raise ObjectMissing(f"node {service.node_id}", "give up", save_id, "it is not staged here")
     if service.store.is_held(save_id):
-        raise ConfigInvalid(f"Save {save_id} is not given up: ranks of this node still work on it.")
+        raise ConfigInvalid(f"Save {save_id} is not given up: ranks of this node still work on it.", _END_JOB)
     leftover = Leftover(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")
     with service.completing:
         _settle_one(service, leftover, service.peers.known(), frozenset(lost))
@@ -63,7 +65,7 @@ def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> S
     if not waits_for and service.store.staging(save_id).is_dir():
         raise ConfigInvalid(
             f"Save {save_id} is not given up: another node of it says that ranks work on it there, or did a moment ago.",
-            "End the job that saves, then repair again.",
+            _END_JOB,
         )
     return waits_for
 
@@ -158,7 +160,7 @@ def _stage_decision(service: NodeService, save_id: str, sources: Sequence[AgentA
         for name, raw in decision.items():
             service.store.put_small(save_id, name, raw)
         return
-    raise last or PeerProtocolError(f"No node that has published save {save_id} is known.")
+    raise last or PeerProtocolError(f"No node that has published save {save_id} is known.", _INTRODUCE)
 
 
 def _fetch_decision(source: AgentAddress, save_id: str) -> dict[str, bytes]:

@@ -69,7 +69,7 @@ def ensure_agent(store: LocalStore, bind_host: str) -> Endpoint:
             with translate_errors(str(store.root), "start", "agent"):
                 return _start(store, directory, bind_host)
         except AgentUnavailable as exc:
-            lock.path.write_text(json.dumps({"unix_s": time.time(), "why": exc.message}))
+            lock.path.write_text(json.dumps({"unix_s": time.time(), "why": exc.message, "hint": exc.hint}))
             raise
 
 
@@ -104,7 +104,10 @@ def _stay_client(root: Path, directory: Path) -> None:
         if lock is not None:
             _client_lock_by_root[root] = lock
         elif time.monotonic() > deadline:
-            raise AgentUnavailable(f"The client lock in {directory} is held by a process that does not let go.")
+            raise AgentUnavailable(
+                f"The client lock in {directory} is held by a process that does not let go.",
+                _held_hint(directory, "clients"),
+            )
         else:
             time.sleep(_POLL_S)
 
@@ -115,7 +118,10 @@ def _starting(directory: Path) -> Iterator[FileLock]:
     deadline = time.monotonic() + 2 * START_TIMEOUT_S
     while (lock := FileLock.taken(directory / "start")) is None:
         if time.monotonic() > deadline:
-            raise AgentUnavailable(f"Another process has been starting the agent of {directory.parent} for too long.")
+            raise AgentUnavailable(
+                f"Another process has been starting the agent of {directory.parent} for too long.",
+                _held_hint(directory, "start"),
+            )
         time.sleep(_POLL_S)
     try:
         yield lock
@@ -130,7 +136,7 @@ def _raise_failure_since(began: float, path: Path) -> None:
     except ValueError:  # its process was killed while it wrote
         return
     if began <= found.get("unix_s", 0) <= time.time():
-        raise AgentUnavailable(found["why"])
+        raise AgentUnavailable(found["why"], found.get("hint"))
 
 
 def _ask(directory: Path) -> Endpoint | None:
@@ -196,7 +202,9 @@ def _wait_until_gone(directory: Path) -> None:
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while (lock := single_agent_lock(directory)) is None:
         if time.monotonic() > deadline:
-            raise AgentUnavailable(f"The agent of {directory.parent} was told to stop and has not.")
+            raise AgentUnavailable(
+                f"The agent of {directory.parent} was told to stop and has not.", _held_hint(directory, LOCK_NAME)
+            )
         time.sleep(_POLL_S)
     lock.release()
 
@@ -232,7 +240,7 @@ def _start(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
                 if time.monotonic() > deadline - START_TIMEOUT_S + OTHERS_START_S:
                     raise AgentUnavailable(
                         f"An agent of {store.root} has been starting for too long; it may be stopped.",
-                        f"`fuser -v {directory / LOCK_NAME}` names its process: continue it, or kill it.",
+                        _held_hint(directory, LOCK_NAME),
                     )
                 time.sleep(_POLL_S)
                 continue
@@ -243,6 +251,16 @@ def _start(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
     raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s")
 
 
+def _held_hint(directory: Path, lock_name: str) -> str:
+    return (
+        f"`fuser -v {directory / lock_name}` names its process: continue it (`kill -CONT`) if it is stopped, or kill it, "
+        "and save or load again."
+    )
+
+
 def _unavailable(directory: Path, why: str) -> AgentUnavailable:
     tail = (directory / LOG_NAME).read_bytes()[-800:].decode(errors="replace")
-    return AgentUnavailable(f"The agent of {directory.parent} could not be started: {why}. End of its log: {tail!r}.")
+    return AgentUnavailable(
+        f"The agent of {directory.parent} could not be started: {why}. End of its log: {tail!r}.",
+        f"Mend what the log says; `replicated-ckpt agent --root {directory.parent}` runs one in the foreground.",
+    )

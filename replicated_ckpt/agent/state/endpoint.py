@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from replicated_ckpt.agent.state.listeners import listeners_on
 from replicated_ckpt.agent.state.rights import Tokens, invite
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
@@ -114,11 +115,8 @@ def listening_endpoint(directory: Path) -> Endpoint | None:
 
 
 def _is_own_listener(port: int) -> bool:
-    """Whether only processes of this user listen there. Source: proc(5): /proc/net/tcp, state 0A and eighth field."""
-    tables = [path.read_text() for name in ("tcp", "tcp6") if (path := Path("/proc/net", name)).exists()]
-    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
-    owners = {int(row[7]) for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
-    return owners == {os.geteuid()}
+    """Whether only processes of this user listen there."""
+    return {listener.uid for listener in listeners_on(port)} == {os.geteuid()}
 
 
 def next_identity(directory: Path) -> Identity:

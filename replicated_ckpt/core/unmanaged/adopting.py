@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from replicated_ckpt.core.unmanaged.survey import UnmanagedSave
+from replicated_ckpt.wording import plural
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,9 @@ class AdoptUnmanaged:
         count = len({shard for shards in self.shards_by_node.values() for shard in shards})
         nodes = ", ".join(sorted(self.shards_by_node))
         return (
-            f"adopt {self.checkpoint_id} of stock torch: {count} shards ({self.size_bytes} bytes) on node(s) {nodes} get "
-            f"checksums, {len(self.node_ids)} node(s) manifest and metadata; then up to {self.copies} copies of each shard"
+            f"adopt {self.checkpoint_id} of stock torch: checksums for {plural(count, 'shard')} ({self.size_bytes} bytes) "
+            f"on node {nodes}; manifest and metadata for {plural(len(self.node_ids), 'node')}; then up to "
+            f"{self.copies} copies of each shard"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -25,6 +25,11 @@ _POLL_MAX_S = 0.1
 _POLL_PER_RANK_S = 0.001
 """All ranks together ask the store some thousand times in a second, however many they are."""
 _PACKED_FROM_BYTES = 4096
+_LATE_COORDINATOR = "Look at the log of rank 0, and whether its process is stopped; then save or load again."
+_LATE_RANK = (
+    "This rank was held up, and the others went on without it: look for what stops it, then save or load again."
+)
+_FOREIGN = "Something else writes to this job's c10d store, or its ranks run different versions of replicated_ckpt."
 
 
 class Blackboard:
@@ -125,7 +130,7 @@ class Blackboard:
             self._seal.check(key, raw, mark)
             fields = _decode(key, raw)
             if not isinstance(fields.get("nonce"), str):
-                raise PeerProtocolError(f"{key!r} on the c10d store is no post.")
+                raise PeerProtocolError(f"{key!r} on the c10d store is no post.", _FOREIGN)
         except ReplicatedCkptError as exc:
             return {"nonce": _claimed_nonce(raw), "error": pack_error(exc)}
         return fields
@@ -180,7 +185,9 @@ class Blackboard:
             if COORDINATOR in lost or (lost and wait.is_long):
                 raise _describe_ended(lost)
             if is_over:
-                raise MeetingFailed(f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.")
+                raise MeetingFailed(
+                    f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.", _LATE_COORDINATOR
+                )
             wait.pause()
 
     def _answer(self, topic: str, kind: str, nonce: str) -> dict[str, Any] | None:
@@ -194,7 +201,7 @@ class Blackboard:
         signed = (nonce + _digest(raw)).encode()
         self._seal.check(key, signed, note[len(signed) :])
         if not note.startswith(signed):
-            raise MeetingFailed(f"This rank was too late to read what was decided about this {topic}.")
+            raise MeetingFailed(f"This rank was too late to read what was decided about this {topic}.", _LATE_RANK)
         return _decode(f"{topic}/decision", raw)
 
     def _note(self, key: str, signed: str) -> str:
@@ -250,7 +257,7 @@ def _decode(key: str, raw: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(raw if raw[:1] == b"{" else zlib.decompress(raw))
     except (ValueError, RecursionError, zlib.error) as exc:
-        raise PeerProtocolError(f"{key!r} on the c10d store is no JSON: {type(exc).__name__}.") from exc
+        raise PeerProtocolError(f"{key!r} on the c10d store is no JSON: {type(exc).__name__}.", _FOREIGN) from exc
     if not isinstance(fields, dict):
-        raise PeerProtocolError(f"{key!r} on the c10d store is no JSON object.")
+        raise PeerProtocolError(f"{key!r} on the c10d store is no JSON object.", _FOREIGN)
     return fields

@@ -88,7 +88,8 @@ def _secret_in(path: Path) -> bytes:
             secret = file.read()
     except OSError as exc:
         raise ConfigInvalid(
-            f"The job secret in {path} ({JOB_SECRET_FILE_ENV}) cannot be read: {exc.strerror}."
+            f"The job secret in {path} ({JOB_SECRET_FILE_ENV}) cannot be read: {exc.strerror}.",
+            f"Put the secret there on every node, readable by this user alone: `chmod 600 {path}`.",
         ) from exc
     mode = stat.S_IMODE(status.st_mode)
     readers = stat.S_IRGRP if status.st_uid == 0 else 0  # root lets a group read what it mounts into a container

@@ -50,7 +50,7 @@ def unmanaged_save(
 def _without_metadata(checkpoint: UnmanagedCheckpoint, searched: Sequence[str]) -> str:
     nodes = ", ".join(holding.node_id for holding in checkpoint.holdings)
     return (
-        f"Shards of {checkpoint.checkpoint_id!r} lie on node(s) {nodes} without a manifest, and no node that was reached "
+        f"Shards of {checkpoint.checkpoint_id!r} lie on node {nodes} without a manifest, and no node that was reached "
         f"has its .metadata. Searched: {'; '.join(searched)}."
     )
 

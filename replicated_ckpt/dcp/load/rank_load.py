@@ -30,6 +30,10 @@ from replicated_ckpt.stores.node_cache.exchange import Exchange
 log = logging.getLogger(__name__)
 
 
+_BAD_METADATA = "Load another checkpoint, and report this one: an intact save has no such metadata."
+_TRANSFORMED = "Load it with the reader that knows the transforms, and save it with ReplicatedWriter, without them."
+
+
 def places_of(metadata: Metadata) -> Mapping[str, Sequence[ByteRange]]:
     """Where the items of a checkpoint lie, by shard."""
     places: dict[str, list[ByteRange]] = {}
@@ -77,11 +81,15 @@ class RankLoad:
         asked = {self._shard(item) for item in plan.items}
         unknown = asked - set(manifest.shards)
         if unknown:
-            raise ManifestInvalid(f"The .metadata names {sorted(unknown)}, which the manifest does not know.")
+            raise ManifestInvalid(
+                f"The .metadata names {sorted(unknown)}, which the manifest does not know.", _BAD_METADATA
+            )
         for item in plan.items:
             info = self._info(item)
             if info.offset + info.length > manifest.shards[self._shard(item)].size_bytes:
-                raise ManifestInvalid(f"The .metadata has {item.storage_index.fqn!r} beyond {self._shard(item)}'s end.")
+                raise ManifestInvalid(
+                    f"The .metadata has {item.storage_index.fqn!r} beyond {self._shard(item)}'s end.", _BAD_METADATA
+                )
         lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in asked})
         if lost:
             owners = {shard: manifest.owner_of(shard) for shard in lost}
@@ -165,10 +173,10 @@ class RankLoad:
     def _info(self, item: ReadItem) -> StorageInfo:
         info = self._info_by_index.get(item.storage_index)
         if info is None:
-            raise ManifestInvalid(f"The .metadata does not say where {item.storage_index.fqn!r} lies.")
+            raise ManifestInvalid(f"The .metadata does not say where {item.storage_index.fqn!r} lies.", _BAD_METADATA)
         if getattr(info, "transform_descriptors", None):
             raise ManifestInvalid(
-                f"{item.storage_index.fqn!r} was saved through stream transforms, which are not read."
+                f"{item.storage_index.fqn!r} was saved through stream transforms, which are not read.", _TRANSFORMED
             )
         return info
 

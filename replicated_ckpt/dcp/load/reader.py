@@ -3,7 +3,6 @@
 import logging
 import os
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,10 +29,11 @@ from replicated_ckpt.dcp.load.rank_load import RankLoad, places_of
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.sharing import plan_sharing
 from replicated_ckpt.dcp.load.unasked import describe_unasked
+from replicated_ckpt.dcp.runtime.caller import find_line, warn
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
 from replicated_ckpt.dcp.runtime.torch_private import calling
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
-from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, ReplicatedCkptWarning
+from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
@@ -90,6 +90,7 @@ class ReplicatedReader(StorageReader):
         super().__init__()
         self.config = ReaderConfig.checked(root, object_store=object_store, lineage=lineage)
         self.last_load: LoadReport | None = None
+        self._made_at = find_line()
         self._process_group = process_group
         self._no_dist = no_dist
         self._store = LocalStore(self.config.root or NOWHERE)
@@ -202,9 +203,9 @@ class ReplicatedReader(StorageReader):
         )
         self._places = places_of(metadata) if self._surveyed.unmanaged_warning else None
         if self._surveyed.unmanaged_warning and self._world.is_coordinator:
-            warnings.warn(self._surveyed.unmanaged_warning, ReplicatedCkptWarning, stacklevel=3)
+            warn(self._surveyed.unmanaged_warning, self._made_at)
         if len(self._surveyed.lineages) > 1:
-            warnings.warn(_lineages_warning(self._surveyed), ReplicatedCkptWarning, stacklevel=3)
+            warn(_lineages_warning(self._surveyed), self._made_at)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -242,7 +243,7 @@ class ReplicatedReader(StorageReader):
         if not self._expect_partial:
             warning = describe_unasked(self.checkpoint_id, self._saved, plans)
             if warning is not None:
-                warnings.warn(warning, ReplicatedCkptWarning, stacklevel=3)
+                warn(warning, self._made_at)
         return plan_sharing(plans, sorted(self._surveyed.manifest.shards))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -3,24 +3,23 @@
 import logging
 import os
 import socket
-import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.start.launch import can_hold_agent, ensure_agent, is_only_read, running_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
-from replicated_ckpt.config import PLAIN_ENV
+from replicated_ckpt.config import HOST_ENV, PLAIN_ENV
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.upkeep.remains import Remains
-from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptWarning
+from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.tls import can_encrypt, is_loopback, is_network_trusted
 
 log = logging.getLogger(__name__)
 
-HOST_ENV = "REPLICATED_CKPT_HOST"
 _DOCUMENTATION_ADDRESS = "192.0.2.1"
 _PLAIN_WARNING = (
     "Nodes talk to each other without encryption, as this Python has no package `cryptography` to make a certificate with. "
@@ -85,7 +84,7 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
     Raises:
         AgentUnavailable, StoreError, ConfigInvalid
     """
-    host = advertised_host()
+    host, origin = find_host()
     try:
         endpoint, silence = ensure_agent(store, host if is_loopback(host) else _any_address(host)), ""
     except AgentUnavailable as exc:
@@ -95,8 +94,9 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
         log.warning("this node's agent does not answer, and the others go on without it: %s", exc)
         endpoint, silence = known, str(exc)
     if not (endpoint.tls_sha256 or can_encrypt() or is_loopback(host) or is_network_trusted()):
-        warnings.warn(_PLAIN_WARNING, ReplicatedCkptWarning, stacklevel=2)
-    return _post(store, endpoint.address(host, domain), silence, endpoint.invitation())
+        warn(_PLAIN_WARNING)
+    address = replace(endpoint.address(host, domain), origin=origin)
+    return _post(store, address, silence, endpoint.invitation())
 
 
 def present_again(store: LocalStore, before: NodePost) -> NodePost:
@@ -118,7 +118,7 @@ def reading_post(store: LocalStore) -> NodePost | None:
         if can_hold_agent(store):
             post = node_post(store, None)
             if post.silence:
-                warnings.warn(post.silence, ReplicatedCkptWarning, stacklevel=2)
+                warn(post.silence)
             return post
         endpoint, silence = (
             None,
@@ -127,10 +127,11 @@ def reading_post(store: LocalStore) -> NodePost | None:
         if not is_only_read(store):
             endpoint, silence = running_agent(store), f"{store.root} cannot be written, and no agent runs there."
         if endpoint is not None:
-            return _post(store, endpoint.address(advertised_host()), "", endpoint.invitation())
+            host, origin = find_host()
+            return _post(store, replace(endpoint.address(host), origin=origin), "", endpoint.invitation())
     except AgentUnavailable as exc:
         silence = str(exc)
-        warnings.warn(silence, ReplicatedCkptWarning, stacklevel=2)
+        warn(silence)
     node_id = store.known_node_id()
     if node_id == NO_NODE:
         return None
@@ -155,23 +156,24 @@ def _inode(store: LocalStore) -> str:
     return f"{status.st_dev}:{status.st_ino}"
 
 
-def advertised_host() -> str:
-    """The address under which the other nodes reach this one.
+def find_host() -> tuple[str, str]:
+    """The address under which the other nodes reach this one, and who says so.
 
     REPLICATED_CKPT_HOST if set; else the address from which this host reaches MASTER_ADDR. Where MASTER_ADDR is this
     host under a real name, that may be a loopback address, which means nothing to the others: then the address of the
     default route. Where MASTER_ADDR itself says loopback, all nodes are on this host.
     """
-    override = os.environ.get(HOST_ENV)
+    override, name = os.environ.get(HOST_ENV), socket.gethostname()
     if override:
-        return override
+        return override, f"{HOST_ENV} on {name}"
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if master == "localhost" or is_loopback(master):
-        return "127.0.0.1"
+        return "127.0.0.1", f"MASTER_ADDR={master} on {name}: all nodes are on one host"
     address = _source_address(master)
-    if address is None or is_loopback(address):
-        address = _source_address(_DOCUMENTATION_ADDRESS)
-    return address or "127.0.0.1"
+    if address is not None and not is_loopback(address):
+        return address, f"the route of {name} to MASTER_ADDR={master}"
+    address = _source_address(_DOCUMENTATION_ADDRESS)
+    return address or "127.0.0.1", f"the default route of {name}, as MASTER_ADDR={master} is itself"
 
 
 def _source_address(destination: str) -> str | None:

@@ -2,7 +2,6 @@
 
 import re
 import threading
-import warnings
 from typing import Any
 
 from replicated_ckpt.core.integrity.archive import ArchiveDamaged, find_records, is_archive, within
@@ -11,7 +10,8 @@ from replicated_ckpt.core.pickles.follower import follow
 from replicated_ckpt.core.pickles.tree import PickleUnsafe
 from replicated_ckpt.dcp.objects.values import key_of
 from replicated_ckpt.dcp.objects.weights_only import pickle_in, unknown_names
-from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptWarning
+from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.errors import ObjectUnsafe
 
 _NAME_LINES = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
 _SEARCHED_BYTES_MAX = 1 << 20
@@ -41,7 +41,7 @@ def warn_if_unloadable(raw: memoryview, fqn: str) -> None:
         _warned.update(news)
     if news:
         said = f"{problem.message.replace(' is not loaded: ', ' will not be loaded by default: ')} {problem.hint}"
-        warnings.warn(said, ReplicatedCkptWarning, stacklevel=2)
+        warn(said)
 
 
 def _problem(raw: memoryview, fqn: str) -> ObjectUnsafe | None:

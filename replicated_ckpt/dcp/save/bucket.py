@@ -25,6 +25,7 @@ from replicated_ckpt.stores.throttle import Pace
 
 log = logging.getLogger(__name__)
 
+_SHARED = "Name a bucket that all ranks reach: s3://bucket/prefix, or file:///a/shared/directory."
 WAIT_TIMEOUT_S = 600.0
 PROBE_FIRST_S, PROBE_S = 15.0, 3.0
 """How long a save waits for the bucket to be looked at: the first of a process, and every other."""
@@ -67,7 +68,9 @@ class ObjectTier:
             return []
         if self._target.is_process_local:
             if world_size > 1:
-                raise ConfigInvalid(f"{self._target.url} is memory of one process, and there are {world_size} ranks.")
+                raise ConfigInvalid(
+                    f"{self._target.url} is memory of one process, and there are {world_size} ranks.", _SHARED
+                )
             return []
         try:
             ask_agent(self._store, "POST", "/v1/object/target", self._target.to_json())

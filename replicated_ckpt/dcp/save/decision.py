@@ -18,6 +18,7 @@ from replicated_ckpt.dcp.save.announcement import announce
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.wording import plural
 
 _NAME_IT = 'Pass dcp.save(..., checkpoint_id="step-10"), say. The deprecated save_state_dict takes none.'
 
@@ -145,7 +146,7 @@ def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence
     checkpoint_id = posts[0].checkpoint_id
     given = {rank: post.checkpoint_id for rank, post in enumerate(posts) if post.checkpoint_id is not None}
     if checkpoint_id is None:
-        raise ConfigInvalid("The coordinator named no checkpoint.")
+        raise ConfigInvalid("The coordinator named no checkpoint.", _NAME_IT)
     if len(set(given.values())) > 1:
         raise CheckpointIdMismatch(given)
     nodes: dict[str, NodePost] = {}
@@ -188,23 +189,32 @@ def _check_same_store(known: NodePost, other: NodePost) -> None:
         )
     if known.domain != other.domain:
         raise ConfigInvalid(
-            f"Ranks of node {known.node_id} name different domains: {known.domain!r} and {other.domain!r}."
+            f"Ranks of node {known.node_id} name different domains: {known.domain!r} and {other.domain!r}.",
+            "Pass the same ReplicatedWriter(domain=...) on all ranks of one node.",
         )
 
 
 def weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePost]) -> list[str]:
     """In words, what protects less than was asked for."""
     placement = decision.placement
-    found = [f"node {node} did not answer when the save began" for node in decision.unreached]
+    found = []
     if placement.copies < copies:
-        found.append(f"{copies} copies are wanted, and {placement.copies} node(s) can hold {placement.copies}")
+        nodes = plural(placement.copies, "node")
+        found.append(
+            f"{copies} copies are wanted, and {nodes} can hold {placement.copies}: start ranks on more nodes, each with a "
+            f"root of its own, or pass copies={placement.copies}"
+        )
     if placement.shared_domain and any(node.domain for node in decision.nodes):
-        found.append(f"nodes {', '.join(placement.shared_domain)} have a buddy in their own failure domain")
+        nodes = " and ".join(f"node {node}" for node in placement.shared_domain)
+        found.append(
+            f"{nodes} have a buddy in their own failure domain: spread the job, or correct ReplicatedWriter(domain=...)"
+        )
     boots: dict[str, set[str]] = {}
     for post in posts:
         boots.setdefault(post.node.node_id, set()).add(post.node.boot_id)
     found += [
-        f"the store of node {node} is seen by several hosts: replicas on a shared file system protect nothing"
+        f"the store of node {node} is seen by several hosts: copies on a shared file system protect nothing; pass a "
+        "root on each node's own disk"
         for node, seen in boots.items()
         if len(seen) > 1
     ]

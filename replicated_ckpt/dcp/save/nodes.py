@@ -5,7 +5,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -21,7 +21,7 @@ from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_h
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.save.decision import SaveDecision
 from replicated_ckpt.dcp.save.relay_tree import RELAY_FROM_BYTES, Relay
-from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -54,13 +54,13 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class Opened:
-    """What became of the opening of a save: what the nodes know of lineages, and which of them did not answer.
+    """What became of the opening of a save: what the nodes know of lineages, and which of them did not answer, and why.
 
     `replaces`: some node holds the checkpoint already.
     """
 
     histories: Histories
-    unreached: tuple[str, ...] = ()
+    error_by_node: Mapping[str, ReplicatedCkptError] = field(default_factory=dict)
     replaces: bool = False
 
 
@@ -101,7 +101,7 @@ class AgentCluster:
         self._by_node = {address.node_id: address for address in addresses}
         self._opener_by_node = {**self._by_node, **{address.node_id: address for address in openers}}
         self._silent = {
-            node: StoreUnavailable(self._by_node[node].label, "ask", "agent", why)
+            node: StoreUnavailable(self._by_node[node].label, "ask", "agent", *why.partition(HINT_MARK)[::2])
             for node, why in silence_by_node.items()
         }
         self._own_node = own_node
@@ -137,7 +137,7 @@ class AgentCluster:
             if node == self._own_node or not isinstance(error, StoreUnavailable):
                 raise error
         histories = merge_histories(histories for histories, _ in outcome.results.values())
-        return Opened(histories, tuple(outcome.errors), any(replaces for _, replaces in outcome.results.values()))
+        return Opened(histories, outcome.errors, any(replaces for _, replaces in outcome.results.values()))
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
         path = f"/v1/saves/{save_id}"

@@ -25,14 +25,16 @@ def assign_sequence(
     Raises:
         CheckpointExists: the bucket holds the checkpoint, and the save may not overwrite it.
     """
-    decision, problems = _place_in_lineage(replace(decision, unreached=opened.unreached), opened.histories, seen)
+    unreached = [f"node {node} did not answer when the save began: {why}" for node, why in opened.error_by_node.items()]
+    decision = replace(decision, unreached=tuple(opened.error_by_node))
+    decision, problems = _place_in_lineage(decision, opened.histories, seen)
     if not object_tier.takes(decision.sequence):
-        return decision, problems
+        return decision, [*unreached, *problems]
     found = object_tier.probed(decision.checkpoint_id, replaces=opened.replaces, overwrite=decision.overwrite)
     decision, problems = _place_in_lineage(decision, merge_histories([opened.histories, found.histories]), seen)
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]
-    return replace(decision, upload=found.plan), problems
+    return replace(decision, upload=found.plan), [*unreached, *problems]
 
 
 def _place_in_lineage(decision: SaveDecision, histories: Histories, seen: Seen) -> tuple[SaveDecision, list[str]]:

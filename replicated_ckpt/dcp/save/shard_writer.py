@@ -126,7 +126,7 @@ class ShardWriter:
                 if is_time_out(again):
                     silent.add(candidate)
             else:
-                missed.append(f"{name} on node {node}: {error}")
+                missed.append(f"no copy of {name} was made on node {node}: {error}")
         return holders, missed
 
     def _copied(

@@ -4,7 +4,6 @@ import logging
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
 from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
+from replicated_ckpt.dcp.runtime.caller import find_line, warn
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
@@ -36,7 +36,7 @@ from replicated_ckpt.dcp.save.receipts import check_none_aborted, collect_receip
 from replicated_ckpt.dcp.save.report import SaveReport, report_save
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
-from replicated_ckpt.errors import AckNotReached, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
+from replicated_ckpt.errors import AckNotReached, ConfigInvalid, SaveAborted
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -116,6 +116,7 @@ class ReplicatedWriter(StorageWriter):
         )
         target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self.last_save: SaveReport | None = None
+        self._made_at = find_line()
         self._process_group = process_group
         self._storage_options = storage_options
         self._store = LocalStore(self.config.root)
@@ -157,7 +158,10 @@ class ReplicatedWriter(StorageWriter):
         self._given_id, self._next_id = self._next_id, None
         self._held.close()
         if not kwargs.get("use_collectives", True):
-            raise ConfigInvalid("use_collectives=False is not supported: a commit needs a coordinator.")
+            raise ConfigInvalid(
+                "use_collectives=False is not supported: a commit needs a coordinator.",
+                "Leave use_collectives at True.",
+            )
         self._world = world_of_call(self._process_group, None)
         if is_coordinator != self._world.is_coordinator:
             raise ConfigInvalid(
@@ -237,7 +241,7 @@ class ReplicatedWriter(StorageWriter):
             except SaveAborted as exc:
                 # Another rank failed and will be named by DCP; if none is, `finish` refuses this receipt.
                 log.warning("rank %d stops writing: %s", self._world.rank, exc)
-                results, self._receipt = [], Receipt(aborted=str(exc))
+                results, self._receipt = [], Receipt(aborted=exc.message)
             failpoints.reach("rank.written")
             if board is not None:
                 now = present_again(self._store, self._post.node)
@@ -310,7 +314,7 @@ class ReplicatedWriter(StorageWriter):
 
     def _degraded(self, problems: Iterable[str]) -> None:
         for problem in problems:
-            warnings.warn(f"{self.checkpoint_id}: {problem}.", ReplicatedCkptWarning, stacklevel=2)
+            warn(f"{self.checkpoint_id}: {problem.rstrip('.')}.", self._made_at)
 
     @property
     def checkpoint_id(self) -> str:

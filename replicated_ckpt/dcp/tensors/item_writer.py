@@ -11,6 +11,7 @@ from replicated_ckpt.errors import ConfigInvalid
 
 ALIGNMENT_BYTES = 64
 _PADDING = memoryview(bytes(ALIGNMENT_BYTES))
+_PLANNER_HINT = "Correct resolve_data of the planner that is passed to dcp.save."
 
 
 class ItemWriter:
@@ -31,14 +32,14 @@ class ItemWriter:
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
                 raise ConfigInvalid(
-                    f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to BytesIO."
+                    f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to BytesIO.", _PLANNER_HINT
                 )
             warn_if_unloadable(data.getbuffer(), item.index.fqn)
             stream.refer(data.getbuffer())
         else:
             if not isinstance(data, torch.Tensor):
                 raise ConfigInvalid(
-                    f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to a tensor."
+                    f"The planner resolved {item.index.fqn!r} to {type(data).__name__}, not to a tensor.", _PLANNER_HINT
                 )
             self._tensors.write(data, stream)
         return offset, stream.position - offset

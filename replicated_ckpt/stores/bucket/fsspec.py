@@ -18,6 +18,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.bucket.client import PART_BYTES, PARTS_PARALLEL, Listing, Paced
+from replicated_ckpt.stores.bucket.package import missing_package
 from replicated_ckpt.stores.bucket.upload_source import UploadSource
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 
@@ -53,9 +54,13 @@ class FsspecClient:
             defaults = {}
         try:
             self._fs, self._root = fsspec.core.url_to_fs(target.url, **{**defaults, **target.options})
-        except (ValueError, TypeError, ImportError) as exc:
+        except ImportError as exc:
+            raise missing_package(target, exc) from exc
+        except (ValueError, TypeError) as exc:
             detail = target.scrubbed(f"{type(exc).__name__}: {exc}")[:400]
-            raise ConfigInvalid(f"{target.url} cannot be reached through fsspec: {detail}.") from None
+            raise ConfigInvalid(
+                f"{target.url} cannot be reached through fsspec: {detail}.", "Correct the URL or storage_options."
+            ) from None
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}".rstrip("/")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from replicated_ckpt.stores.bucket.client import ObjectClient
+from replicated_ckpt.stores.bucket.package import missing_package
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 
 _S3_SCHEMES = ("s3", "s3a")
@@ -20,7 +21,10 @@ def open_client(target: ObjectTarget) -> ObjectClient:
     Raises:
         ConfigInvalid: no package here speaks this scheme, or the options do not fit it.
     """
-    target = replace(target, options={**_read_configuration(target.scheme), **target.options})
+    try:
+        target = replace(target, options={**_read_configuration(target.scheme), **target.options})
+    except ImportError as exc:
+        raise missing_package(target, exc) from exc
     if target.scheme in _S3_SCHEMES and importlib.util.find_spec("botocore") is not None:
         from replicated_ckpt.stores.bucket.s3 import S3Client, can_honour
 

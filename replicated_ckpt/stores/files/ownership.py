@@ -222,7 +222,10 @@ def _gid(name: str) -> int:
     try:
         return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
     except KeyError as exc:
-        raise ConfigInvalid(f"{GROUP_ENV} (or --group) names {name!r}, and this host has no such group.") from exc
+        raise ConfigInvalid(
+            f"{GROUP_ENV} (or --group) names {name!r}, and this host has no such group.",
+            "Name a group of this host (`getent group` lists them) or its number.",
+        ) from exc
 
 
 def _user(uid: int) -> str:

@@ -4,12 +4,16 @@ import json
 from typing import Any
 
 from replicated_ckpt.errors import (
+    AgentUnavailable,
     CheckpointExists,
+    ConfigInvalid,
+    MetadataUnsafe,
     ObjectCorrupt,
     ObjectMissing,
     PeerProtocolError,
     ReplicatedCkptError,
     SaveAborted,
+    SaveSuperseded,
     StoreDenied,
     StoreError,
     StoreFull,
@@ -18,6 +22,21 @@ from replicated_ckpt.errors import (
 
 _MESSAGE_CHARS = 10_000
 _HINT_CHARS = 1_000
+_STORE_ERROR_BY_STATUS: dict[int, type[StoreError]] = {
+    401: StoreDenied,
+    403: StoreDenied,
+    404: ObjectMissing,
+    422: ObjectCorrupt,
+    503: StoreUnavailable,
+    507: StoreFull,
+}
+_KINDS_BY_STATUS: dict[int, tuple[type[ReplicatedCkptError], ...]] = {
+    400: (PeerProtocolError, ConfigInvalid),
+    409: (CheckpointExists,),
+    410: (SaveAborted, SaveSuperseded),
+    500: (PeerProtocolError, StoreError, AgentUnavailable, MetadataUnsafe),
+}
+"""What a status may mean where the agent says which of them it is; the first one if it says none of them."""
 
 
 def document_in(raw: bytes, what: str) -> dict[str, Any]:
@@ -36,25 +55,19 @@ def document_in(raw: bytes, what: str) -> dict[str, Any]:
 
 
 def refusal(status: int, raw: bytes, peer: str, method: str, path: str) -> ReplicatedCkptError:
-    """The error that an agent refused a request with."""
+    """The error that an agent refused a request with: of its class, with its message and its hint."""
     try:
         fields = json.loads(raw)
-        message, hint = str(fields["error"])[:_MESSAGE_CHARS], fields.get("hint")
+        message, hint, named = str(fields["error"])[:_MESSAGE_CHARS], fields.get("hint"), fields.get("kind")
     except (ValueError, KeyError, TypeError, RecursionError):
-        message, hint = raw[:200].decode(errors="replace"), None
+        message, hint, named = raw[:200].decode(errors="replace"), None, None
     hint = hint[:_HINT_CHARS] if isinstance(hint, str) else None
-    by_status: dict[int, type[StoreError]] = {
-        401: StoreDenied,
-        403: StoreDenied,
-        404: ObjectMissing,
-        422: ObjectCorrupt,
-        503: StoreUnavailable,
-        507: StoreFull,
-    }
-    if status in by_status:
-        return by_status[status](peer, method, path, message, hint)
-    if status == 409:
-        return CheckpointExists(f"{peer}: {message}", hint)
-    if status == 410:
-        return SaveAborted(f"{peer}: {message}", hint)
-    return PeerProtocolError(f"{peer} answered {method} {path} with status {status}: {message}", hint)
+    if status in _STORE_ERROR_BY_STATUS:
+        return _STORE_ERROR_BY_STATUS[status](peer, method, path, message, hint)
+    kinds = _KINDS_BY_STATUS.get(status, (PeerProtocolError,))
+    kind = next((kind for kind in kinds if kind.__name__ == named), kinds[0])
+    if issubclass(kind, StoreError):
+        return kind(peer, method, path, message, hint)
+    if kind is PeerProtocolError:
+        return kind(f"{peer} answered {method} {path} with status {status}: {message}", hint)
+    return kind(f"{peer}: {message}", hint)

@@ -13,7 +13,7 @@ import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from operator import index
 from typing import Any, Self
 
@@ -21,11 +21,11 @@ from replicated_ckpt.errors import (
     ManifestInvalid,
     ObjectCorrupt,
     PeerProtocolError,
-    ReplicatedCkptError,
     StoreUnavailable,
 )
 from replicated_ckpt.stores.peer.answer import document_in, refusal
 from replicated_ckpt.stores.peer.deadline import give_up_after
+from replicated_ckpt.stores.peer.reach import reach_hint
 from replicated_ckpt.stores.peer.tls import PinnedConnection, PlainConnection
 
 PROGRESS_TIMEOUT_S = 5.0
@@ -36,6 +36,7 @@ FILE_BYTES_MAX = 8 << 30
 _SLICE_BYTES = 1 << 20
 _ACK_BYTES_MAX = 1 << 16
 _PIECE_BYTES = 16 << 20
+_ORIGIN_CHARS = 300
 _NODE_ID = re.compile(r"[0-9A-Za-z._-]{1,64}")
 _HOST = re.compile(r"[0-9A-Za-z.:%_-]{0,255}")
 _TOKEN = re.compile(r"[ -~]{0,256}")
@@ -48,7 +49,7 @@ class AgentAddress:
 
     `incarnation` counts the starts of the node's agents: of two addresses of one node the larger one is the later one.
     `domain` is the node's failure domain, if it is known. `tls_sha256` is the fingerprint of its certificate; empty: it
-    speaks plain HTTP, and is talked to only on this host, or where the user trusts the network.
+    speaks plain HTTP, and is talked to only on this host, or where the user trusts the network. `origin`: who says so.
     """
 
     node_id: str
@@ -58,6 +59,7 @@ class AgentAddress:
     incarnation: int = 0
     domain: str | None = None
     tls_sha256: str = ""
+    origin: str = field(default="", compare=False)
 
     def __repr__(self) -> str:
         return f"AgentAddress({self.label})"
@@ -91,12 +93,12 @@ class AgentAddress:
             index(fields.get("incarnation", 0)),
             None if domain is None else str(domain),
             str(fields.get("tls_sha256", "")),
+            "".join(filter(str.isprintable, str(fields.get("origin", ""))))[:_ORIGIN_CHARS],
         )
         texts = (address.node_id, address.host, address.token, address.tls_sha256)
         patterns = (_NODE_ID, _HOST, _TOKEN, _SHA256)
-        if not all(pattern.fullmatch(text) for pattern, text in zip(patterns, texts, strict=True)):
-            raise ValueError(f"no address of an agent: {address.label!r}"[:400])
-        if not 0 <= address.port <= 65535 or not 0 <= address.incarnation <= 1 << 62:
+        is_spelt = all(pattern.fullmatch(text) for pattern, text in zip(patterns, texts, strict=True))
+        if not (is_spelt and 0 <= address.port <= 65535 and 0 <= address.incarnation <= 1 << 62):
             raise ValueError(f"no address of an agent: {address.label!r}"[:400])
         return address
 
@@ -132,8 +134,7 @@ class AgentClient:
         Raises:
             StoreUnavailable: no answer in time. PeerProtocolError: no sensible one. And what the agent refused with.
         """
-        body = None if document is None else json.dumps(document).encode()
-        return self.put(method, path, body)
+        return self.put(method, path, None if document is None else json.dumps(document).encode())
 
     def put(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         """As `call`, with a body of bytes."""
@@ -229,20 +230,19 @@ class AgentClient:
         """Turns transport errors of the block into typed ones, and drops the connection, whose state is unknown then."""
         try:
             yield
-        except ReplicatedCkptError:
-            raise
         except (OSError, http.client.HTTPException, UnicodeError) as exc:  # a host's name may be none
             self._connection.close()
             detail = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
-            raise StoreUnavailable(self.address.label, method, path, detail) from exc
+            at = self.address
+            hint = reach_hint(at.node_id, at.host, at.port, at.origin, exc)
+            raise StoreUnavailable(at.label, method, path, detail, hint) from exc
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.address.token}"}
 
     def raise_for(self, status: int, raw: bytes, method: str, path: str) -> None:
-        if 200 <= status < 300:
-            return
-        raise refusal(status, raw, self.address.label, method, path)
+        if not 200 <= status < 300:
+            raise refusal(status, raw, self.address.label, method, path)
 
     def raise_refusal(self, path: str) -> None:
         """After a send broke: raises what the agent answered before it closed, if it did."""

@@ -16,6 +16,9 @@ from pathlib import Path
 from replicated_ckpt.config import PLAIN_ENV, TLS_CERT_ENV
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 
+_PAIR_HINT = (
+    "Name a certificate and its key, both PEM, in REPLICATED_CKPT_TLS_CERT and ..._TLS_KEY; or neither of them."
+)
 PLAIN_HINT = (
     f"All nodes encrypt what they send to each other, or none. Where none shall, set {PLAIN_ENV}=1 on all of them "
     "(`--plain` for an agent); else unset it, and `pip install cryptography` where it is missing."
@@ -57,7 +60,7 @@ def server_context(certificate: str, key: str) -> ssl.SSLContext:
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as exc:
-        raise ConfigInvalid(f"{certificate} and {key} are no certificate and its key: {exc}.") from exc
+        raise ConfigInvalid(f"{certificate} and {key} are no certificate and its key: {exc}.", _PAIR_HINT) from exc
     return context
 
 
@@ -73,7 +76,7 @@ def fingerprint(certificate: str) -> str:
         end = text.index("-----END CERTIFICATE-----") + len("-----END CERTIFICATE-----")
         return hashlib.sha256(ssl.PEM_cert_to_DER_cert(text[begin:end])).hexdigest()
     except (OSError, ValueError) as exc:
-        raise ConfigInvalid(f"{certificate} holds no certificate: {exc}.") from exc
+        raise ConfigInvalid(f"{certificate} holds no certificate: {exc}.", _PAIR_HINT) from exc
 
 
 @functools.cache

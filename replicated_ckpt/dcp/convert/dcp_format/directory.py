@@ -50,6 +50,7 @@ class DirectoryFetcher:
         """Every file was closed after its use."""
 
 
+_NAME_DIRECTORY = "Name the directory with the .metadata in it: the checkpoint's own, not the one above."
 _HINT = "All files of the checkpoint must lie in this directory: gather them from the nodes that wrote them."
 
 
@@ -62,7 +63,7 @@ def dcp_directory(path: Path) -> ItemsSource:
     try:
         raw = (path / METADATA_NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as exc:
-        raise ConfigInvalid(f"{path} holds no .metadata: it is no DCP checkpoint.") from exc
+        raise ConfigInvalid(f"{path} holds no .metadata: it is no DCP checkpoint.", _NAME_DIRECTORY) from exc
     except OSError as exc:
         raise StoreError(str(path), "read", METADATA_NAME, str(exc)) from exc
     return ItemsSource(decode_metadata(raw, str(path)), DirectoryFetcher(path), str(path))

@@ -18,6 +18,8 @@ from replicated_ckpt.dcp.tensors.memory import tensor_over
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
 PIECE_BYTES = 4 << 20
+_HINT_DAMAGED = "It is damaged, or its save never ended: convert another checkpoint."
+_HINT_TRANSFORMED = "Load it with the reader that knows the transforms, save it without them, and convert that."
 """Items larger than this are read in pieces of this size: each is in memory up to three times on its way."""
 
 
@@ -75,7 +77,7 @@ class ItemsSource:
         if info is None and not any(offsets):
             info = self._info_by_place.get((key, ()))
         if info is None:
-            raise ConfigInvalid(f"The .metadata of {self._label} does not say where {key!r} lies.")
+            raise ConfigInvalid(f"The .metadata of {self._label} does not say where {key!r} lies.", _HINT_DAMAGED)
         return info
 
     def check(self, contents: Contents) -> None:
@@ -83,7 +85,9 @@ class ItemsSource:
         infos += [self._info(entry.key, ()) for entry in contents.objects]
         for info in infos:
             if getattr(info, "transform_descriptors", None):
-                raise ConfigInvalid(f"{self._label} was saved through stream transforms, which are not read.")
+                raise ConfigInvalid(
+                    f"{self._label} was saved through stream transforms, which are not read.", _HINT_TRANSFORMED
+                )
         self._fetcher.check([(info.relative_path, info.offset, info.length) for info in infos])
 
     def read(self, parts: Sequence[Part]) -> list[torch.Tensor]:

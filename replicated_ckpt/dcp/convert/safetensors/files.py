@@ -17,6 +17,8 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 
 _INDEX_BYTES_MAX = 64 << 20
+_CHOOSE = "Name one of the files, or leave an index (model.safetensors.index.json) that says which tensor is whose."
+_FETCH = "Fetch the file again from where it came: it was cut off, or is something else."
 
 
 class SafetensorsFiles:
@@ -53,7 +55,7 @@ class SafetensorsFiles:
 
     def _entry(self, tensor: Tensor, path: Path, fd: int, data: int) -> TensorEntry:
         if tensor.name in self._place_by_key:
-            raise ConfigInvalid(f"{tensor.name!r} is in {path} and in {self._place_by_key[tensor.name][0]}.")
+            raise ConfigInvalid(f"{tensor.name!r} is in {path} and in {self._place_by_key[tensor.name][0]}.", _CHOOSE)
         self._place_by_key[tensor.name] = (path, fd, data + tensor.start)
         return TensorEntry(
             tensor.name, tensor.name, (tensor.name,), tensor.dtype, tensor.shape, (Chunk.whole(tensor.shape),)
@@ -101,7 +103,7 @@ def safetensors_files(path: Path) -> SafetensorsFiles:
     indexes = sorted(path.glob("*.safetensors.index.json"))
     paths = _read_index(indexes[0]) if indexes else sorted(path.glob("*.safetensors"))
     if not paths:
-        raise ConfigInvalid(f"{path} holds no .safetensors file.")
+        raise ConfigInvalid(f"{path} holds no .safetensors file.", "Name a file or directory that does.")
     return SafetensorsFiles(paths)
 
 
@@ -109,13 +111,17 @@ def _read_index(index: Path) -> list[Path]:
     with translate_errors(str(index.parent), "read", index.name), index.open("rb") as file:
         raw = file.read(_INDEX_BYTES_MAX + 1)
     if len(raw) > _INDEX_BYTES_MAX:
-        raise ConfigInvalid(f"{index} has more than {_INDEX_BYTES_MAX} bytes: it is no index of safetensors files.")
+        raise ConfigInvalid(
+            f"{index} has more than {_INDEX_BYTES_MAX} bytes: it is no index of safetensors files.", _FETCH
+        )
     try:
         names = sorted(set(json.loads(raw)["weight_map"].values()))
         paths = [index.parent / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise ConfigInvalid(f"{index} is no index of safetensors files: {type(exc).__name__}: {exc}.") from exc
+        raise ConfigInvalid(f"{index} is no index of safetensors files: {type(exc).__name__}: {exc}.", _FETCH) from exc
     for name, path in zip(names, paths, strict=True):
         if Path(name).name != name or not path.is_file():
-            raise ConfigInvalid(f"{index} names {name!r}, which is not there.")
+            raise ConfigInvalid(
+                f"{index} names {name!r}, which is not there.", f"Copy {name!r} to {index.parent}, too."
+            )
     return paths

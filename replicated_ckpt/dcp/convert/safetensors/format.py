@@ -25,6 +25,7 @@ _NUMBER_MAX = (1 << 63) - 1
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _ALIGNMENT_BYTES = 8
+_FETCH = "Fetch the file again from where it came: it was cut off, or is something else."
 
 _NAMES = {
     "BOOL": "bool",
@@ -88,7 +89,7 @@ def header_size(raw: bytes, file_bytes: int, label: str) -> int:
     """
     size = LENGTH.unpack(raw)[0] if len(raw) == LENGTH.size else file_bytes
     if size > min(_HEADER_BYTES_MAX, file_bytes - LENGTH.size):
-        raise ConfigInvalid(f"{label} is no safetensors file: it has no header.")
+        raise ConfigInvalid(f"{label} is no safetensors file: it has no header.", _FETCH)
     return int(size)
 
 
@@ -104,7 +105,7 @@ def decode_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
         tensors = [_decode_tensor(name, entry) for name, entry in _entries(raw)]
         _check_filled(tensors, data_bytes)
     except (ValueError, TypeError, KeyError, RecursionError) as exc:
-        raise ConfigInvalid(f"{label} is no safetensors file: {type(exc).__name__}: {str(exc)[:300]}.") from exc
+        raise ConfigInvalid(f"{label} is no safetensors file: {type(exc).__name__}: {str(exc)[:300]}.", _FETCH) from exc
     return tensors
 
 

@@ -35,7 +35,10 @@ class SafetensorsSink:
             if entry.dtype not in NAME_BY_DTYPE:
                 raise ConfigInvalid(f"Safetensors have no {entry.dtype}, which {entry.key!r} is.", "Use --exclude.")
         if not contents.tensors:
-            raise ConfigInvalid("There is no tensor to write, and safetensors hold nothing else.")
+            raise ConfigInvalid(
+                "There is no tensor to write, and safetensors hold nothing else.",
+                "Use --format torch, or name other keys.",
+            )
         groups = _groups(contents.tensors, shard_bytes_max)
         names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
         self._entries_by_file = dict(zip([SINGLE_NAME] if len(groups) == 1 else names, groups, strict=True))

@@ -22,6 +22,10 @@ from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 
+_SAVE_AGAIN = (
+    "Fetch it again if it was cut off. What an old torch wrote, torch.load and torch.save make into such a file."
+)
+
 
 class TorchFile:
     """A state dict in a file. Elements are read with `pread`, so that the mapping costs no memory.
@@ -34,11 +38,16 @@ class TorchFile:
         self._path = path
         state = load_file(path, trust_pickles=trust_pickles)
         if not isinstance(state, dict):
-            raise ConfigInvalid(f"{path} holds a {type(state).__name__}, not a state dict.")
+            raise ConfigInvalid(
+                f"{path} holds a {type(state).__name__}, not a state dict.",
+                "Save a dict of tensors: model.state_dict(), say.",
+            )
         try:
             values, paths = flatten(state)
         except ValueError as exc:
-            raise ConfigInvalid(f"{path} holds two entries of one name: {exc}.") from exc
+            raise ConfigInvalid(
+                f"{path} holds two entries of one name: {exc}.", "Rename one of them, and save it again."
+            ) from exc
         self._values = values
         with translate_errors(str(path.parent), "read", path.name):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -112,7 +121,9 @@ def load_file(path: Path, *, trust_pickles: bool) -> Any:
     except UnknownName as exc:
         raise ObjectUnsafe("state dict", str(path), exc.keys) from exc
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as exc:
-        raise ConfigInvalid(f"{path} is no file of torch.save that can be mapped: it {str(exc)[:300]}") from exc
+        raise ConfigInvalid(
+            f"{path} is no file of torch.save that can be mapped: it {str(exc)[:300]}", _SAVE_AGAIN
+        ) from exc
 
 
 def _map_file(path: Path, fd: int) -> Any:

@@ -1,0 +1,107 @@
+"""The error catalogue: every class is raised in a test, and its text reads like a sentence with a next step."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt import errors
+from replicated_ckpt.errors import (
+    CheckpointNotFound,
+    ReplicatedCkptError,
+    ReplicatedCkptWarning,
+    ShardLost,
+    StoreFull,
+    StoreUnavailable,
+    UploadFailed,
+)
+from replicated_ckpt.wording import plural
+
+TESTS = Path(__file__).resolve().parents[1]
+CLASSES = sorted(
+    (
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, ReplicatedCkptError | ReplicatedCkptWarning)
+    ),
+    key=lambda kind: kind.__name__,
+)
+_EXPECTING = {"raises", "warns", "isinstance"}
+
+
+def expected_in(text: str) -> set[str]:
+    """The classes that a test module expects: in `raises`, `warns` or `isinstance`, by name or as a text of a failure."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _EXPECTING:
+            names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        if isinstance(node, ast.Compare):
+            names |= set(re.findall(r"\w+", ast.unparse(node)))
+    return names
+
+
+EXPECTED = {name for path in TESTS.rglob("test_*.py") for name in expected_in(path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_each_class_is_raised_in_a_test(kind: type) -> None:
+    """No error is without a test that meets it."""
+    assert kind.__name__ in EXPECTED
+
+
+def test_a_class_that_no_test_expects_is_found() -> None:
+    """The test above can fail: a name that is only imported does not count."""
+    assert "StoreFull" not in expected_in("from replicated_ckpt.errors import StoreFull\nstore = StoreFull\n")
+    assert "StoreFull" in expected_in("with pytest.raises(StoreFull):\n    f()\n")
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_each_class_has_a_next_step_and_a_contract(kind: type) -> None:
+    """A hint is a sentence, and a docstring says what holds after the error."""
+    assert (kind.__doc__ or "").strip().endswith((".", "`."))
+    if issubclass(kind, ReplicatedCkptError):
+        assert re.match(r"[A-Z].*\.$", kind.default_hint, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (0, "node", "0 nodes"),
+        (1, "node", "1 node"),
+        (2, "copy", "2 copies"),
+        (1, "copy", "1 copy"),
+        (3, "byte", "3 bytes"),
+    ],
+)
+def test_counts_are_said_with_their_plural(count: int, noun: str, text: str) -> None:
+    """One node, two nodes."""
+    assert plural(count, noun) == text
+
+
+def test_a_loss_counts_its_shards() -> None:
+    """One shard is no "1 shards"."""
+    assert "no intact copy of 1 shard is left" in str(ShardLost("step-1", {"a": "node x"}, ["x"]))
+    assert "no intact copy of 2 shards is left" in str(ShardLost("step-1", {"a": "node x", "b": "node x"}, ["x"]))
+
+
+def test_a_store_error_ends_with_one_full_stop() -> None:
+    """Also where the detail is a sentence."""
+    assert StoreFull("/nvme", "write", "x", "OSError: No space left.").message.endswith("No space left.")
+    assert StoreFull("/nvme", "write", "x", "OSError: No space left.").message[-2] != "."
+
+
+def test_what_was_not_found_names_what_was_not_reached() -> None:
+    """The next step is to bring back the nodes that did not answer, not to check the id."""
+    error = CheckpointNotFound("No checkpoint 'x' was found.", unreached=["node b at 10.0.0.2:1"])
+    assert "Bring back" in error.hint
+    assert "node b at 10.0.0.2:1" in error.hint
+    assert "ls" in CheckpointNotFound("No checkpoint 'x' was found.").hint
+
+
+def test_an_upload_keeps_the_hint_of_its_last_try() -> None:
+    """What went wrong at the bucket has a next step of its own, and it is the last thing that is read."""
+    cause = StoreUnavailable("s3://b", "write", "k", "timed out", "Open port 9000.")
+    error = UploadFailed("step-1", "s3://b", str(cause))
+    assert error.hint == "Open port 9000."
+    assert str(error).count("Hint:") == 1

@@ -1,0 +1,50 @@
+"""Checkpoints of two runs in one directory of ids: which one a load takes, and how it is told to refuse."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.core.manifest import decode_manifest
+from replicated_ckpt.errors import LineagesMet
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+
+
+def lineage_of(folder: Path) -> str:
+    return decode_manifest((folder / ".manifest.json").read_bytes(), "this test").lineage
+
+
+def test_a_load_that_is_told_to_refuse_names_the_runs(tmp_path: Path) -> None:
+    """And each of them loads once it is named; a run that is not there is refused, too."""
+    roots = [tmp_path / name for name in "ab"]
+    for number, root in enumerate(roots):
+        root.mkdir()
+        dcp.save(
+            {"x": torch.full((4,), number)},
+            checkpoint_id=f"step-{number}",
+            storage_writer=ReplicatedWriter(root),
+            no_dist=True,
+        )
+    shutil.copytree(roots[1] / "step-1", roots[0] / "step-1")
+    lineages = [lineage_of(roots[0] / f"step-{number}") for number in range(2)]
+    assert lineages[0] != lineages[1]
+    state = {"x": torch.zeros(4, dtype=torch.int64)}
+    for wanted in ("refuse", "0" * 16):
+        with pytest.raises(LineagesMet) as raised:
+            dcp.load(
+                state, checkpoint_id="latest", storage_reader=ReplicatedReader(roots[0], lineage=wanted), no_dist=True
+            )
+        assert all(lineage in raised.value.message for lineage in lineages)
+        assert "ReplicatedReader(lineage=" in raised.value.hint
+    for number, lineage in enumerate(lineages):
+        reader = ReplicatedReader(roots[0], lineage=lineage)
+        dcp.load(state, checkpoint_id="latest", storage_reader=reader, no_dist=True)
+        assert state["x"].tolist() == [number] * 4
