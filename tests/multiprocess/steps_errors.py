@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 
 import replicated_ckpt.dcp.find.rendezvous
 import replicated_ckpt.dcp.load.reader
+import replicated_ckpt.dcp.save.attempt
 import replicated_ckpt.dcp.save.commit
-import replicated_ckpt.dcp.save.writer
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.endpoint import single_agent_lock
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
@@ -32,16 +32,16 @@ from tests.multiprocess.steps_state import save_fails
 
 GROUP_WAIT_S = 12.0
 PLACES: Mapping[str, tuple[Any, str]] = {
-    "save: present": (replicated_ckpt.dcp.save.writer, "node_post"),
+    "save: present": (replicated_ckpt.dcp.save.attempt, "node_post"),
     "save: open": (AgentCluster, "begin"),
-    "save: number": (replicated_ckpt.dcp.save.writer, "assign_sequence"),
-    "save: weigh": (replicated_ckpt.dcp.save.writer, "weaknesses"),
+    "save: number": (replicated_ckpt.dcp.save.attempt, "assign_sequence"),
+    "save: weigh": (replicated_ckpt.dcp.save.attempt, "weaknesses"),
     "save: hold": (LocalStore, "held"),
     "save: write": (ShardWriter, "write"),
-    "save: written": (replicated_ckpt.dcp.save.writer, "report_save"),
-    "save: receipt": (replicated_ckpt.dcp.save.writer, "present_again"),
-    "save: post": (replicated_ckpt.dcp.save.writer, "receipt_post"),
-    "save: collect": (replicated_ckpt.dcp.save.writer, "collect_receipts"),
+    "save: written": (replicated_ckpt.dcp.save.attempt, "report_save"),
+    "save: receipt": (replicated_ckpt.dcp.save.attempt, "present_again"),
+    "save: post": (replicated_ckpt.dcp.save.attempt, "receipt_post"),
+    "save: collect": (replicated_ckpt.dcp.save.attempt, "collect_receipts"),
     "save: finish": (replicated_ckpt.dcp.save.commit, "encode_metadata"),
     "load: reset": (ReplicatedReader, "reset"),
     "load: present": (replicated_ckpt.dcp.find.rendezvous, "reading_post"),

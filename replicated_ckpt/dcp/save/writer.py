@@ -1,13 +1,7 @@
-"""The StorageWriter that users pass to `dcp.save`: drives one save through its steps, on every rank."""
+"""The StorageWriter that users pass to `dcp.save`: hands each of its calls on to the save under way."""
 
-import logging
 import os
-import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -16,33 +10,19 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from replicated_ckpt import failpoints
 from replicated_ckpt.config import Retention, WriterConfig
-from replicated_ckpt.core.lineage import Version
-from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
-from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
-from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
-from replicated_ckpt.dcp.runtime.caller import find_line, warn
+from replicated_ckpt.dcp.runtime.caller import find_line
+from replicated_ckpt.dcp.save.attempt import SaveAttempt, WriterParts
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
-from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
-from replicated_ckpt.dcp.save.held_save import HeldSave
-from replicated_ckpt.dcp.save.nodes import Cluster, LoneNode, cluster_of
-from replicated_ckpt.dcp.save.numbering import assign_sequence
-from replicated_ckpt.dcp.save.receipts import check_none_aborted, collect_receipts, receipt_post
-from replicated_ckpt.dcp.save.report import SaveReport, report_save
+from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.retention import Retaining
-from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
-from replicated_ckpt.errors import AckNotReached, ConfigInvalid, SaveAborted
+from replicated_ckpt.dcp.save.shard_writer import ShardWriter
+from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
-
-log = logging.getLogger(__name__)
-
-DECISION_TIMEOUT_S = 30.0
 
 
 @make_tellable
@@ -116,17 +96,24 @@ class ReplicatedWriter(StorageWriter):
         )
         target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self.last_save: SaveReport | None = None
-        self._made_at = find_line()
         self._process_group = process_group
         self._storage_options = storage_options
-        self._store = LocalStore(self.config.root)
-        self._shards = ShardWriter(self._store, self.config.direct_io)
-        self._object_tier = ObjectTier(self._store, target, object_every)
-        self._retaining = Retaining(self._store, self.config, target)
+        self._parts = self._make_parts(target)
         self._next_id: str | os.PathLike[str] | None = None
         self._given_id: str | os.PathLike[str] | None = None
-        self._held = HeldSave()
+        self._attempt: SaveAttempt | None = None
         announce()
+
+    def _make_parts(self, target: ObjectTarget | None) -> WriterParts:
+        store = LocalStore(self.config.root)
+        return WriterParts(
+            self.config,
+            store,
+            ShardWriter(store, self.config.direct_io),
+            ObjectTier(store, target, self.config.object_every),
+            Retaining(store, self.config, target),
+            find_line(),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Its arguments, all that goes into another process (`dcp.async_save` does it); the group is the world there."""
@@ -154,131 +141,52 @@ class ReplicatedWriter(StorageWriter):
             ConfigInvalid: `use_collectives=False`, which leaves nobody to decide and commit.
         """
         del args
-        self._started_at = time.monotonic()
         self._given_id, self._next_id = self._next_id, None
-        self._held.close()
+        if self._attempt is not None:
+            self._attempt.close()
         if not kwargs.get("use_collectives", True):
             raise ConfigInvalid(
                 "use_collectives=False is not supported: a commit needs a coordinator.",
                 "Leave use_collectives at True.",
             )
-        self._world = world_of_call(self._process_group, None)
-        if is_coordinator != self._world.is_coordinator:
+        world = world_of_call(self._process_group, None)
+        if is_coordinator != world.is_coordinator:
             raise ConfigInvalid(
-                f"DCP coordinates from another rank than rank 0 of the group of {self._world.size} ranks.",
+                f"DCP coordinates from another rank than rank 0 of the group of {world.size} ranks.",
                 "Pass ReplicatedWriter(process_group=...) the group that is passed to dcp.save, and leave the "
                 "coordinator_rank of the deprecated save_state_dict at 0.",
             )
+        self._attempt = SaveAttempt(self._parts, world, self._given_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Presents this rank to the coordinator. The plan is not changed."""
-        root, id_from, is_coordinator = self.config.root, self.config.checkpoint_id_from, self._world.is_coordinator
-        checkpoint_id = name_checkpoint(root, self._given_id, id_from, is_coordinator=is_coordinator)
-        present = lone_post if self._world.blackboard is None else node_post
-        self._post = SavePost(checkpoint_id, present(self._store, self.config.domain))
-        if self._world.blackboard is not None:
-            self._nonce = self._world.blackboard.post("save", self._post.to_json())
-        self._degraded(filter(None, [self._post.node.silence]))
-        self._degraded(self._object_tier.hand_over(self._world.size))
-        failpoints.reach("rank.presented")
+        self._under_way.present()
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: checks that the ids agree, chooses the buddies, opens the save on every node.
-
-        Raises:
-            CheckpointIdMismatch, CheckpointExists, ConfigInvalid, StoreError: nothing is open afterwards.
-        """
-        board = self._world.blackboard
-        if board is None:
-            posts, raw_posts = [self._post], []
-        else:
-            raw_posts = board.posts("save", DECISION_TIMEOUT_S)
-            posts = [SavePost.from_json(post) for post in raw_posts]
-        decision = decide(posts, self.config.copies, uuid.uuid4().hex, plans)
-        self._cluster: Cluster = LoneNode(self._store) if board is None else cluster_of(decision, self._world.rank)
-        decision = replace(decision, session=self._world.session, overwrite=self.config.overwrite)
-        failpoints.reach("coordinator.drawn")
-        with self._giving_up_on_error(decision.save_id):
-            opened = self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
-            failpoints.reach("coordinator.opened")
-            seen = seen_lineage(self._store, scope_of(decision.checkpoint_id))
-            self._decision, problems = assign_sequence(decision, opened, self._object_tier, seen)
-            self._degraded(problems)
-            if board is not None:
-                board.decide("save", raw_posts, self._decision.to_json())
-            failpoints.reach("coordinator.placed")
-            self._degraded(weaknesses(self._decision, self.config.copies, posts))
+        """Coordinator: opens the save on every node. The plans are not changed; otherwise as SaveAttempt.decide."""
+        self._under_way.decide(plans)
         return plans
-
-    @contextmanager
-    def _giving_up_on_error(self, save_id: str) -> Iterator[None]:
-        """Whatever the block raises, KeyboardInterrupt too: first the save is given up on every node that answers."""
-        try:
-            yield
-        except BaseException as exc:
-            self._cluster.abort(save_id, f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
-            self._held.close()
-            raise
-
-    def _hold_as_coordinator(self, save_id: str) -> None:
-        """However slow other nodes, or the planning, are: nobody takes this save for an abandoned one."""
-        if self._world.blackboard is not None:
-            self._held.hold(self._store, save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's shard here and at its buddies.
 
         Afterwards it holds at the level of `ack`. On failure the save is given up on every node before this raises.
         """
-        board = self._world.blackboard
-        if board is not None and not self._world.is_coordinator:
-            self._decision = SaveDecision.from_json(board.decision("save", self._nonce, DECISION_TIMEOUT_S))
-            self._cluster = cluster_of(self._decision, self._world.rank)
-        with self._giving_up_on_error(self._decision.save_id):
-            try:
-                results, self._receipt = self._written(plan, planner)
-            except SaveAborted as exc:
-                # Another rank failed and will be named by DCP; if none is, `finish` refuses this receipt.
-                log.warning("rank %d stops writing: %s", self._world.rank, exc)
-                results, self._receipt = [], Receipt(aborted=exc.message)
-            failpoints.reach("rank.written")
-            if board is not None:
-                now = present_again(self._store, self._post.node)
-                board.post("receipt", receipt_post(self._receipt, self._decision.save_id, now))
-            failpoints.reach("rank.receipted")
-            if self._decision.upload is not None:
-                self._object_tier.expect(self._decision.save_id, self._decision.checkpoint_id)
+        attempt = self._under_way
+        try:
+            results = attempt.write(plan, planner)
+        finally:
+            self.last_save = attempt.report or self.last_save
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator: accounts for every shard, makes the decision durable, and has every node publish the save.
-
-        Raises:
-            SaveAborted, AckNotReached, StoreError: at the coordinator; DCP tells all ranks.
-        """
-        board, receipts = self._world.blackboard, [self._receipt]
-        with self._giving_up_on_error(self._decision.save_id):
-            if board is not None:
-                own_node = self._decision.node_of(self._world.rank).node_id
-                receipts, self._cluster = collect_receipts(
-                    board.posts("receipt", DECISION_TIMEOUT_S), self._decision, own_node
-                )
-            check_none_aborted(receipts, self._decision)
-        try:
-            problems = commit_save(self._store, self._cluster, self._decision, self.config, receipts, metadata, results)
-        finally:
-            self._held.close()
-        made = Version(self._decision.lineage, self._decision.sequence, 0.0, self._decision.save_id)
-        remember(self._store, self._decision.checkpoint_id, made)
-        self._degraded(problems)
-        self._retaining.committed(self._decision, has_agents=board is not None)
-        if self._decision.upload is not None:
-            self._object_tier.committed()
-            if self.config.ack == "object":
-                self.wait()
+        """Coordinator: commits the save on every node; with `ack="object"` waits for the bucket. As SaveAttempt.commit."""
+        goes_to_bucket = self._under_way.commit(metadata, results)
+        if goes_to_bucket and self.config.ack == "object":
+            self.wait()
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
         """Waits until this writer's saves are committed in the object store; returns their ids. Any rank may call it alone.
@@ -286,35 +194,12 @@ class ReplicatedWriter(StorageWriter):
         Raises:
             UploadFailed: one is not, and trying longer does not help, or the time is over. Its copies on the nodes stand.
         """
-        return self._object_tier.wait(timeout_s)
+        return self._parts.object_tier.wait(timeout_s)
 
-    # Steps -------------------------------------------------------------------------------------------------------
-
-    def _written(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Receipt]:
-        decision, rank = self._decision, self._world.rank
-        if decision.node_of(rank).node_id in decision.unreached:
-            self._store.begin(decision.intent)
-        self._held.hold(self._store, decision.save_id)
-        if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
-            self._store.places.note(decision.save_id, decision.lineage, decision.sequence)
-        self._degraded(self._retaining.hand_over(decision, rank))
-        shard: WrittenShard | None = None
-        if plan.items:
-            how = {"stream_to_peers": self.config.ack != "local", "durable": self.config.ack != "peer-memory"}
-            shard = self._shards.write(plan, planner, decision, rank, **how)
-        seconds = time.monotonic() - self._started_at
-        self.last_save = report_save(decision, shard.receipt if shard else None, self.config.copies, seconds)
-        if shard is None:
-            return [], Receipt()
-        if shard.missed and self.config.on_degraded == "raise":
-            have = {shard.receipt.name: len(shard.receipt.holders)}
-            raise AckNotReached(decision.placement.copies, have, "; ".join(shard.missed))
-        self._degraded(shard.missed)
-        return shard.results, Receipt((shard.receipt,))
-
-    def _degraded(self, problems: Iterable[str]) -> None:
-        for problem in problems:
-            warn(f"{self.checkpoint_id}: {problem.rstrip('.')}.", self._made_at)
+    @property
+    def _under_way(self) -> SaveAttempt:
+        assert self._attempt is not None, "DCP calls set_up_storage_writer first"
+        return self._attempt
 
     @property
     def checkpoint_id(self) -> str:

@@ -76,7 +76,8 @@ class Job:
     def end(self) -> None:
         for writers in self._writers.values():
             for writer in writers:
-                writer._held.close()
+                if writer._attempt is not None:
+                    writer._attempt.close()
         self._writers.clear()
         for actor in self.actors:
             self.cluster.faults.die(actor)

@@ -27,8 +27,8 @@ from replicated_ckpt.dcp.node import local_agent as own_agent
 from replicated_ckpt.dcp.node import node as node_module
 from replicated_ckpt.dcp.node import seen_lineage
 from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.dcp.save import attempt, shard_writer, writer
 from replicated_ckpt.dcp.save import commit as finish
-from replicated_ckpt.dcp.save import shard_writer, writer
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores import tee, verified
 from replicated_ckpt.stores.bucket.client import ObjectClient
@@ -88,9 +88,8 @@ class _Now:
     def __setitem__(self, key: Any, newest: Any) -> None:
         self.seen()[key] = newest
 
-    def warn(self, text: str, category: type[Warning] | None = None, **_: Any) -> None:
-        """Stands in for `warnings.warn`."""
-        del category
+    def warn(self, text: str, *_: Any) -> None:
+        """Stands in for `caller.warn`."""
         self.rank.said.append(text)
 
     def meet(self, *arguments: Any, **more: Any) -> Any:
@@ -107,7 +106,7 @@ class FetchInTurn:
     def take(self, window: Window) -> memoryview:
         return self._reader.read(window.shard, window.offset, window.length)
 
-    def done(self, window: Window) -> None:
+    def release(self, window: Window) -> None:
         """Nothing is kept of it."""
 
     def stop(self) -> None:
@@ -142,14 +141,14 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (committed, "leads_out", _never),
         (world, "_SESSION", now),
         (seen_lineage, "_seen", now),
-        (writer, "warnings", now),
-        (reader, "warnings", now),
+        (attempt, "warn", now.warn),
+        (reader, "warn", now.warn),
         (writer, "world_of_call", lambda *_: now.rank.world),
         (reader, "world_of_call", lambda *_: now.rank.world),
         (reader, "calling", lambda: True),
         (reader, "meet", now.meet),
         (node_module, "node_post", lambda *_: now.rank.post()),
-        (writer, "node_post", lambda *_: now.rank.post()),
+        (attempt, "node_post", lambda *_: now.rank.post()),
         (own_agent, "ensure_agent", partial(_endpoint_of, cluster)),
         (repair, "ensure_agent", partial(_endpoint_of, cluster)),
     )

@@ -1,0 +1,211 @@
+"""One save as one rank does it: its steps, in the order in which DCP calls for them."""
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.config import WriterConfig
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
+from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
+from replicated_ckpt.dcp.runtime.caller import Line, warn
+from replicated_ckpt.dcp.save.bucket import ObjectTier
+from replicated_ckpt.dcp.save.commit import commit_save
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
+from replicated_ckpt.dcp.save.held_save import HeldSave
+from replicated_ckpt.dcp.save.nodes import Cluster, LoneNode, cluster_of
+from replicated_ckpt.dcp.save.numbering import assign_sequence
+from replicated_ckpt.dcp.save.receipts import check_none_aborted, collect_receipts, receipt_post
+from replicated_ckpt.dcp.save.report import SaveReport, report_save
+from replicated_ckpt.dcp.save.retention import Retaining
+from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
+from replicated_ckpt.errors import AckNotReached, SaveAborted
+from replicated_ckpt.stores.local.store import LocalStore
+
+log = logging.getLogger(__name__)
+
+DECISION_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class WriterParts:
+    """What a writer keeps from one save to the next."""
+
+    config: WriterConfig
+    store: LocalStore
+    shards: ShardWriter
+    object_tier: ObjectTier
+    retaining: Retaining
+    made_at: Line | None
+
+
+class SaveAttempt:
+    """One save: every rank calls `present` and `write`, the coordinator `decide` between them and `commit` after them.
+
+    Whatever a step raises once the save was opened, KeyboardInterrupt too, the save is given up first on every node that
+    answers: nothing of it counts then. This rank holds the save, for agents to see, until the commit or `close`; only the
+    coordinator is told by DCP when a save has ended. One thread at a time.
+    """
+
+    def __init__(self, parts: WriterParts, world: World, given_id: str | os.PathLike[str] | None) -> None:
+        self._config = parts.config
+        self._store = parts.store
+        self._parts = parts
+        self._world = world
+        self._given_id = given_id
+        self._started_at = time.monotonic()
+        self._held = HeldSave()
+        self._cluster: Cluster = LoneNode(parts.store)
+        self.report: SaveReport | None = None
+
+    def present(self) -> None:
+        """Posts to the coordinator what this rank is asked to save as, and where its node can be reached."""
+        board = self._world.blackboard
+        checkpoint_id = name_checkpoint(
+            self._config.root,
+            self._given_id,
+            self._config.checkpoint_id_from,
+            is_coordinator=self._world.is_coordinator,
+        )
+        present = lone_post if board is None else node_post
+        self._post = SavePost(checkpoint_id, present(self._store, self._config.domain))
+        if board is not None:
+            self._nonce = board.post("save", self._post.to_json())
+        self._warn(filter(None, [self._post.node.silence]))
+        self._warn(self._parts.object_tier.hand_over(self._world.size))
+        failpoints.reach("rank.presented")
+
+    def decide(self, plans: list[SavePlan]) -> None:
+        """Coordinator: checks that the ids agree, chooses the buddies, opens the save on every node, tells all ranks.
+
+        Raises:
+            CheckpointIdMismatch, CheckpointExists, ConfigInvalid, StoreError: nothing is open afterwards.
+        """
+        board, config = self._world.blackboard, self._config
+        raw_posts = board.posts("save", DECISION_TIMEOUT_S) if board is not None else []
+        posts = [SavePost.from_json(post) for post in raw_posts] or [self._post]
+        decision = decide(posts, config.copies, uuid.uuid4().hex, plans)
+        if board is not None:
+            self._cluster = cluster_of(decision, self._world.rank)
+        decision = replace(decision, session=self._world.session, overwrite=config.overwrite)
+        failpoints.reach("coordinator.drawn")
+        with self._giving_up_on_error(decision.save_id):
+            opened = self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
+            failpoints.reach("coordinator.opened")
+            seen = seen_lineage(self._store, scope_of(decision.checkpoint_id))
+            self._decision, problems = assign_sequence(decision, opened, self._parts.object_tier, seen)
+            self._warn(problems)
+            if board is not None:
+                board.decide("save", raw_posts, self._decision.to_json())
+            failpoints.reach("coordinator.placed")
+            self._warn(weaknesses(self._decision, config.copies, posts))
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Writes this rank's shard here and at its buddies, and posts the receipt for it to the coordinator.
+
+        Afterwards the shard holds at the level of `ack`. If another rank has failed there are no results: DCP names that
+        rank, and `commit` refuses the receipt.
+        """
+        board = self._world.blackboard
+        if board is not None and not self._world.is_coordinator:
+            self._decision = SaveDecision.from_json(board.decision("save", self._nonce, DECISION_TIMEOUT_S))
+            self._cluster = cluster_of(self._decision, self._world.rank)
+        save_id = self._decision.save_id
+        with self._giving_up_on_error(save_id):
+            try:
+                results, self._receipt = self._write_shard(plan, planner)
+            except SaveAborted as exc:
+                log.warning("rank %d stops writing: %s", self._world.rank, exc)
+                results, self._receipt = [], Receipt(aborted=exc.message)
+            failpoints.reach("rank.written")
+            if board is not None:
+                now = present_again(self._store, self._post.node)
+                board.post("receipt", receipt_post(self._receipt, save_id, now))
+            failpoints.reach("rank.receipted")
+            if self._decision.upload is not None:
+                self._parts.object_tier.expect(save_id, self._decision.checkpoint_id)
+        return results
+
+    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> bool:
+        """Coordinator: accounts for every shard, makes the decision durable, and has every node publish the save.
+
+        Returns whether it goes to the bucket, too.
+
+        Raises:
+            SaveAborted, AckNotReached, StoreError: at the coordinator; DCP tells all ranks.
+        """
+        board, receipts, decision = self._world.blackboard, [self._receipt], self._decision
+        with self._giving_up_on_error(decision.save_id):
+            if board is not None:
+                own_node = decision.node_of(self._world.rank).node_id
+                receipts, self._cluster = collect_receipts(
+                    board.posts("receipt", DECISION_TIMEOUT_S), decision, own_node
+                )
+            check_none_aborted(receipts, decision)
+        try:
+            problems = commit_save(self._store, self._cluster, decision, self._config, receipts, metadata, results)
+        finally:
+            self.close()
+        made = Version(decision.lineage, decision.sequence, 0.0, decision.save_id)
+        remember(self._store, decision.checkpoint_id, made)
+        self._warn(problems)
+        self._parts.retaining.committed(decision, has_agents=board is not None)
+        if decision.upload is not None:
+            self._parts.object_tier.committed()
+        return decision.upload is not None
+
+    def close(self) -> None:
+        """This rank works on the save no more."""
+        self._held.close()
+
+    def _write_shard(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Receipt]:
+        decision, rank, config = self._decision, self._world.rank, self._config
+        if decision.node_of(rank).node_id in decision.unreached:
+            self._store.begin(decision.intent)
+        self._held.hold(self._store, decision.save_id)
+        if rank == decision.ranks_of(decision.node_of(rank).node_id)[0]:
+            self._store.places.note(decision.save_id, decision.lineage, decision.sequence)
+        self._warn(self._parts.retaining.hand_over(decision, rank))
+        shard: WrittenShard | None = None
+        if plan.items:
+            how = {"stream_to_peers": config.ack != "local", "durable": config.ack != "peer-memory"}
+            shard = self._parts.shards.write(plan, planner, decision, rank, **how)
+        seconds = time.monotonic() - self._started_at
+        self.report = report_save(decision, shard.receipt if shard else None, config.copies, seconds)
+        if shard is None:
+            return [], Receipt()
+        if shard.missed and config.on_degraded == "raise":
+            have = {shard.receipt.name: len(shard.receipt.holders)}
+            raise AckNotReached(decision.placement.copies, have, "; ".join(shard.missed))
+        self._warn(shard.missed)
+        return shard.results, Receipt((shard.receipt,))
+
+    def _hold_as_coordinator(self, save_id: str) -> None:
+        """However slow other nodes, or the planning, are: no agent takes this save for an abandoned one."""
+        if self._world.blackboard is not None:
+            self._held.hold(self._store, save_id)
+
+    @contextmanager
+    def _giving_up_on_error(self, save_id: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as exc:
+            self._cluster.abort(save_id, f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
+            self.close()
+            raise
+
+    def _warn(self, problems: Iterable[str]) -> None:
+        for problem in problems:
+            warn(f"{self._given_id or self._config.root}: {problem.rstrip('.')}.", self._parts.made_at)
