@@ -174,7 +174,7 @@ def _alone(
     look = Surveyor(store, store.known_node_id(), _known_peers(store), bucket, lineage=lineage)
     survey = look.surveyed(_resolve_id(store, given_id))
     own = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
-    _tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey, world)
+    tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey, world)
     return survey
 
 
@@ -232,7 +232,7 @@ def _survey(
     silent = _introduce(known, openers, world.session)
     absent = [peer for peer in _known_peers(store) if peer.node_id not in nodes]
     survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent).surveyed(ids[0])
-    _tell_load(survey.addresses, survey, world)
+    tell_load(survey.addresses, survey, world)
     return survey
 
 
@@ -252,7 +252,7 @@ def _nodes_of(posts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, NodePost], 
     return nodes, {node: store for node, store in seen.items() if nodes[node].silence}
 
 
-def _tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> None:
+def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -> None:
     """Tells the agents which save is read, so that it stays, and how far its lineage has come: later saves are newer.
 
     One that does not answer is left out: it holds nothing that this load was told to read from it.

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property
@@ -13,6 +14,7 @@ from replicated_ckpt.core.bucket.commit_mark import own_prefix
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.rendezvous import tell_load
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
@@ -28,6 +30,9 @@ from replicated_ckpt.stores.node_cache.cache import Spool
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 log = logging.getLogger(__name__)
+
+REMIND_S = 100.0
+"""How often a rank that reads tells the nodes that it reads from: they keep its checkpoint for minutes after a word."""
 
 
 _BAD_METADATA = "Load another checkpoint, and report this one: an intact save has no such metadata."
@@ -61,6 +66,7 @@ class RankLoad:
         `silent`: the nodes that let a time-out pass in this load already.
         """
         self._silent = silent
+        self._remind_at = time.monotonic() + REMIND_S
         self._store = store
         self._world = world
         self._survey = survey
@@ -147,10 +153,24 @@ class RankLoad:
                 stack.enter_context(closing(exchange))
                 reader.findings.exchange = exchange
             loading = Loading(reader, remote.__contains__, exchange)
-            loading.run(windows, shards, lambda window, raw: items[window.shard].take(window, raw))
+
+            def feed(window: Window, raw: memoryview) -> None:
+                items[window.shard].take(window, raw)
+                self._remind_if_due(reader, remote)
+
+            loading.run(windows, shards, feed)
             for ones in items.values():
                 ones.finish()
         return reader.findings.traffic
+
+    def _remind_if_due(self, reader: ShardReader, shards: Collection[str]) -> None:
+        """Has the nodes that these shards lie on keep them, however long this rank is busy with others."""
+        if time.monotonic() < self._remind_at:
+            return
+        self._remind_at = time.monotonic() + REMIND_S
+        holders = {held.node_id for held in self._survey.holdings if not held.sizes.keys().isdisjoint(shards)}
+        holders = {node for node in holders if not reader.findings.is_silent(node)}
+        tell_load([peer for peer in self._survey.addresses if peer.node_id in holders], self._survey, self._world)
 
     def _join(self, shared: object, spool: Spool | None, windows: Sequence[Window]) -> Exchange | None:
         if spool is None or not isinstance(shared, NodeSharing):

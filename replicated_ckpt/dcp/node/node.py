@@ -120,10 +120,7 @@ def reading_post(store: LocalStore) -> NodePost | None:
             if post.silence:
                 warn(post.silence)
             return post
-        endpoint, silence = (
-            None,
-            f"{store.root} is another user's: its checkpoints are read, and its agent is not asked.",
-        )
+        endpoint, silence = None, f"{store.root} is another user's: it is read, and its agent is not asked."
         if not is_only_read(store):
             endpoint, silence = running_agent(store), f"{store.root} cannot be written, and no agent runs there."
         if endpoint is not None:

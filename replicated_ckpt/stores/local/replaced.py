@@ -11,7 +11,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, REPLACED_DIR
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded
-from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree
+from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree, translate_errors
 from replicated_ckpt.stores.local.catalog import Catalog
 from replicated_ckpt.stores.local.intent import Intent
 
@@ -38,15 +38,22 @@ def replaced_path(root: Path, before: Manifest | None, save_id: str) -> Path:
 
 
 def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> int | None:
-    """Keeps a version from being removed, wherever it is moved, as long as the descriptor is open. None: it is not here."""
-    try:
-        directory = catalog.directory_of(checkpoint_id, save_id)
-        if directory is None:
+    """Keeps a version from being removed, wherever it is moved, as long as the descriptor is open.
+
+    None: it is not here, or its files may be read and its directory may not.
+
+    Raises:
+        StoreError
+    """
+    with translate_errors(str(catalog.root), "lock", checkpoint_id):
+        try:
+            directory = catalog.directory_of(checkpoint_id, save_id)
+            if directory is None:
+                return None
+            fd = os.open(catalog.root / directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (ManifestInvalid, FileNotFoundError, PermissionError):
             return None
-        fd = os.open(catalog.root / directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (ManifestInvalid, FileNotFoundError):
-        return None
-    fcntl.flock(fd, fcntl.LOCK_SH)
+        fcntl.flock(fd, fcntl.LOCK_SH)
     return fd
 
 

@@ -142,6 +142,8 @@ class Node:
         if self.service is not None:
             for save_id in list(self.service.adoption_locks._held):
                 self.service.adoption_locks.release(save_id)
+            for save_id in list(self.service.pins._fd_by_save):
+                self.service.pins._close(save_id)
 
     def switch_off(self) -> None:
         """The machine is gone with all its processes; its disk is as it was."""

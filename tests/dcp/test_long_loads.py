@@ -1,0 +1,57 @@
+"""A load that takes long: what it is yet to read stays where it is."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import ReadItem
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.load import rank_load
+from replicated_ckpt.stores.local.replaced import is_read
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import RunningAgent, running_agent
+from tests.agent.checkpoints import introduced
+
+pytestmark = pytest.mark.timeout(100)
+
+
+class ForgettingPlanner(dcp.DefaultLoadPlanner):
+    """At its first item the agent keeps the checkpoint no longer for this reader, as after 300 s without a word."""
+
+    def __init__(self, agent: RunningAgent) -> None:
+        super().__init__()
+        self._agent = agent
+        self.was_kept: list[bool] = []
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        place = self._agent.root / "step-1"
+        self.was_kept.append(is_read(place))
+        reader = f"{World(0, 1, None).session}/{threading.get_ident()}"
+        document = {"lineage": "a" * 16, "sequence": 1, "save_id": "0" * 32, "reader": reader}
+        with self._agent.client() as client:
+            client.call("POST", "/v1/sequence", document)
+        self.was_kept.append(is_read(place))
+        found: torch.Tensor = super().resolve_tensor(read_item)
+        return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_rank_that_reads_for_long_has_other_nodes_keep_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so again and again, also while it reads nothing there."""
+    monkeypatch.setattr(rank_load, "REMIND_S", 0.0)
+    here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
+    dcp.save({"a": torch.arange(9)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(there.root, copies=1))
+    with running_agent(there.root) as agent:
+        introduced(here, [agent.endpoint.local_address()])
+        planner, found = ForgettingPlanner(agent), {"a": torch.zeros(9, dtype=torch.int64)}
+        reader = ReplicatedReader(here.root)
+        dcp.load(found, checkpoint_id="step-1", storage_reader=reader, planner=planner, no_dist=True)
+        assert planner.was_kept == [True, False]
+        assert is_read(there.root / "step-1")
+    assert torch.equal(found["a"], torch.arange(9))
