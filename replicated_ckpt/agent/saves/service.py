@@ -69,7 +69,9 @@ class NodeService:
 
         One that cannot be completed stays staged and is logged; it keeps nobody from using the others.
         """
-        completed = self._complete_decided([Leftover(intent, "") for intent in self.store.staged()])
+        staged = self.store.staged()
+        self.adoption_locks.take_over(intent.save_id for intent in staged if intent.adopts)
+        completed = self._complete_decided([Leftover(intent, "") for intent in staged])
         self.store.empty_trash()
         return completed
 
@@ -80,6 +82,7 @@ class NodeService:
             try:
                 if self.store.is_decided(save_id):
                     self.store.commit(save_id)
+                    self.adoption_locks.close(save_id)
                     completed.append(save_id)
             except SaveSuperseded as exc:
                 log.info("save %s stays staged until the newer one is seen whole: %s", save_id, exc.message)
@@ -100,8 +103,11 @@ class NodeService:
         with self._lock:  # first: whoever looks at the disk meanwhile must not take it for one that nobody works on
             self._opened_at[intent.save_id] = time.monotonic()
         try:
+            if intent.adopts:
+                self.adoption_locks.open(intent.save_id)
             self.open_in_store(intent)
         except BaseException:
+            self.adoption_locks.close(intent.save_id)
             with self._lock:
                 self._opened_at.pop(intent.save_id, None)
             raise
@@ -221,7 +227,7 @@ class NodeService:
         """
         self._fence.check(save_id, self.node_id)
         held = self.store.commit(save_id)
-        self.adoption_locks.release(save_id)
+        self.adoption_locks.close(save_id)
         self.doubts.settle(save_id)
         with self._lock:
             self._opened_at.pop(save_id, None)
@@ -247,7 +253,7 @@ class NodeService:
         self._fence.give_up(save_id, why)
         with self._lock:
             self._opened_at.pop(save_id, None)
-        self.adoption_locks.release(save_id)
+        self.adoption_locks.close(save_id)
         self.store.abort(save_id, unless_decided=unless_decided)
         self.doubts.settle(save_id)
 
@@ -279,6 +285,7 @@ class NodeService:
         if self.store.is_decided(save_id):
             try:
                 self.store.commit(save_id)
+                self.adoption_locks.close(save_id)
             except SaveSuperseded:
                 return Answer.DECIDED
         if self.store.catalog.checkpoint_of(save_id) is not None:

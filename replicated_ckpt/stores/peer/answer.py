@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
     CheckpointExists,
     ObjectCorrupt,
@@ -39,10 +40,10 @@ def refusal(status: int, raw: bytes, peer: str, method: str, path: str) -> Repli
     """The error that an agent refused a request with."""
     try:
         fields = json.loads(raw)
-        message, hint = str(fields["error"])[:_MESSAGE_CHARS], fields.get("hint")
+        message, hint = one_line(fields["error"], _MESSAGE_CHARS), fields.get("hint")
     except (ValueError, KeyError, TypeError, RecursionError):
-        message, hint = raw[:200].decode(errors="replace"), None
-    hint = hint[:_HINT_CHARS] if isinstance(hint, str) else None
+        message, hint = one_line(raw[:200].decode(errors="replace")), None
+    hint = one_line(hint, _HINT_CHARS) if isinstance(hint, str) else None
     by_status: dict[int, type[StoreError]] = {
         401: StoreDenied,
         403: StoreDenied,
