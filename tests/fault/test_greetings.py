@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from replicated_ckpt.agent.peers import watch
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.core.upkeep.repair import Presence
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import RunningAgent, running_agent, wait_for
@@ -200,3 +202,15 @@ def test_a_peer_that_only_gives_signs_of_life_keeps_no_agent_from_leaving(tmp_pa
             owner.call("POST", "/v1/peers", {"peers": [replace(liar, node_id="b" * 12).to_json()]})
         agent.signal(signal.SIGTERM)
         assert agent.process.wait(20) == 0
+
+
+def test_a_peer_that_only_gives_signs_of_life_holds_up_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Re-protection looks at the others, and at this one again in the next round."""
+    monkeypatch.setattr(watch, "HOLDINGS_DEADLINE_S", 1.0)
+    peers = PeerBook(tmp_path)
+    with running_agent(tmp_path / "a", *QUIET) as agent, answering(beat_forever) as liar:
+        peers.learn([agent.endpoint.address(), liar])
+        seen = {view.node_id: view.presence for view in watch.PeerWatch(peers, watch.Patience()).looked()}
+    assert seen == {agent.endpoint.node_id: Presence.UP, liar.node_id: Presence.ASSUMED}
