@@ -18,7 +18,8 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.requests.checks import CHECKS_MAX, Checks
 from replicated_ckpt.agent.requests.request import Request
 from replicated_ckpt.agent.saves.adoption_locks import ADOPTIONS_MAX
-from replicated_ckpt.core.manifest import UploadEntry
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, UploadEntry
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import (
     ObjectCorrupt,
@@ -274,6 +275,18 @@ def test_an_adoption_by_a_peer_keeps_to_what_lies_there(tmp_path: Path) -> None:
         assert tree(store.root) == before
 
 
+@pytest.mark.parametrize("checkpoint_id", [ID, "step-7"])
+def test_an_adoption_by_a_peer_ends_no_save(tmp_path: Path, checkpoint_id: str) -> None:
+    """Neither under the name of its session, which a load tells all agents, nor under its checkpoint's: it stays open."""
+    store = LocalStore(tmp_path / "node")
+    scattered([store], tmp_path)
+    with running_agent(store.root, *QUIET) as agent, agent.client() as owner, agent.peer() as peer:
+        owner.call("POST", f"/v1/saves/{SAVE}", {**OPENING, "checkpoint_id": checkpoint_id, "session": "of a job"})
+        peer.call("POST", f"/v1/saves/{'8' * 32}", {**adoption(), "session": "of a job"})
+        assert owner.call("GET", f"/v1/saves/{SAVE}")["state"] == "staged"
+        owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", b"still taken")
+
+
 @pytest.mark.parametrize("size", [None, 0, -1, METADATA_BYTES_MAX + 1])
 def test_an_adoption_says_how_large_its_metadata_is(tmp_path: Path, size: int | None) -> None:
     """Else it is not opened."""
@@ -384,7 +397,7 @@ def test_what_a_peer_says_makes_one_line(agent: RunningAgent) -> None:
     forged = "\n2026-01-01 00:00:00,000 INFO replicated_ckpt.agent.process: stopping\r\n\x1b[2J"
     with agent.client() as owner, agent.peer() as peer:
         owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
-        peer.call("POST", f"/v1/saves/{SAVE}/abort", {"why": forged})
+        owner.call("POST", f"/v1/saves/{SAVE}/abort", {"why": forged})
         names = {"checkpoint_id": "step-1", "save_id": SAVE, "name": shard(0)}
         peer.call("POST", "/v1/suspects", {**names, "why": forged})
         for verb in ("hello", "bye", "repair", "verify", f"saves/{SAVE}/commit", f"saves/{SAVE}/pull"):
@@ -394,6 +407,25 @@ def test_what_a_peer_says_makes_one_line(agent: RunningAgent) -> None:
     lines = (agent.root / "agent.out").read_text().splitlines()
     assert not [line for line in lines if re.match(r"2026-01-01 00:00:00,000 |^\x1b", line)]
     assert any("stopping" in line for line in lines)
+
+
+def test_a_peer_gives_up_no_save_that_is_decided(tmp_path: Path) -> None:
+    """Its id is known to all once one node has published it, and another may hold what lies nowhere else."""
+    store = LocalStore(tmp_path / "root")
+    raw = b"metadata"
+    with running_agent(store.root, *QUIET) as agent:
+        node = NodeEntry(store.node_id(), "host", None, (0,))
+        manifest = Manifest(SAVE, "step-7", 1, 1.0, 1, 1, len(raw), crc32c(raw), (node,), {}, None, "a" * 16)
+        with agent.client() as owner, agent.peer() as peer:
+            for number in (8, 7):
+                owner.call("POST", f"/v1/saves/{number:032x}", {**OPENING, "session": str(number)})
+            peer.call("POST", f"/v1/saves/{8:032x}/abort", {"why": "a rank has failed"})
+            owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
+            owner.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encoded())
+            with pytest.raises(StoreDenied, match="JOB"):
+                peer.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "no reason"})
+            owner.call("POST", f"/v1/saves/{SAVE}/commit")
+    assert (store.root / "step-7" / ".metadata").read_bytes() == raw
 
 
 def test_no_peer_is_told_of_a_save_under_way(agent: RunningAgent) -> None:

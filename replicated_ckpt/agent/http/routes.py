@@ -128,8 +128,7 @@ class Routes:
             case ("POST", "adopt"):
                 return self._adopt(request, save_id)
             case ("POST", "abort"):
-                self._service.abort(save_id, one_line(request.document().get("why", "no reason given"), 500))
-                return json_answer()
+                return self._abort(request, save_id)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _committed(self) -> None:
@@ -144,7 +143,7 @@ class Routes:
             intent = Intent(
                 save_id,
                 checkpoint_id,
-                str(fields["session"]),
+                f"adoption/{save_id}" if adopts else str(fields["session"]),
                 bool(fields["overwrite"]),
                 adopts,
                 tuple(sorted({self._service.node_id, *(peer.node_id for peer in peers)})),
@@ -191,6 +190,14 @@ class Routes:
             tables = self._service.adopt(save_id, names)
         shards = {name: {"size_bytes": table.file_bytes, "crc32c": table.file_crc()} for name, table in tables.items()}
         return json_answer(shards=shards)
+
+    def _abort(self, request: Request, save_id: str) -> Answer:
+        """A peer gives up no save that is decided here: once one node has published it, all peers know its id."""
+        if self._service.store.is_decided(save_id):
+            request.require(Right.JOB)
+        why = one_line(request.document().get("why", "no reason given"), 500)
+        self._service.abort(save_id, why, unless_decided=request.right < Right.JOB)
+        return json_answer()
 
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:
         durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"

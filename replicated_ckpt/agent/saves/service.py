@@ -132,9 +132,10 @@ class NodeService:
     def leftovers(self, session: str, by: Intent | None = None) -> tuple[Leftover, ...]:
         """Staged saves that are over, and those of which only a decision can tell that they are.
 
-        They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same
-        checkpoint, or the processes that made them are gone. One that is still worked on, or was opened just now, may
-        live: a trainer may load while it saves in the background. But where it is decided, all have written.
+        They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same checkpoint,
+        or the processes that made them are gone. An adoption overtakes adoptions alone. One that is still worked on, or was
+        opened just now, may live: a trainer may load while it saves in the background. But where it is decided, all have
+        written.
         """
         with self.looking():
             return tuple(self._leftovers(session, by))
@@ -147,7 +148,7 @@ class NodeService:
         for intent in self.store.staged():
             if by is not None and intent.save_id == by.save_id:
                 continue
-            if by is not None and intent.checkpoint_id == by.checkpoint_id:
+            if by is not None and intent.checkpoint_id == by.checkpoint_id and (intent.adopts or not by.adopts):
                 yield Leftover(
                     intent,
                     f"save {by.save_id} of {by.checkpoint_id!r} overtook it",
