@@ -95,9 +95,9 @@ def listening(to: int | None, tls: tuple[str, str] | None) -> Iterator[int]:
                 except OSError:
                     return
                 if to is not None:
-                    threading.Thread(
-                        target=copy_bytes, args=(taken, socket.create_connection(("127.0.0.1", to))), daemon=True
-                    ).start()
+                    with contextlib.suppress(OSError):  # the node is gone: the test is over
+                        other = socket.create_connection(("127.0.0.1", to))
+                        threading.Thread(target=copy_bytes, args=(taken, other), daemon=True).start()
                 elif tls is not None:
                     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
                     context.load_cert_chain(*tls)

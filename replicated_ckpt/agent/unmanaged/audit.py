@@ -118,7 +118,7 @@ class UnmanagedAuditor:
             inspector = UnmanagedInspector(self._store, node)
             findings = tuple(inspector.inspected(found.save.checkpoint_id, found.ranges))
             return _Reading(findings, inspector.bytes_read, inspector.unchecked)
-        shards = [shard for shard, nodes in found.save.holders.items() if node in nodes]
+        shards = [shard for held in found.save.checkpoint.holdings if held.node_id == node for shard in held.shards]
         document = {"items": ranges_to_json(found.ranges, shards)}
         with AgentClient(self._addresses[node]) as client:
             answer = client.call("POST", unmanaged_verify_path(found.save.checkpoint_id), document)
