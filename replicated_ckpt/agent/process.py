@@ -193,14 +193,17 @@ class Agent:
         )
 
     def _leave(self, server: AgentServer) -> None:
-        """Ends in good order: new connections are refused, what is under way gets a moment, the peers hear goodbye."""
+        """Ends in good order: the peers hear goodbye, new connections are refused, what is under way gets a moment.
+
+        The agent still answers while it says goodbye: its peers ask it whether it does.
+        """
         self._stopping.set()
+        self._greeter.say_goodbye()
         server.shutdown()
         server.server_close()  # else whoever connects now, a peer that leaves too, waits for an answer in vain
         deadline = time.monotonic() + _LEAVE_GRACE_S
         while not self._activity.is_idle and time.monotonic() < deadline:
             time.sleep(_LEAVE_POLL_S)
-        self._greeter.say_goodbye()
         self._reprotector.join()
         self._scrubber.join()
         self._uploader.join()
@@ -263,6 +266,8 @@ class Agent:
             "pid": os.getpid(),
             "root": self.config.root,
             "uptime_s": round(time.monotonic() - self._started_at, 3),
+            "incarnation": self._endpoint.incarnation,
+            "is_leaving": self._stopping.is_set(),
         }
         if is_brief:
             return brief

@@ -1,5 +1,6 @@
 """The log of an agent: two files of bounded size, whatever the agent and strangers do."""
 
+import logging
 import socket
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import pytest
 
 from replicated_ckpt.agent.http.strangers import ADDRESSES_MAX, INTERVAL_S, Strangers
 from replicated_ckpt.agent.start.launch import ensure_agent
-from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
+from replicated_ckpt.agent.state.log_file import LOG_NAME, BoundedLog, open_log
+from replicated_ckpt.core.upkeep.repair_plan import RestoreManifest
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
@@ -43,6 +45,15 @@ def test_a_log_goes_on_in_a_new_file_when_it_is_full(tmp_path: Path) -> None:
     assert newest.splitlines()[-2:] == ["and what is printed", "and how it ended"]
     numbers = [int(line.split("line ")[1].split()[0]) for line in (older + newest).splitlines() if "line " in line]
     assert numbers == list(range(numbers[0], 1000))
+
+
+def test_a_record_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Whatever it quotes: a refusal, a manifest's names, a plan of repair that a peer has brought."""
+    forged = "x\n2026-01-01 00:00:00,000 INFO replicated_ckpt.agent.process: stopping\r\x1b[2J"
+    quoted = (RestoreManifest("n", "step-1", "1" * 32, (forged,)), forged)
+    BoundedLog(tmp_path).handle(logging.makeLogRecord({"msg": "not done: %s: %s", "args": quoted}))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()
 
 
 def test_a_full_log_is_set_aside_before_an_agent_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import PLAIN_ENV
 from replicated_ckpt.errors import ConfigInvalid, SaveAborted, StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer import tls
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload
 from replicated_ckpt.stores.peer.tls import fingerprint, is_loopback, server_context
 from tests.agent.agents import HOME, running_agent, stop_agent
@@ -265,6 +266,40 @@ def test_no_token_goes_out_without_a_certificate(host: str) -> None:
         with AgentClient(replace(address, host="127.0.0.1"), 3) as client:  # shows that the test can fail
             client.call("GET", "/v1/status")
         assert b"SECRETTOKEN" in got[0]
+
+
+def test_without_the_package_what_is_sent_in_the_clear_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one line for each peer, which names what to install; nothing is said of this host, or of a trusted network."""
+    monkeypatch.setattr(tls, "can_encrypt", lambda: False)
+    with listener() as (port, got):
+        far = AgentAddress("n", "0.0.0.0", port, "TOKEN")
+        for address in (far, far, replace(far, host="127.0.0.1")):
+            with AgentClient(address, 3) as client:
+                client.call("GET", "/v1/status")
+        monkeypatch.setenv(PLAIN_ENV, "1")
+        with AgentClient(replace(far, node_id="trusted"), 3) as client:
+            client.call("GET", "/v1/status")
+        assert len(got) == 4
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert far.label in said
+    assert "pip install cryptography" in said
+
+
+def test_without_the_package_no_known_certificate_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is known to encrypt is talked to by TLS, which needs no package, or not at all."""
+    monkeypatch.setattr(tls, "can_encrypt", lambda: False)
+    pinned = AgentAddress("b" * 12, "10.0.0.1", 7, "token", 3, None, "a" * 64)
+    book = PeerBook(tmp_path)
+    book.learn([pinned])
+    with pytest.raises(StoreDenied, match="not believed"):
+        book.learn([replace(pinned, tls_sha256="", incarnation=9)])
+    assert book.known() == (pinned,)
+    with listener() as (port, got), AgentClient(replace(pinned, host="0.0.0.0", port=port), 3) as client:
+        with pytest.raises(StoreUnavailable):
+            client.call("GET", "/v1/status")
+        assert b"token" not in b"".join(got)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])

@@ -5,16 +5,24 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt.agent.unmanaged.look import unmanaged_verify_path
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, ReplicatedCkptError, StoreDenied
+from replicated_ckpt.errors import (
+    ConfigInvalid,
+    ObjectMissing,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    StoreDenied,
+    StoreUnavailable,
+)
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, unmanaged_path
 from tests.agent.agents import RunningAgent, running_agent, wait_for
@@ -22,6 +30,7 @@ from tests.agent.checkpoints import findings, held, introduced, quarantined
 from tests.agent.scattered import ID, Interrupted, loads, loads_by_stock_torch, scattered, state
 from tests.agent.test_reprotect import agents, protected, stores
 from tests.agent.test_verify_repair import flip, tree
+from tests.fault.test_door_limits import peak_kib
 
 pytestmark = [
     pytest.mark.fault,
@@ -203,6 +212,37 @@ def test_an_agent_serves_nothing_else(
     agent, _ = serving
     with agent.client() as client, pytest.raises((ObjectMissing, ConfigInvalid, ReplicatedCkptError)):
         client.fetch("GET", unmanaged_path(checkpoint_id, name, size_bytes))
+
+
+ITEMS: dict[str, Any] = {
+    "no items": {},
+    "a list": {"items": []},
+    "another file": {"items": {"../../secret": [[0, 1]]}},
+    "no pair": {"items": {"__0_0.distcp": [[0]]}},
+    "no number": {"items": {"__0_0.distcp": [[0, "1"]]}},
+    "below zero": {"items": {"__0_0.distcp": [[-1, 1]]}},
+    "beyond measure": {"items": {"__0_0.distcp": [[0, 1 << 63]]}},
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("document", ITEMS.values(), ids=ITEMS)
+def test_items_that_are_none_are_not_checked(serving: tuple[RunningAgent, LocalStore], document: object) -> None:
+    """A request to check shards names places in shards, or it is refused."""
+    agent, _ = serving
+    body = document.encode() if isinstance(document, str) else json.dumps(document).encode()
+    with agent.peer() as client, pytest.raises(PeerProtocolError, match="cannot be checked"):
+        client.put("POST", unmanaged_verify_path(ID), body)
+
+
+def test_no_large_body_is_kept_in_memory(serving: tuple[RunningAgent, LocalStore]) -> None:
+    """However large a request to check shards is: what comes beyond the places of many items is not kept."""
+    agent, _ = serving
+    before = peak_kib(agent)
+    for _ in range(3):
+        with agent.peer() as client, pytest.raises((PeerProtocolError, StoreUnavailable)):
+            client.put("POST", unmanaged_verify_path(ID), b" " * (256 << 20))
+    assert peak_kib(agent) - before < 100 << 10
 
 
 def test_strangers_get_nothing(serving: tuple[RunningAgent, LocalStore]) -> None:

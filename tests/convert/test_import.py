@@ -142,7 +142,12 @@ def pickled(value: Any) -> bytes:
         ("safetensors", header({"a": {"dtype": "U8", "shape": [math.inf], "data_offsets": [0, 1]}}, b"1"), "Infinity"),
         ("safetensors", header({"a": {"dtype": "U8", "shape": [math.nan], "data_offsets": [0, 1]}}, b"1"), "NaN"),
         ("safetensors", header({"__metadata__": [1]}), "no '{' at byte"),
-        ("safetensors", headed(b'{"a":{"dtype":"U8","shape":[],"data_offsets":[0,0]},"a":{}}'), "there twice|fit"),
+        ("safetensors", headed(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}'), "'a' is there twice"),
+        (
+            "safetensors",
+            headed(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"dtype":"I32"}}') + bytes(8),
+            "'dtype' is there twice",
+        ),
         ("safetensors", headed(b'{"a":' + b"[" * 3000 + b"]" * 3000 + b"}"), "no safetensors"),
         ("safetensors", headed(b"{} {}"), "behind the header"),
         ("safetensors", header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"), "offsets"),
@@ -189,6 +194,20 @@ def test_a_stock_directory_that_is_not_whole_is_refused(tmp_path: Path, damage: 
         imported(tmp_path / "stock", tmp_path / "root", "dcp")
     assert isinstance(raised.value, ObjectMissing) == (damage == "missing")
     assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("raw", "twice"),
+    [
+        ('{"weight_map": {}, "weight_map": {"a": "x.safetensors"}}', "weight_map"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "a"),
+    ],
+)
+def test_an_index_that_says_two_things_is_refused(tmp_path: Path, raw: str, twice: str) -> None:
+    """A name twice in one object, at any depth: which one counts is for each reader to choose, and none chooses here."""
+    (tmp_path / "model.safetensors.index.json").write_text(raw)
+    with pytest.raises(ConfigInvalid, match=f"'{twice}' is there twice"):
+        imported(tmp_path, tmp_path / "root", "safetensors")
 
 
 def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> None:

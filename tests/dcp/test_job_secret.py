@@ -10,10 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from replicated_ckpt.config import JOB_SECRET_ENV, JOB_SECRET_FILE_ENV
+from replicated_ckpt.dcp.c10d import waiting
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
 from replicated_ckpt.dcp.c10d.job_secret import Seal
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
-from replicated_ckpt.errors import ConfigInvalid, JobSecretMismatch, PeerProtocolError
+from replicated_ckpt.errors import ConfigInvalid, JobSecretMismatch, MeetingFailed, PeerProtocolError
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 LARGE = {"what": "x" * 10_000}
@@ -196,6 +197,42 @@ def test_a_coordinator_with_a_bad_secret_tells_all_ranks(tmp_path: Path, monkeyp
     raised, *others = job.everybodys_error("load", nonces)
     assert isinstance(raised, ConfigInvalid)
     assert [type(error) for error in others] == [JobSecretMismatch] * 2
+
+
+def replayed(job: Job, values: dict[str, bytes]) -> None:
+    """What was on the store of an earlier run of the job is put back."""
+    for key, value in values.items():
+        job.store.set(key, value)
+
+
+@pytest.mark.parametrize("outcome", [{"survey": "old"}, {"error": pack_error(MeetingFailed("too late"))}])
+def test_an_old_note_is_no_decision_of_this_run(outcome: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put back, what an earlier run of the same secret told a rank that came late makes the call fail, and no more."""
+    monkeypatch.setattr(waiting, "LINGER_S", 0.1)
+    earlier, keys = Job(SECRET, SECRET, SECRET), ("load/absent/1", "load/decision")
+    for rank in (0, 2):
+        earlier.boards[rank].post("load", {"rank": rank})
+    posts, _ = earlier.boards[0].collect("load", 0.1)
+    earlier.boards[0].decide("load", posts, outcome)
+    job = Job(SECRET, SECRET, SECRET)
+    replayed(job, {key: earlier.store.get(key) for key in keys})
+    nonce = job.boards[1].post("load", {"rank": 1})
+    if "error" in outcome:
+        assert job.boards[1].decision("load", nonce, 5.0) == outcome
+    else:
+        with pytest.raises(PeerProtocolError, match="load/absent/1"):
+            job.boards[1].decision("load", nonce, 5.0)
+    nonces = [job.boards[0].post("load", {"rank": 0}), nonce, job.boards[2].post("load", {"rank": 2})]
+    assert job.answered("load", nonces, {"survey": "new"}) == [{"survey": "new"}] * 3
+
+
+def test_an_old_decision_answers_no_post_of_this_run() -> None:
+    """The notes of an earlier run are about its nonces, and each post draws one."""
+    earlier, job = Job(SECRET, SECRET, SECRET), Job(SECRET, SECRET, SECRET)
+    earlier.call(fields={"survey": "old"})
+    replayed(job, {key: earlier.store.get(key) for key in ("load/decided/1", "load/decision")})
+    with pytest.raises(MeetingFailed):
+        job.boards[1].decision("load", job.boards[1].post("load", {"rank": 1}), 0.2)
 
 
 def test_the_secret_is_in_no_post() -> None:

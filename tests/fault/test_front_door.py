@@ -79,7 +79,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
         service,
         reprotector,
         object_routes(service, stopping),
-        lambda *, is_brief: {"ok": True, "brief": is_brief},
+        lambda *, is_brief: {"node_id": store.node_id(), "incarnation": 1, "is_leaving": False, "brief": is_brief},
         lambda: None,
     )
     server = AgentServer(("127.0.0.1", 0), Tokens(TOKEN, OWNER), routes)

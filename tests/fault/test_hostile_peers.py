@@ -35,6 +35,7 @@ from replicated_ckpt.stores.local.committed import open_directory
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import refusal
 from replicated_ckpt.stores.peer.client import ANSWER_BYTES_MAX, AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
 from replicated_ckpt.stores.verified import Expected
@@ -123,6 +124,15 @@ def test_a_refusal_is_no_larger_than_it_should_be() -> None:
     ):
         client.call("GET", "/v1/status")
     assert len(str(raised.value)) < 20_000
+
+
+@pytest.mark.parametrize("body", [b'{"error": "a\\nb\\u001b[2J", "hint": "c\\r\\nd"}', b"a\nb\x1b[2J"])
+@pytest.mark.parametrize("status", [400, 403, 404, 409, 410, 422, 503, 507])
+def test_a_refusal_is_one_line(body: bytes, status: int) -> None:
+    """It goes into logs and onto terminals: a peer's words end no line there, and steer nothing."""
+    error = refusal(status, body, "node b", "GET", "/v1/holdings")
+    assert "a?b?[2J" in error.message
+    assert all(text.isprintable() for text in (error.message, error.hint))
 
 
 def test_a_file_is_taken_as_it_was_promised() -> None:

@@ -1,7 +1,8 @@
 """What one agent's peer token allows, sniffed, leaked or another node's: it runs, removes and redirects nothing."""
 
-import json
+import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -16,17 +17,22 @@ import pytest
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.requests.checks import CHECKS_MAX, Checks
 from replicated_ckpt.agent.requests.request import Request
+from replicated_ckpt.agent.saves.adoption_locks import ADOPTIONS_MAX
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, UploadEntry
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
 from replicated_ckpt.errors import (
     ConfigInvalid,
     ObjectCorrupt,
     ObjectMissing,
+    PeerProtocolError,
     ReplicatedCkptError,
     StoreDenied,
     StoreUnavailable,
 )
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.unmanaged.adoption import METADATA_BYTES_MAX
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, held, shard
 from tests.agent.scattered import ID, scattered
@@ -143,37 +149,14 @@ def test_no_node_speaks_for_another(
     assert str(changes.get("node_id", known.node_id)) in line
 
 
-def test_a_node_says_itself_where_it_listens(agent: RunningAgent, known: AgentAddress) -> None:
-    """With its token the port changes. Over plain HTTP its host does not: a thief of the token speaks from elsewhere."""
-    with agent.peer() as client:
-        client.call("POST", "/v1/hello", spoken(known, port=4343, incarnation=6, domain=None))
-        assert book(agent)[known.node_id] == replace(known, port=4343, incarnation=6)
-        with pytest.raises(StoreDenied, match="started again"):
-            client.call("POST", "/v1/hello", spoken(known))
-        assert book(agent)[known.node_id].port == 4343
-        client.call("POST", "/v1/bye", spoken(known))
-        assert PeerBook(agent.root / ".agent").is_away(known.node_id)
-
-
-def test_a_pinned_node_moves_with_its_certificate(agent: RunningAgent, known: AgentAddress) -> None:
-    """Its host changes, its certificate does not; none is no other one."""
-    pinned = replace(known, tls_sha256="a" * 64)
-    with agent.client() as owner, agent.peer() as client:
-        owner.call("POST", "/v1/peers", {"peers": [pinned.to_json()]})
-        for changes in ({"tls_sha256": ""}, {"tls_sha256": "b" * 64}):
-            with pytest.raises(StoreDenied, match="certificate"):
-                client.call("POST", "/v1/hello", spoken(pinned, incarnation=6, **changes))
-        assert book(agent)[known.node_id] == pinned
-        client.call("POST", "/v1/hello", spoken(pinned, port=4343, incarnation=6))
-    assert book(agent)[known.node_id] == replace(pinned, host="127.0.0.1", port=4343, incarnation=6)
-
-
 def test_no_list_has_tokens(agent: RunningAgent, known: AgentAddress) -> None:
     """Neither the address book, nor the answer to a greeting, nor anything else that is answered to a peer or the owner."""
     with agent.client() as owner, agent.peer() as peer:
         answers = [owner.fetch("GET", path) for path in ("/v1/peers", "/v1/status", "/v1/holdings", "/metrics")]
-        answers.append(peer.fetch("POST", "/v1/hello", json.dumps(spoken(known, incarnation=6)).encode()))
-        answers.append(peer.fetch("GET", "/v1/holdings"))
+        with pytest.raises(StoreDenied) as raised:
+            peer.call("POST", "/v1/hello", spoken(known, incarnation=6))
+        answers.append(str(raised.value).encode())
+        answers += [peer.fetch("GET", path) for path in ("/v1/hello", "/v1/holdings")]
     assert b"4242" in answers[0]
     for token in (known.token, agent.endpoint.token, agent.endpoint.owner_token):
         assert all(token.encode() not in answer for answer in answers)
@@ -253,28 +236,122 @@ def test_a_peer_has_a_node_take_over_what_it_would_itself(tmp_path: Path) -> Non
         assert (nodes[0].root / "step-1" / ".metadata").exists()
 
 
+def adoption(checkpoint_id: str = ID, metadata_bytes: int = 1 << 20) -> dict[str, Any]:
+    announced = {"save_bytes_max": metadata_bytes}
+    return {**OPENING, "checkpoint_id": checkpoint_id, "adopts": True, "announced": announced}
+
+
 def test_an_adoption_by_a_peer_keeps_to_what_lies_there(tmp_path: Path) -> None:
-    """Only files without a manifest; no shard is brought, and its manifest is as old as the files, in sequence and time."""
+    """Only files without a manifest; no shard is brought, and its manifest is as old as the files, and of no bucket."""
     store = LocalStore(tmp_path / "node")
     contents = scattered([store], tmp_path)
     saved = checkpointed([store], 5, {shard(0): (0,)}, copies=1, size_bytes=1000)
+    later = time.time() + 30 * 86400
+    os.utime(store.root / ID / ".metadata", (later, later))  # a clock that was wrong is no reason for a newer manifest
     with running_agent(store.root, *QUIET) as agent:
         before = tree(store.root)
-        adoption = {**OPENING, "adopts": True}
         with agent.peer() as client:
             for checkpoint_id, error in (("nothing-here", StoreDenied), ("step-1", StoreDenied), ("../x", StoreDenied)):
                 with pytest.raises(error):
-                    client.call("POST", f"/v1/saves/{SAVE}", {**adoption, "checkpoint_id": checkpoint_id})
-            client.call("POST", f"/v1/saves/{SAVE}", {**adoption, "checkpoint_id": ID})
+                    client.call("POST", f"/v1/saves/{SAVE}", adoption(checkpoint_id))
+            client.call("POST", f"/v1/saves/{SAVE}", adoption())
             with pytest.raises(ConfigInvalid, match="could be brought"):
                 client.put("PUT", f"/v1/saves/{SAVE}/{shard(9)}", b"x")
             client.put("PUT", f"/v1/saves/{SAVE}/.metadata", contents[".metadata"])
-            manifest = replace(saved, save_id=SAVE, checkpoint_id=ID)
-            for wrong in ({"sequence": 99}, {"sequence": 0, "created_unix_s": time.time() + 1e6}):
+            manifest = replace(saved, save_id=SAVE, checkpoint_id=ID, sequence=0)
+            bucket = UploadEntry("s3://bucket/x", False, manifest.metadata_bytes, manifest.metadata_crc32c)
+            wrongs: tuple[dict[str, Any], ...] = (
+                {"sequence": 99},
+                {"created_unix_s": later - 86400},
+                {"created_unix_s": -1.0},
+                {"upload": bucket},
+                {"metadata_bytes": METADATA_BYTES_MAX + 1},
+            )
+            for wrong in wrongs:
                 with pytest.raises(ObjectCorrupt, match="manifest says otherwise"):
                     client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", replace(manifest, **wrong).encoded())
+            assert len(said_of(agent, f"saves/{SAVE}/.manifest.json")) == len(wrongs)
+            client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encoded())  # shows that the test can fail
             client.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "that is all"})
         assert tree(store.root) == before
+
+
+@pytest.mark.parametrize("checkpoint_id", [ID, "step-7"])
+def test_an_adoption_by_a_peer_ends_no_save(tmp_path: Path, checkpoint_id: str) -> None:
+    """Neither under the name of its session, which a load tells all agents, nor under its checkpoint's: it stays open."""
+    store = LocalStore(tmp_path / "node")
+    scattered([store], tmp_path)
+    with running_agent(store.root, *QUIET) as agent, agent.client() as owner, agent.peer() as peer:
+        owner.call("POST", f"/v1/saves/{SAVE}", {**OPENING, "checkpoint_id": checkpoint_id, "session": "of a job"})
+        peer.call("POST", f"/v1/saves/{'8' * 32}", {**adoption(), "session": "of a job"})
+        assert owner.call("GET", f"/v1/saves/{SAVE}")["state"] == "staged"
+        owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", b"still taken")
+
+
+@pytest.mark.parametrize("size", [None, 0, -1, METADATA_BYTES_MAX + 1])
+def test_an_adoption_says_how_large_its_metadata_is(tmp_path: Path, size: int | None) -> None:
+    """Else it is not opened."""
+    store = LocalStore(tmp_path / "node")
+    scattered([store], tmp_path)
+    document = {**adoption(), "announced": {} if size is None else {"save_bytes_max": size}}
+    with running_agent(store.root, *QUIET) as agent:
+        with agent.peer() as client, pytest.raises(PeerProtocolError, match=r"announce|no save has"):
+            client.call("POST", f"/v1/saves/{SAVE}", document)
+        assert not (store.root / ".staging" / SAVE).exists()
+
+
+def test_an_adoption_brings_what_it_announced(tmp_path: Path) -> None:
+    """Neither sized, nor in chunks, nor pulled from another node does more than that lie there afterwards."""
+    store = LocalStore(tmp_path / "node")
+    raw = scattered([store], tmp_path)[".metadata"]
+    with running_agent(store.root, *QUIET) as agent, agent.peer() as client:
+        with agent.client() as owner:
+            other = AgentAddress("b" * 12, "127.0.0.2", 9, "t" * 32)
+            owner.call("POST", "/v1/peers", {"peers": [other.to_json()]})
+        client.call("POST", f"/v1/saves/{SAVE}", adoption(metadata_bytes=len(raw)))
+        with pytest.raises(PeerProtocolError, match="announced"):
+            client.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw + b"x")
+        upload = client.start_upload(f"/v1/saves/{SAVE}/.metadata", {})
+        upload.send(memoryview(raw + b"x"))
+        with pytest.raises(PeerProtocolError, match="announced"):
+            upload.finish()
+        pull = {"from": other.node_id, "size_bytes": len(raw) + 1, "crc32c": 1}
+        with pytest.raises(PeerProtocolError, match="announced"):
+            client.call("POST", f"/v1/saves/{SAVE}/pull", pull)
+        assert not list((store.root / ".staging" / SAVE).iterdir())
+        client.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
+
+
+def test_few_adoptions_are_open_at_once(tmp_path: Path) -> None:
+    """One more is refused, on every connection and after a restart, until one of them is over."""
+    store = LocalStore(tmp_path / "node")
+    scattered([store], tmp_path)
+    names = [ID, *(f"run/copy-{number}" for number in range(ADOPTIONS_MAX))]
+    for name in names[1:]:
+        shutil.copytree(store.root / ID, store.root / name)
+
+    def opened(agent: RunningAgent, number: int) -> bool:
+        with agent.peer(20) as client:
+            try:
+                client.call(
+                    "POST", f"/v1/saves/{number:032x}", {**adoption(names[number]), "session": f"adoption/{number}"}
+                )
+            except StoreUnavailable as exc:
+                return "adoptions are open" not in exc.detail
+        return True
+
+    with running_agent(store.root, *QUIET) as agent:
+        with ThreadPoolExecutor(len(names)) as threads:
+            results = list(threads.map(lambda number: opened(agent, number), range(len(names))))
+        assert sorted(results) == [False] + [True] * ADOPTIONS_MAX
+        last = results.index(False)
+        agent.process.kill()
+        agent.process.wait()
+    with running_agent(store.root, *QUIET) as agent:
+        assert not opened(agent, last)
+        with agent.peer() as client:
+            client.call("POST", f"/v1/saves/{(last + 1) % len(names):032x}/abort", {"why": "it is over"})
+        assert opened(agent, last)
 
 
 # Work ----------------------------------------------------------------------------------------------------------------
@@ -321,7 +398,7 @@ def test_what_a_peer_says_makes_one_line(agent: RunningAgent) -> None:
     forged = "\n2026-01-01 00:00:00,000 INFO replicated_ckpt.agent.process: stopping\r\n\x1b[2J"
     with agent.client() as owner, agent.peer() as peer:
         owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
-        peer.call("POST", f"/v1/saves/{SAVE}/abort", {"why": forged})
+        owner.call("POST", f"/v1/saves/{SAVE}/abort", {"why": forged})
         names = {"checkpoint_id": "step-1", "save_id": SAVE, "name": shard(0)}
         peer.call("POST", "/v1/suspects", {**names, "why": forged})
         for verb in ("hello", "bye", "repair", "verify", f"saves/{SAVE}/commit", f"saves/{SAVE}/pull"):
@@ -331,6 +408,25 @@ def test_what_a_peer_says_makes_one_line(agent: RunningAgent) -> None:
     lines = (agent.root / "agent.out").read_text().splitlines()
     assert not [line for line in lines if re.match(r"2026-01-01 00:00:00,000 |^\x1b", line)]
     assert any("stopping" in line for line in lines)
+
+
+def test_a_peer_gives_up_no_save_that_is_decided(tmp_path: Path) -> None:
+    """Its id is known to all once one node has published it, and another may hold what lies nowhere else."""
+    store = LocalStore(tmp_path / "root")
+    raw = b"metadata"
+    with running_agent(store.root, *QUIET) as agent:
+        node = NodeEntry(store.node_id(), "host", None, (0,))
+        manifest = Manifest(SAVE, "step-7", 1, 1.0, 1, 1, len(raw), crc32c(raw), (node,), {}, None, "a" * 16)
+        with agent.client() as owner, agent.peer() as peer:
+            for number in (8, 7):
+                owner.call("POST", f"/v1/saves/{number:032x}", {**OPENING, "session": str(number)})
+            peer.call("POST", f"/v1/saves/{8:032x}/abort", {"why": "a rank has failed"})
+            owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
+            owner.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encoded())
+            with pytest.raises(StoreDenied, match="JOB"):
+                peer.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "no reason"})
+            owner.call("POST", f"/v1/saves/{SAVE}/commit")
+    assert (store.root / "step-7" / ".metadata").read_bytes() == raw
 
 
 def test_no_peer_is_told_of_a_save_under_way(agent: RunningAgent) -> None:

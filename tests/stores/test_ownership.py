@@ -17,7 +17,8 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.layout import AGENT_DIR
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
-from replicated_ckpt.stores.files.ownership import GROUP_ENV, TRUST_ROOT_ENV
+from replicated_ckpt.stores.files.durable import SHARED_MODE
+from replicated_ckpt.stores.files.ownership import GROUP_ENV, TRUST_ROOT_ENV, check_root
 from replicated_ckpt.stores.local.store import LocalStore
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
@@ -39,6 +40,12 @@ def root_for_a_group(base: Path) -> Path:
     (base / "root" / "notes").touch()
     os.chown(base / "root", -1, STRANGERS)
     (base / "root").chmod(0o770)
+    return base / "root"
+
+
+def root_for_group_0(base: Path) -> Path:
+    (base / "root" / "notes").touch()
+    (base / "root").chmod(0o770)  # of group 0, in which containers run processes of any user
     return base / "root"
 
 
@@ -124,7 +131,7 @@ def linked_through_a_directory_for_all(base: Path) -> Path:
 
 Scene = Callable[[Path], Path]
 HOSTILE: list[Scene] = [
-    root_of_another, root_for_all, root_for_a_group, sticky_root, parent_for_all, parent_of_another,
+    root_of_another, root_for_all, root_for_a_group, root_for_group_0, sticky_root, parent_for_all, parent_of_another,
     link_in_the_agents_place, agent_of_another, agent_for_all, file_of_another, file_for_all, linked_log,
     pipe_in_a_files_place, link_of_another_to_the_root, linked_through_a_directory_for_all,
 ]  # fmt: skip
@@ -174,11 +181,6 @@ def test_who_trusts_the_hosts_users_says_so(base: Path, scene: Scene, monkeypatc
         LocalStore(base / "root").agent_directory()
 
 
-def own_group(base: Path) -> None:
-    (base / "root").chmod(0o775)
-    base.chmod(0o775)
-
-
 def sticky_parent(base: Path) -> None:
     base.chmod(0o1777)
 
@@ -192,13 +194,37 @@ def readable_root(base: Path) -> None:
     (base / "root").chmod(0o755)
 
 
-@pytest.mark.parametrize("scene", [own_group, sticky_parent, own_link, readable_root])
+@pytest.mark.parametrize("scene", [sticky_parent, own_link, readable_root])
 def test_usual_directories_are_believed(base: Path, scene: Callable[[Path], None]) -> None:
-    """The owner's own group, a sticky directory above as /tmp is, a link of one's own, a root that all may read."""
+    """A sticky directory above as /tmp is, a link of one's own, a root that all may read."""
     scene(base)
     store = LocalStore(base / "root")
     assert stat.S_IMODE(store.agent_directory().stat().st_mode) == 0o700
     assert store.agent_directory().exists()
+
+
+@pytest.mark.parametrize(("user", "group", "is_believed"), [(4321, 4321, True), (4321, 0, False), (4321, 54321, False)])
+def test_a_group_that_may_write_is_the_owners_own(
+    base: Path, monkeypatch: pytest.MonkeyPatch, user: int, group: int, *, is_believed: bool
+) -> None:
+    """Systems make one for each user, that lets it write; group 0 is nobody's own."""
+    for path in (base, base / "root"):
+        os.chown(path, user, group)
+        path.chmod(0o775)
+    monkeypatch.setattr("replicated_ckpt.stores.files.ownership.os.geteuid", lambda: user)
+    if is_believed:
+        check_root(base / "root")
+    else:
+        with pytest.raises(StoreDenied, match="other users can write it"):
+            check_root(base / "root")
+
+
+def test_a_group_that_is_named_may_write(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Group 0, too: whoever names it says that its members are trusted."""
+    root_for_group_0(base)
+    monkeypatch.setenv(GROUP_ENV, "0")
+    LocalStore(base / "root").agent_directory()
+    assert stat.S_IMODE((base / "root").stat().st_mode) == SHARED_MODE
 
 
 def test_what_is_read_without_an_agent_is_not_believed_either(base: Path) -> None:

@@ -4,14 +4,16 @@ import contextlib
 import os
 
 from replicated_ckpt.agent.requests.request import Request
+from replicated_ckpt.agent.saves.intake import taking_metadata
 from replicated_ckpt.agent.saves.receive import Received
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
-from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX, AgentClient
+from replicated_ckpt.stores.peer.client import AgentClient
 
 _PIECE_BYTES = 4 << 20
 
@@ -30,9 +32,11 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
         wanted = Received(int(fields["size_bytes"]), int(fields["crc32c"]))
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise PeerProtocolError(f"Metadata cannot be pulled with {type(exc).__name__}: {exc}.") from exc
-    if not 0 <= wanted.size_bytes <= FILE_BYTES_MAX:
+    if wanted.size_bytes < 0:
         raise PeerProtocolError(f"No metadata has {wanted.size_bytes} bytes.")
     service.check_open(save_id)
+    with taking_metadata(Intent.read(save_id, service.store.intent_path(save_id)), wanted.size_bytes):
+        pass  # nothing is taken of what would be too much
     sink = FileSink(service.store.staged_file(save_id, METADATA_NAME))
     try:
         with request.heartbeat, AgentClient(source) as client:

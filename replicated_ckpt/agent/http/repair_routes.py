@@ -4,14 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from replicated_ckpt.agent.peers.greeting import heed_hello, identify_sender
+from replicated_ckpt.agent.peers.greeting import heed_goodbye, heed_hello
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.checks import Checks
-from replicated_ckpt.agent.requests.request import Answer, Request, json_answer, one_line
+from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import give_up_lost
 from replicated_ckpt.agent.state.rights import Right
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_file, is_checkpoint_id, is_lineage, is_save_id
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
@@ -21,6 +22,7 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 _PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 _READER_CHARS_MAX = 256
+_WHY_CHARS_MAX = 500
 
 
 class RepairRoutes:
@@ -55,12 +57,16 @@ class RepairRoutes:
 
     def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """A known peer's agent has started, and may listen elsewhere."""
-        heed_hello(self._service.peers, AgentAddress.from_json(fields["peer"]), request.peer_host)
+        said = AgentAddress.from_json(fields["peer"])
+        with request.heartbeat:
+            heed_hello(self._service.peers, said, request.peer_host)
         return replace(json_answer(), after=self._reprotector.wake)
 
     def _bye(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        del request
-        self._service.peers.leave(identify_sender(self._service.peers, AgentAddress.from_json(fields["peer"])).node_id)
+        """A known peer's agent is about to leave, its disk intact."""
+        said = AgentAddress.from_json(fields["peer"])
+        with request.heartbeat:
+            heed_goodbye(self._service.peers, said)
         return json_answer()
 
     def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:
@@ -79,7 +85,7 @@ class RepairRoutes:
         checkpoint_id, save_id, name = (fields[key] for key in ("checkpoint_id", "save_id", "name"))
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):
             raise ConfigInvalid("suspects: no file of a checkpoint is named.")
-        self._reprotector.suspect(checkpoint_id, save_id, name, one_line(fields.get("why", "")))
+        self._reprotector.suspect(checkpoint_id, save_id, name, one_line(fields.get("why", ""), _WHY_CHARS_MAX))
         return json_answer()
 
     def _retain(self, fields: Mapping[str, Any], request: Request) -> Answer:

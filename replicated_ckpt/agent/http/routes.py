@@ -14,18 +14,21 @@ from replicated_ckpt.agent.http.unmanaged_routes import UnmanagedRoutes
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
-from replicated_ckpt.agent.requests.request import Answer, Request, json_answer, one_line
+from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.agent.state.rights import Right, needed_right
 from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import flush_file
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.unmanaged.adoption import check_announced
 
 _QUERY_FIELDS_MAX = 8
+_WHO = ("node_id", "incarnation", "is_leaving")
 
 
 def is_upkeep(target: str) -> bool:
@@ -71,6 +74,9 @@ class Routes:
         match (request.method, *parts):
             case ("GET", "v1", "status"):
                 return json_answer(**self._status(is_brief="brief" in query))
+            case ("GET", "v1", "hello"):
+                status = self._status(is_brief=True)
+                return json_answer(**{name: status[name] for name in _WHO})
             case ("GET", "metrics"):
                 return Answer(format_metrics(self._status(is_brief=False)))
             case (_, "v1", "object", *rest):
@@ -122,8 +128,7 @@ class Routes:
             case ("POST", "adopt"):
                 return self._adopt(request, save_id)
             case ("POST", "abort"):
-                self._service.abort(save_id, one_line(request.document().get("why", "no reason given")))
-                return json_answer()
+                return self._abort(request, save_id)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _committed(self) -> None:
@@ -138,7 +143,7 @@ class Routes:
             intent = Intent(
                 save_id,
                 checkpoint_id,
-                str(fields["session"]),
+                f"adoption/{save_id}" if adopts else str(fields["session"]),
                 bool(fields["overwrite"]),
                 adopts,
                 tuple(sorted({self._service.node_id, *(peer.node_id for peer in peers)})),
@@ -149,6 +154,7 @@ class Routes:
             raise PeerProtocolError(f"A save cannot be opened with {type(exc).__name__}: {exc}.") from exc
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
+        check_announced(intent)
         replaces = self._service.store.final(intent.checkpoint_id).exists()
         histories, leftovers = self._service.begin(intent)
         if leftovers:
@@ -184,6 +190,14 @@ class Routes:
             tables = self._service.adopt(save_id, names)
         shards = {name: {"size_bytes": table.file_bytes, "crc32c": table.file_crc()} for name, table in tables.items()}
         return json_answer(shards=shards)
+
+    def _abort(self, request: Request, save_id: str) -> Answer:
+        """A peer gives up no save that is decided here: once one node has published it, all peers know its id."""
+        if self._service.store.is_decided(save_id):
+            request.require(Right.JOB)
+        why = one_line(request.document().get("why", "no reason given"), 500)
+        self._service.abort(save_id, why, unless_decided=request.right < Right.JOB)
+        return json_answer()
 
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:
         durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"

@@ -18,8 +18,9 @@ from replicated_ckpt.agent.http.strangers import Strangers
 from replicated_ckpt.agent.requests.body import Body, Head
 from replicated_ckpt.agent.requests.file_answer import FileAnswer
 from replicated_ckpt.agent.requests.heartbeat import Heartbeat
-from replicated_ckpt.agent.requests.request import Answer, Request, one_line
+from replicated_ckpt.agent.requests.request import Answer, Request
 from replicated_ckpt.agent.state.rights import Right, Tokens
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -44,7 +45,6 @@ IDLE_CONNECTION_S = 60.0
 HEAD_BYTES_MAX = 64 << 10
 _DRAIN_BYTES_MAX = 64 << 20
 _LOGGED_CHARS = 200
-_LOGGED_ERROR_CHARS = 2000
 _PIECE_BYTES = 1 << 20
 
 
@@ -201,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, exc: ReplicatedCkptError, body: Body | None) -> None:
         code = status_of(exc)
-        what = f"refused {self._shown()}: {code} {one_line(exc, _LOGGED_ERROR_CHARS)}"
+        what = f"refused {self._shown()}: {code} {one_line(exc)}"
         if code == HTTPStatus.INTERNAL_SERVER_ERROR:
             log.error("%s: %s", self.client_address[0], what)
         else:

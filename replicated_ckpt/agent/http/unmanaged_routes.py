@@ -8,12 +8,14 @@ from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id
-from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
-from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.unmanaged.metadata_places import ranges_from_json
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
 
-METADATA_BYTES_MAX = 1 << 30
+ITEMS_BYTES_MAX = 16 << 20
+"""As JSON; some 800,000 items on one node fit, and take ten times as much memory for as long as they are checked."""
 
 
 class UnmanagedRoutes:
@@ -58,13 +60,20 @@ class UnmanagedRoutes:
         return file_answer(request, self._shelf.open(_checkpoint_id(query), name, int(size)))
 
     def _verify(self, request: Request, checkpoint_id: str) -> Answer:
-        """Reads what lies here of one checkpoint; the body is its `.metadata`, which may lie on another node only."""
+        """Reads what lies here of one checkpoint; the body says where the items are: `.metadata` may lie elsewhere."""
         inspector = UnmanagedInspector(self._service.store, self._service.node_id)
-        with self._checks.in_turn(request, METADATA_BYTES_MAX) as raw:
-            ranges = item_ranges(raw)
+        with self._checks.in_turn(request, ITEMS_BYTES_MAX) as raw:
+            ranges = _ranges(raw)
             findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id, ranges)]
         document = {"findings": findings, "bytes_read": inspector.bytes_read, "unchecked": inspector.unchecked}
         return Answer((json.dumps(document) + "\n").encode())
+
+
+def _ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
+    try:
+        return ranges_from_json(json.loads(raw)["items"])
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as exc:
+        raise PeerProtocolError(f"Items cannot be checked with {type(exc).__name__}: {str(exc)[:300]}.") from exc
 
 
 def _checkpoint_id(query: Mapping[str, str]) -> str:

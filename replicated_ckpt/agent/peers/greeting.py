@@ -1,23 +1,58 @@
 """Greetings: an agent that starts tells its peers where it is, one that leaves that its disk is intact.
 
-Each speaks for itself alone: a greeting counts only with the token that the peer was introduced with.
+Each speaks for itself alone. All agents of a job have its tokens, so that a token does not show which node speaks: the
+one that is greeted calls the node back, and believes what the agent with that node's certificate says there of itself.
 """
 
 import hmac
 import logging
 import threading
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
 GREETING_TIMEOUT_S = 2.0
+GREETING_DEADLINE_S = 5.0
+"""Signs of life do not prolong a greeting: no peer keeps an agent from leaving, or re-protection from its next round."""
+CALL_BACK_STEP_S = 0.6
+"""Each of three steps: connecting, the handshake, the answer. The sender of the greeting waits meanwhile."""
+
+
+@dataclass(frozen=True)
+class Who:
+    """Which agent answers, as it says itself: its node, which start of it this is, and whether it is about to leave."""
+
+    node_id: str
+    incarnation: int
+    is_leaving: bool
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Who":
+        """Raises KeyError, TypeError: it says something else."""
+        return cls(str(fields["node_id"]), index(fields["incarnation"]), fields["is_leaving"] is True)
+
+
+def ask_who(address: AgentAddress) -> Who:
+    """Which agent answers at an address. Over TLS it has the key of the certificate that the address names.
+
+    Raises:
+        StoreUnavailable, StoreDenied, PeerProtocolError: none, another one, or no sensible answer.
+    """
+    with AgentClient(address, CALL_BACK_STEP_S) as client, client.within(CALL_BACK_STEP_S):
+        answer = client.call("GET", "/v1/hello")
+    try:
+        return Who.from_json(answer)
+    except (KeyError, TypeError) as exc:
+        raise PeerProtocolError(f"{address.label} does not say who it is: {exc!r}.") from exc
 
 
 class Greeter:
@@ -56,40 +91,65 @@ class Greeter:
             log.info("could not greet %s: %s", address.label, error.message)
 
     def _greet(self, address: AgentAddress) -> None:
-        with AgentClient(address, GREETING_TIMEOUT_S) as client:
-            client.call("POST", "/v1/hello", self._document)
+        self._tell(address, "hello")
 
     def say_goodbye(self) -> None:
-        """Tells every known peer that this agent leaves in good order; one that cannot be told finds out by itself."""
+        """Tells every known peer that this agent leaves in good order; one that cannot be told finds out by itself.
 
-        def told(address: AgentAddress) -> None:
-            with AgentClient(address, GREETING_TIMEOUT_S) as client:
-                client.call("POST", "/v1/bye", self._document)
+        The agent must answer meanwhile that it is about to leave: each peer asks it.
+        """
+        FanOut[AgentAddress, None]().run(self._peers.known(), lambda address: self._tell(address, "bye"))
 
-        FanOut[AgentAddress, None]().run(self._peers.known(), told)
+    def _tell(self, address: AgentAddress, verb: str) -> None:
+        with AgentClient(address, GREETING_TIMEOUT_S) as client, client.within(GREETING_DEADLINE_S):
+            client.call("POST", f"/v1/{verb}", self._document)
 
 
 def heed_hello(book: PeerBook, said: AgentAddress, from_host: str) -> None:
-    """Notes that a known node is there, and where its agent listens now, as it says itself.
+    """Notes that a known node is there, and where its agent listens now, after it has said so when it was called back.
 
-    Its host changes with it only where its certificate is pinned: over plain HTTP the token alone would lead every peer of
-    the node to whoever has seen it.
+    A node that answers at the address that is known has not moved, whatever was announced. Its host changes only where its
+    certificate is pinned: over plain HTTP the token alone would lead every peer of the node to a thief of it.
 
     Raises:
         StoreDenied: this is not that node, or an earlier agent of it; nothing has changed.
     """
-    known = identify_sender(book, said)
+    known = _identify_named(book, said)
     if known.tls_sha256 not in ("", said.tls_sha256) or said.incarnation < known.incarnation:
         raise _denial(said, "its certificate is another one, or it has been started again since")
     host, origin = (from_host, "its own greeting") if known.tls_sha256 else (known.host, "the job that introduced it")
-    book.learn([replace(said, host=host, domain=said.domain or known.domain, origin=origin)])
+    announced = replace(said, host=host, domain=known.domain, origin=origin)
+    before = replace(known, incarnation=said.incarnation)
+    asked = FanOut[AgentAddress, Who]().run({before, announced}, ask_who)
+    expected = Who(known.node_id, said.incarnation, is_leaving=False)
+    found = [address for address in (before, announced) if asked.results.get(address) == expected]
+    if not found:
+        answered = asked.results.get(announced) or asked.errors[announced].message
+        raise _denial(said, f"called back at {announced.host}:{announced.port}, it does not say so itself: {answered}")
+    book.learn(found[:1])
 
 
-def identify_sender(book: PeerBook, said: AgentAddress) -> AgentAddress:
-    """The node that speaks, as it was introduced here.
+def heed_goodbye(book: PeerBook, said: AgentAddress) -> None:
+    """Notes that a known node leaves in good order, after its agent has said so itself when it was called back.
 
     Raises:
-        StoreDenied: it was not, or who speaks does not have its token.
+        StoreDenied: it does not say so; nothing has changed. Silent, it counts as any node that fell silent.
+    """
+    known = _identify_named(book, said)
+    try:
+        is_leaving = ask_who(known) == Who(known.node_id, known.incarnation, is_leaving=True)
+    except ReplicatedCkptError as exc:
+        raise _denial(said, f"called back, it does not say itself that it leaves: {exc.message}") from exc
+    if not is_leaving:
+        raise _denial(said, "called back, it does not say itself that it leaves")
+    book.leave(known.node_id)
+
+
+def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
+    """The node in whose name a greeting comes, as it was introduced here.
+
+    Raises:
+        StoreDenied: it was not, or the greeting does not have its token.
     """
     known = next((peer for peer in book.known() if peer.node_id == said.node_id), None)
     if known is None or not hmac.compare_digest(known.token.encode(), said.token.encode()):

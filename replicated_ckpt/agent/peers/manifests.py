@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.watch import HOLDINGS_DEADLINE_S
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -56,5 +57,5 @@ class ManifestBook:
         address = next((peer for peer in self._peers.known() if peer.node_id == node_id), None)
         if address is None:
             raise ObjectMissing(f"node {node_id}", "find", checkpoint_id, "its address is not known")
-        with AgentClient(address) as client:
+        with AgentClient(address) as client, client.within(HOLDINGS_DEADLINE_S):
             return decode_manifest(client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME)), address.label)

@@ -15,6 +15,8 @@ from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 HOLDINGS_TIMEOUT_S = 3.0
+HOLDINGS_DEADLINE_S = 30.0
+"""No peer holds up the round of all nodes by an answer that never ends."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def ask_holdings(address: AgentAddress) -> Held:
     Raises:
         StoreUnavailable: no answer. PeerProtocolError: no sensible one.
     """
-    with AgentClient(address, HOLDINGS_TIMEOUT_S) as client:
+    with AgentClient(address, HOLDINGS_TIMEOUT_S) as client, client.within(HOLDINGS_DEADLINE_S):
         return parse_held(client.call("GET", "/v1/holdings?upkeep=1"), address)
 
 

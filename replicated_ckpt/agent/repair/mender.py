@@ -202,7 +202,7 @@ class Mender:
                     sources.close()
                 directory.place(path, action.shard)
         failpoints.reach("restore.copied")
-        self.bytes_copied += action.size_bytes
+        self.bytes_copied += entry.size_bytes
         log.info("restored %s/%s from node %s", action.checkpoint_id, action.shard, sources.last_node)
 
     def _sources(self, action: CopyShard, entry: ShardEntry) -> list[Source]:

@@ -17,6 +17,7 @@ from replicated_ckpt.agent.saves.outlived import drop_outlived
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.lineage import histories_of
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.asked_repair import is_of_held_save, refuse_unplanned
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
@@ -256,8 +257,8 @@ class Reprotector:
         try:
             self._mender.carry_out(action)
         except ReplicatedCkptError as exc:
-            log.warning("not done: %s: %s", action, exc)
-            return str(exc)
+            log.warning("not done: %s: %s", one_line(action), one_line(exc))
+            return one_line(exc)
         return ""
 
     def _carried_out(self, part: RepairPlan) -> tuple[int, list[str]]:

@@ -61,11 +61,6 @@ class Request:
         return fields
 
 
-def one_line(text: object, chars_max: int = 500) -> str:
-    """A peer's words as they may stand in a log or an error: bounded, and no line of their own making."""
-    return "".join(char if char.isprintable() else "?" for char in str(text)[:chars_max])
-
-
 def _nothing() -> None:
     """What follows most answers."""
 

@@ -3,8 +3,12 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from replicated_ckpt.errors import StoreUnavailable
+
+ADOPTIONS_MAX = 4
+"""Open on one node: each may stage `.metadata`, and a second copy of the shards. The command opens one after the other."""
 HELD_S = 3600.0
 """The largest shards take minutes; a command that was killed is over after this, or with the next start of the agent."""
 
@@ -16,6 +20,31 @@ class AdoptionLocks:
         self._clock = clock
         self._lock = threading.Lock()
         self._held: dict[str, tuple[int, float]] = {}
+        self._open: set[str] = set()
+
+    def open(self, save_id: str) -> None:
+        """Counts an adoption until it is closed.
+
+        Raises:
+            StoreUnavailable: as many as there may be are open.
+        """
+        with self._lock:
+            if len(self._open | {save_id}) > ADOPTIONS_MAX:
+                detail = f"{ADOPTIONS_MAX} adoptions are open on this node"
+                hint = "Adopt when they are over; one whose command was killed is given up within the hour."
+                raise StoreUnavailable("this agent", "open", save_id, detail, hint)
+            self._open.add(save_id)
+
+    def take_over(self, save_ids: Iterable[str]) -> None:
+        """Counts adoptions that an earlier agent has left open, however many."""
+        with self._lock:
+            self._open.update(save_ids)
+
+    def close(self, save_id: str) -> None:
+        """The adoption is over; its lock is released, too. Of a save that is none, nothing changes."""
+        with self._lock:
+            self._open.discard(save_id)
+        self.release(save_id)
 
     def hold(self, save_id: str, fd: int) -> None:
         """Takes over `fd`, until the save is released or HELD_S have passed."""

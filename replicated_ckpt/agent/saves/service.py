@@ -70,7 +70,9 @@ class NodeService:
 
         One that cannot be completed stays staged and is logged; it keeps nobody from using the others.
         """
-        completed = self._complete_decided([Leftover(intent, "") for intent in self.store.staged()])
+        staged = self.store.staged()
+        self.adoption_locks.take_over(intent.save_id for intent in staged if intent.adopts)
+        completed = self._complete_decided([Leftover(intent, "") for intent in staged])
         self.store.empty_trash()
         return completed
 
@@ -81,6 +83,7 @@ class NodeService:
             try:
                 if self.store.is_decided(save_id):
                     self.store.commit(save_id)
+                    self.adoption_locks.close(save_id)
                     completed.append(save_id)
             except SaveSuperseded as exc:
                 log.info("save %s stays staged until the newer one is seen whole: %s", save_id, exc.message)
@@ -102,8 +105,11 @@ class NodeService:
         with self._lock:  # first: whoever looks at the disk meanwhile must not take it for one that nobody works on
             self._opened_at[intent.save_id] = time.monotonic()
         try:
+            if intent.adopts:
+                self.adoption_locks.open(intent.save_id)
             self.open_in_store(intent)
         except BaseException:
+            self.adoption_locks.close(intent.save_id)
             with self._lock:
                 self._opened_at.pop(intent.save_id, None)
             raise
@@ -134,9 +140,10 @@ class NodeService:
     def leftovers(self, session: str, by: Intent | None = None) -> tuple[Leftover, ...]:
         """Staged saves that are over, and those of which only a decision can tell that they are.
 
-        They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same
-        checkpoint, or the processes that made them are gone. One that is still worked on, or was opened just now, may
-        live: a trainer may load while it saves in the background. But where it is decided, all have written.
+        They are of a session that has gone on to the save `by`, they are overtaken by the save `by` of the same checkpoint,
+        or the processes that made them are gone. An adoption overtakes adoptions alone. One that is still worked on, or was
+        opened just now, may live: a trainer may load while it saves in the background. But where it is decided, all have
+        written.
         """
         with self.looking():
             return tuple(self._leftovers(session, by))
@@ -149,7 +156,7 @@ class NodeService:
         for intent in self.store.staged():
             if by is not None and intent.save_id == by.save_id:
                 continue
-            if by is not None and intent.checkpoint_id == by.checkpoint_id:
+            if by is not None and intent.checkpoint_id == by.checkpoint_id and (intent.adopts or not by.adopts):
                 yield Leftover(
                     intent,
                     f"save {by.save_id} of {by.checkpoint_id!r} overtook it",
@@ -229,7 +236,7 @@ class NodeService:
         """
         self._fence.check(save_id, self.node_id)
         held = self.store.commit(save_id)
-        self.adoption_locks.release(save_id)
+        self.adoption_locks.close(save_id)
         self.doubts.settle(save_id)
         with self._lock:
             self._opened_at.pop(save_id, None)
@@ -255,7 +262,7 @@ class NodeService:
         self._fence.give_up(save_id, why)
         with self._lock:
             self._opened_at.pop(save_id, None)
-        self.adoption_locks.release(save_id)
+        self.adoption_locks.close(save_id)
         self.store.abort(save_id, unless_decided=unless_decided)
         self.doubts.settle(save_id)
 
@@ -287,6 +294,7 @@ class NodeService:
         if self.store.is_decided(save_id):
             try:
                 self.store.commit(save_id)
+                self.adoption_locks.close(save_id)
             except SaveSuperseded:
                 return Answer.DECIDED
         if self.store.catalog.checkpoint_of(save_id) is not None:

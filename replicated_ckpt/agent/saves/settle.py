@@ -81,6 +81,7 @@ def _settle_one(
     intent = leftover.intent
     answer = service.answer_of(intent.save_id)
     if answer is Answer.PUBLISHED:
+        service.adoption_locks.close(intent.save_id)
         service.store.abort(intent.save_id)  # it is in place, and stays: only what surrounded it is left
         service.doubts.settle(intent.save_id)
         return

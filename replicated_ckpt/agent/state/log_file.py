@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.files.durable import translate_errors
 
@@ -12,6 +13,7 @@ LOG_NAME = "log"
 LOG_BYTES_MAX = 8 << 20
 """Of each of the two files; the one that is written may be longer by one record."""
 _OLDER_SUFFIX = ".1"
+_MESSAGE_CHARS_MAX = 10_000
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -30,12 +32,20 @@ def open_log(directory: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
+class _OneLineFormatter(logging.Formatter):
+    """A record is one line, and a traceback below it: it may quote a peer, or a manifest that a peer has brought."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in logging
+        record.message = one_line(record.message, _MESSAGE_CHARS_MAX)
+        return super().formatMessage(record)
+
+
 class BoundedLog(logging.StreamHandler):  # type: ignore[type-arg]  # generic in its stub alone
     """Logs to standard error; where that is the log of `directory`, goes on in a new file when it is full."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(sys.stderr)
-        self.setFormatter(logging.Formatter(_FORMAT))
+        self.setFormatter(_OneLineFormatter(_FORMAT))
         self._directory = directory
         self._is_own = _is_log(directory)
 

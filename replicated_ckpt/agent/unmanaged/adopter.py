@@ -69,6 +69,7 @@ class Adopter:
             "session": f"{_SESSION}/{save_id}",
             "overwrite": True,
             "adopts": True,
+            "announced": {"save_bytes_max": len(found.metadata)},
             "peers": [peer for peer in self._peers if peer["node_id"] != client.address.node_id],
         }
         answer = client.call("POST", f"/v1/saves/{save_id}", document)

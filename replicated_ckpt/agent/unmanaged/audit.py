@@ -8,6 +8,7 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.unmanaged.look import UnmanagedFound, UnmanagedLook, unmanaged_verify_path
 from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged, plan_adoption
+from replicated_ckpt.core.unmanaged.metadata_places import ranges_to_json
 from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import CheckpointAmbiguous, MetadataUnsafe, PeerProtocolError, StoreError
@@ -117,8 +118,10 @@ class UnmanagedAuditor:
             inspector = UnmanagedInspector(self._store, node)
             findings = tuple(inspector.inspected(found.save.checkpoint_id, found.ranges))
             return _Reading(findings, inspector.bytes_read, inspector.unchecked)
+        shards = [shard for held in found.save.checkpoint.holdings if held.node_id == node for shard in held.shards]
+        document = {"items": ranges_to_json(found.ranges, shards)}
         with AgentClient(self._addresses[node]) as client:
-            answer = client.put("POST", unmanaged_verify_path(found.save.checkpoint_id), found.metadata)
+            answer = client.call("POST", unmanaged_verify_path(found.save.checkpoint_id), document)
         return _reading(answer, self._addresses[node].label)
 
 

@@ -1,6 +1,7 @@
 """Where the items of a `.metadata` lie, read off the tree of its pickle: the agent needs no more, and imports no torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any
 
 from replicated_ckpt.core.layout import ShardName
@@ -28,6 +29,22 @@ def item_ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
 def needed_bytes(ranges: Mapping[str, tuple[ByteRange, ...]]) -> Mapping[str, int]:
     """How long each shard must be at least."""
     return {shard: max(item.end for item in items) for shard, items in ranges.items()}
+
+
+def ranges_to_json(ranges: Mapping[str, Sequence[ByteRange]], shards: Collection[str]) -> dict[str, Any]:
+    """What a node that has these shards is told of the items in them."""
+    return {shard: [(item.offset, item.length) for item in ranges[shard]] for shard in shards if shard in ranges}
+
+
+def ranges_from_json(fields: Mapping[str, Any]) -> Mapping[str, tuple[ByteRange, ...]]:
+    """The same again. Raises TypeError, ValueError, AttributeError: it says something else."""
+    found = {shard: tuple(ByteRange(index(at), index(size)) for at, size in items) for shard, items in fields.items()}
+    if any(ShardName.parse(shard) is None for shard in found):
+        raise ValueError("a file is named that is no shard")
+    numbers = (number for items in found.values() for item in items for number in (item.offset, item.length))
+    if any(not 0 <= number < 1 << 63 for number in numbers):
+        raise ValueError("an item lies at no place of a file")
+    return found
 
 
 def _attribute(node: Any, wanted: str) -> Any:

@@ -180,6 +180,7 @@ class Blackboard:
             found = self._answer(topic, "decided", nonce)
             if found is None and wait.is_long:
                 found = self._answer(topic, "absent", str(before))
+                _check_absent(found, topic, self._rank)
             if found is not None:
                 return found
             if COORDINATOR in lost or (lost and wait.is_long):
@@ -218,6 +219,16 @@ class Blackboard:
             values: list[bytes] = self._store.multi_get(list(keys))
             return values
         return [self._store.get(key) for key in keys]
+
+
+def _check_absent(decision: Mapping[str, Any] | None, topic: str, rank: int) -> None:
+    """Raises PeerProtocolError: a decision without this rank is none to act on.
+
+    A coordinator that does not wait for a rank has only ever decided on an error. To a rank that has posted nothing before
+    nothing shows that the note is of this run of the job: an old one can make the call fail, and no more.
+    """
+    if decision is not None and "error" not in decision:
+        raise PeerProtocolError(f"What '{topic}/absent/{rank}' on the c10d store is about is no error.")
 
 
 def _describe_ended(ranks: Sequence[int]) -> RankFailed:

@@ -92,7 +92,7 @@ class AgentCluster:
         silence_by_node: Mapping[str, str] = MappingProxyType({}),
         unreached: Collection[str] = (),
     ) -> None:
-        """`openers`: the same addresses with the nodes' invitations, which opening a save needs and nothing after it.
+        """`openers`: the same addresses with the nodes' invitations, which open a save, and give up one that is decided.
 
         `silence_by_node`: what is wrong with the agents that are not asked, as the ranks of their nodes found.
         `unreached`: nodes that did not answer when the save began; a commit waits for them no full time-out more.
@@ -170,7 +170,7 @@ class AgentCluster:
 
     def abort(self, save_id: str, why: str) -> None:
         def aborted(node: str) -> None:
-            with AgentClient(self._by_node[node]) as client:
+            with AgentClient(self._opener_by_node[node]) as client:
                 client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why})
 
         self._run(aborted)

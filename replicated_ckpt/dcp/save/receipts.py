@@ -1,6 +1,7 @@
 """What the ranks wrote, posted by each and gathered by the coordinator before the commit."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from replicated_ckpt.dcp.node.node import NodePost
@@ -29,7 +30,9 @@ def collect_receipts(
     addresses = [AgentAddress.from_json(post["address"]) for post in posts]
     silence = {address.node_id: post["silence"] for address, post in zip(addresses, posts, strict=True)}
     silence = {node: why for node, why in silence.items() if why}
-    cluster = AgentCluster(addresses, own_node, silence_by_node=silence, unreached=decision.unreached)
+    invitation = {node.node_id: node.invitation for node in decision.nodes}
+    openers = [replace(address, token=invitation.get(address.node_id) or address.token) for address in addresses]
+    cluster = AgentCluster(addresses, own_node, openers, silence_by_node=silence, unreached=decision.unreached)
     return [Receipt.from_json(post) for post in posts], cluster
 
 

@@ -190,14 +190,23 @@ def _check_owner(root: Path, path: Path, status: os.stat_result, owners: set[int
 
 def _check_mode(root: Path, path: Path, status: os.stat_result, otherwise: str) -> None:
     open_to = status.st_mode & _OTHERS_WRITE
-    if open_to & stat.S_IWGRP and status.st_gid in (0, status.st_uid):
-        open_to &= ~stat.S_IWGRP  # the owner's own group, as systems make it that let groups write by default
+    if open_to & stat.S_IWGRP and _is_group_trusted(status):
+        open_to &= ~stat.S_IWGRP
     if open_to and not _is_trusted():
         hint = (
             f"Look at what lies in it, then `chmod go-w {path}`{otherwise}. {TRUST_ROOT_ENV}=1 believes all users of "
             "this host."
         )
         raise _denial(root, path, status, "other users can write it", hint)
+
+
+def _is_group_trusted(status: os.stat_result) -> bool:
+    """Whether it is the owner's own group, as systems make it that let groups write by default, or the one that is named.
+
+    Group 0 is nobody's own: containers run processes of any user in it.
+    """
+    name = os.environ.get(GROUP_ENV)
+    return (0 != status.st_gid == status.st_uid) or bool(name and status.st_gid == _gid(name))
 
 
 def _denial(root: Path, path: Path, status: os.stat_result, why: str, hint: str) -> StoreDenied:

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
     AgentUnavailable,
     CheckpointExists,
@@ -58,10 +59,10 @@ def refusal(status: int, raw: bytes, peer: str, method: str, path: str) -> Repli
     """The error that an agent refused a request with: of its class, with its message and its hint."""
     try:
         fields = json.loads(raw)
-        message, hint, named = str(fields["error"])[:_MESSAGE_CHARS], fields.get("hint"), fields.get("kind")
+        message, hint, named = one_line(fields["error"], _MESSAGE_CHARS), fields.get("hint"), fields.get("kind")
     except (ValueError, KeyError, TypeError, RecursionError):
-        message, hint, named = raw[:200].decode(errors="replace"), None, None
-    hint = hint[:_HINT_CHARS] if isinstance(hint, str) else None
+        message, hint, named = one_line(raw[:200].decode(errors="replace")), None, None
+    hint = one_line(hint, _HINT_CHARS) if isinstance(hint, str) else None
     if status in _STORE_ERROR_BY_STATUS:
         return _STORE_ERROR_BY_STATUS[status](peer, method, path, message, hint)
     kinds = _KINDS_BY_STATUS.get(status, (PeerProtocolError,))

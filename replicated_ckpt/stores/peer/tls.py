@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import http.client
 import ipaddress
+import logging
 import os
 import ssl
 from importlib.util import find_spec
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from replicated_ckpt.config import PLAIN_ENV, TLS_CERT_ENV
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
+
+log = logging.getLogger(__name__)
 
 _PAIR_HINT = (
     "Name a certificate and its key, both PEM, in REPLICATED_CKPT_TLS_CERT and ..._TLS_KEY; or neither of them."
@@ -89,6 +92,14 @@ def _client_context() -> ssl.SSLContext:
     return context
 
 
+@functools.cache
+def _warn_of_plain_talk(label: str) -> None:
+    """Once for each peer in a process."""
+    log.warning(
+        "what goes to %s is not encrypted, as the package `cryptography` is missing here. %s", label, PLAIN_HINT
+    )
+
+
 class PlainConnection(http.client.HTTPConnection):
     """A connection without TLS: on this host, or where the user trusts the network."""
 
@@ -105,6 +116,8 @@ class PlainConnection(http.client.HTTPConnection):
         if not is_plain_allowed(self.host):
             detail = "its address has no fingerprint of a certificate, and nothing is sent there unencrypted"
             raise StoreDenied(self._label, "connect", "TLS", detail, PLAIN_HINT)
+        if not (is_loopback(self.host) or is_network_trusted()):
+            _warn_of_plain_talk(self._label)
         super().connect()
 
 

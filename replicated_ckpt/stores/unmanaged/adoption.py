@@ -5,6 +5,7 @@ The commit of that save then exchanges the directories (see carry_over); until t
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
-from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors, write_file
 from replicated_ckpt.stores.local.carry_over import Signature, link_others, originals_path, signature
 from replicated_ckpt.stores.local.committed import open_directory
@@ -25,6 +26,23 @@ from replicated_ckpt.stores.local.shard_file import FileSink
 
 PIECE_BYTES = 4 << 20
 CLOCKS_DIFFER_S = 86400.0
+METADATA_BYTES_MAX = 256 << 20
+"""Of an adoption: it is read in memory, to find the items in the shards. That of some million items fits."""
+
+
+def check_announced(intent: Intent) -> None:
+    """Holds the opening of an adoption against what an agent takes for one: it says how large its `.metadata` is.
+
+    Raises:
+        ConfigInvalid: it is larger than any, or does not say so.
+    """
+    announced = intent.announced.save_bytes_max
+    if intent.adopts and not 0 < announced <= METADATA_BYTES_MAX:
+        raise ConfigInvalid(
+            f"{intent.checkpoint_id!r} is not adopted: its opening announces {announced} bytes of metadata, and from 1 to "
+            f"{METADATA_BYTES_MAX} are taken.",
+            "Such a checkpoint loads as it lies; saved again by this package, it is protected.",
+        )
 
 
 def check_adopted(root: Path, intent: Intent, raw_manifest: bytes) -> None:
@@ -41,8 +59,17 @@ def check_adopted(root: Path, intent: Intent, raw_manifest: bytes) -> None:
     manifest = decode_manifest(raw_manifest, "what was brought")
     with translate_errors(str(root), "look at", intent.checkpoint_id):
         newest_s = max((entry.stat().st_mtime for entry in os.scandir(root / intent.checkpoint_id)), default=0.0)
-    if manifest.sequence != 0 or manifest.created_unix_s > newest_s + CLOCKS_DIFFER_S:
-        raise ManifestInvalid(f"Save {intent.save_id} adopts what stock torch wrote, and its manifest says otherwise.")
+    latest_s = min(newest_s, time.time()) + CLOCKS_DIFFER_S
+    wrong = [
+        *([f"has sequence {manifest.sequence}"] if manifest.sequence != 0 else []),
+        *([] if 0 <= manifest.created_unix_s <= latest_s else [f"is of {manifest.created_unix_s:.0f} s since 1970"]),
+        *(["goes to a bucket"] if manifest.upload is not None else []),
+        *(["has more metadata than was announced"] if manifest.metadata_bytes > METADATA_BYTES_MAX else []),
+    ]
+    if wrong:
+        raise ManifestInvalid(
+            f"Save {intent.save_id} adopts what stock torch wrote, and its manifest says otherwise: it {', '.join(wrong)}."
+        )
 
 
 def stage_shards(

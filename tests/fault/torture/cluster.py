@@ -61,6 +61,7 @@ class Node:
         self.root = cluster.base / f"node{index}"
         self.agent: Actor | None = None
         self.is_off = False
+        self.is_leaving = False
         self.service: Any = None
         self.port = 9000 + index
         self.tokens = Tokens("", "")
@@ -96,7 +97,7 @@ class Node:
             )
             self.greeter = Greeter(self.service.peers, self.endpoint)
             self._start_background_work(store)
-            self.agent = actor
+            self.agent, self.is_leaving = actor, False
             self.greeter.greet_all()
 
     def _start_background_work(self, store: LocalStore) -> None:
@@ -109,7 +110,12 @@ class Node:
         )
         self.reprotector.carried_out = self._carry_out  # type: ignore[method-assign] # its thread does not run
         objects = ObjectRoutes(self.service, targets, self.uploader)
-        self.routes = Routes(self.service, self.reprotector, objects, _status, stopping.set)
+        self.routes = Routes(self.service, self.reprotector, objects, self._status, stopping.set)
+
+    def _status(self, *, is_brief: bool) -> dict[str, Any]:
+        del is_brief
+        who = {"node_id": self.endpoint.node_id, "incarnation": self.endpoint.incarnation}
+        return {**who, "is_leaving": self.is_leaving, "greeted": True}
 
     def _carry_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
         order: Future[list[Outcome]] = Future()
@@ -127,6 +133,7 @@ class Node:
         """The agent ends in good order: the others hear that its disk is intact."""
         if self.agent is not None and self.is_up:
             with self.cluster.network.acting(self.agent):
+                self.is_leaving = True
                 self.greeter.say_goodbye()
         self.kill()
 
@@ -159,11 +166,6 @@ class Node:
     def wipe(self) -> None:
         self.kill()
         shutil.rmtree(self.root, ignore_errors=True)
-
-
-def _status(*, is_brief: bool) -> dict[str, Any]:
-    del is_brief
-    return {"greeted": True}
 
 
 class Cluster:

@@ -11,7 +11,7 @@ import torch
 from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.dcp.convert.entries.memory import window_tensor
 from replicated_ckpt.dcp.convert.entries.source import Contents, ObjectEntry, Part, TensorEntry
-from replicated_ckpt.dcp.convert.safetensors.format import LENGTH, Tensor, decode_header, header_size
+from replicated_ckpt.dcp.convert.safetensors.format import LENGTH, Tensor, decode_header, header_size, name_once
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
@@ -115,7 +115,7 @@ def _read_index(index: Path) -> list[Path]:
             f"{index} has more than {_INDEX_BYTES_MAX} bytes: it is no index of safetensors files.", _FETCH
         )
     try:
-        names = sorted(set(json.loads(raw)["weight_map"].values()))
+        names = sorted(set(json.loads(raw, object_pairs_hook=name_once)["weight_map"].values()))
         paths = [index.parent / name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ConfigInvalid(f"{index} is no index of safetensors files: {type(exc).__name__}: {exc}.", _FETCH) from exc

@@ -123,7 +123,7 @@ def _entries(raw: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
             position = _without_metadata(raw, position)
         else:
             end = raw.find(b"}", position, position + _ENTRY_BYTES_MAX) + 1
-            entry = json.loads(raw[position:end], parse_constant=_refuse)
+            entry = json.loads(raw[position:end], parse_constant=_refuse, object_pairs_hook=name_once)
             if not isinstance(entry, dict):
                 raise TypeError(f"{name[:80]!r} is described by no object")
             yield name, entry
@@ -167,6 +167,16 @@ def _skip(raw: bytes, position: int) -> int:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number of JSON")
+
+
+def name_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, as `json.loads` asks for it. Raises ValueError: readers would differ in which value a name has."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:80]!r} is there twice")
+        found[name] = value
+    return found
 
 
 def _decode_tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
