@@ -70,8 +70,7 @@ def test_a_tensor_larger_than_the_window_is_never_in_memory(tmp_path: Path) -> N
     assert found.after - found.before < GROWTH_BYTES
 
 
-@pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rows", [500, 12])
 def test_two_gigabytes_take_less_than_600_mb(rows: int, tmp_path: Path) -> None:

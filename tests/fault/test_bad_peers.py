@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
+from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, Cluster, call
 from tests.multiprocess.launch import COLLECTIVE_TIMEOUT_ENV
 from tests.multiprocess.network import Network, network_of, why_no_network
@@ -41,7 +42,8 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     """As many nodes as the test's parameter says, or three, in a network of their own."""
     if why := why_no_network():
         pytest.skip(why)
-    bare = Cluster(tmp_path / "cluster", getattr(request, "param", 3), quick_exit=True)
+    rounds = {"REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "2"}
+    bare = Cluster(tmp_path / "cluster", getattr(request, "param", 3), environment=rounds, quick_exit=True)
     with network_of(bare) as network, bare as cluster:
         yield Site(cluster, network)
 
@@ -73,7 +75,7 @@ def assert_whole_everywhere(site: Site, checkpoint_id: str) -> None:
     assert all(found["same"] for found in survivors.of(0))
 
 
-@pytest.mark.parametrize("point", ["coordinator.placed", MIDDLE])
+@pytest.mark.parametrize("point", mark_long(["coordinator.placed", MIDDLE], keep=[MIDDLE]))
 def test_another_node_takes_the_copy_of_an_unreachable_buddy(site: Site, point: str) -> None:
     """The coordinator's buddy can be reached by others only: its copy goes to the third node, and the save succeeds."""
     calls = [save("step-1"), site.save_while("cut_between", 0, 1, point=point), site.change("heal_between", 0, 1)]

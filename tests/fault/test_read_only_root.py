@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, Cluster, call
 
 pytestmark = [
@@ -46,7 +47,7 @@ def load(checkpoint_id: str) -> Call:
     return call("errors.timed", timed_step="state.load", arguments={"kinds": KINDS, "checkpoint_id": checkpoint_id})
 
 
-@pytest.mark.parametrize("nodes", [[0, 1], [1, 0], [1]], ids=str)
+@pytest.mark.parametrize("nodes", mark_long([[0, 1], [1, 0], [1]], keep=[[0, 1]]), ids=str)
 def test_loads_work_from_a_read_only_root(cluster: Cluster, nodes: list[int]) -> None:
     """No agent runs there and none can be started: its ranks read their own disk; whoever coordinates."""
     counts = [1 if node == 0 else 2 for node in nodes]

@@ -26,9 +26,10 @@ from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import METADATA, findings, shard
+from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
-QUICK = ("--lost-after-s", "2", "--copy-mib-per-s", "1000")
+QUICK = ("--lost-after-s", "2", "--copy-mib-per-s", "1000", "--round-every-s", "1")
 PAIRS = {0: (0, 1), 1: (1, 0), 2: (2, 3), 3: (3, 2)}
 RING = {0: (0, 1), 1: (1, 2), 2: (2, 0)}
 RUN, OTHER = "a" * 16, "b" * 16
@@ -199,7 +200,7 @@ def is_whole_everywhere(nodes: Nodes, save: Save) -> bool:
     )
 
 
-@pytest.mark.parametrize("first", ["load", "agents"])
+@pytest.mark.parametrize("first", mark_long(["load", "agents"], keep=["load"]))
 def test_half_of_the_nodes_come_back_first(nodes: Nodes, first: str) -> None:
     """A replacement published on one pair only is completed on the other, however long that was alone before."""
     nodes.start(0, 1, 2, 3)

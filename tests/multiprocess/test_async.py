@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.marks import mark_long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -29,7 +30,7 @@ def test_saves_in_a_process_of_their_own(cluster_of: ClusterOf) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("phase", ["plan", "write"])
+@pytest.mark.parametrize("phase", mark_long(["plan", "write"], keep=["write"]))
 def test_an_error_reaches_the_future(cluster_of: ClusterOf, phase: str) -> None:
     """A rank that raises in the background fails every rank's future, and the previous checkpoint loads."""
     calls = [

@@ -12,7 +12,6 @@ SAVES = 50
 RSS_GROWTH_KIB_MAX = 16 * 1024
 
 
-@pytest.mark.slow
 def test_fifty_saves_leave_no_trace_but_their_files(cluster_of: ClusterOf) -> None:
     """Neither rank nor agent gains a thread, descriptor, child or memory from the 10th save to the 50th; all load."""
     cluster = cluster_of(2)
@@ -50,7 +49,7 @@ def check_flat(footprints: list[dict[str, dict[str, int]]]) -> None:
 
 @pytest.mark.parametrize(
     "count",
-    [CYCLES, pytest.param(MANY_CYCLES, marks=[pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(3000)])],
+    [CYCLES, pytest.param(MANY_CYCLES, marks=[pytest.mark.long, pytest.mark.timeout(3000)])],
 )
 @pytest.mark.parametrize("is_alone", [False, True], ids=["2x2 ranks", "alone"])
 def test_new_writers_readers_and_managers_leave_nothing_behind(

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from tests.marks import long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 from tests.multiprocess.steps_errors import ERRORS, PLACES
@@ -63,11 +64,11 @@ def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf) -> None:
     ("place", "rank"),
     [
         ("load: reset", 2),
-        ("load: look", 0),
-        ("load: read", 1),
+        long("load: look", 0),
+        long("load: read", 1),
         ("save: write", 2),
-        *(pytest.param(place, 0, marks=pytest.mark.slow) for place in sorted(BY_COORDINATOR - {"load: look"})),
-        *(pytest.param(place, 1, marks=pytest.mark.slow) for place in sorted(PLACES.keys() - BY_COORDINATOR)),
+        *(long(place, 0) for place in sorted(BY_COORDINATOR - {"load: look"})),
+        *(long(place, 1) for place in sorted(PLACES.keys() - BY_COORDINATOR)),
     ],
 )
 def test_a_killed_rank_is_missed_by_all(cluster_of: ClusterOf, place: str, rank: int) -> None:

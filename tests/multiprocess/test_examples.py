@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
 from tests.multiprocess.states import digests
@@ -33,7 +34,7 @@ def test_a_job_that_is_told_to_leave_goes_on_bit_for_bit(cluster_of: ClusterOf, 
     assert second[1:] == everything[5:]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", mark_long([False, True], keep=[True]))
 def test_fsdp1_goes_on_after_a_node_was_lost(cluster_of: ClusterOf, *, sharded: bool) -> None:
     """Full or sharded state dict: each loss after a loss of node 0 is that of the run before; one whole model per node."""
     cluster = cluster_of(2, quick_exit=True)

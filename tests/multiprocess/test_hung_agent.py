@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import mark_long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -19,7 +20,7 @@ def timed(name: str, **arguments: Any) -> Any:
     return call("errors.timed", timed_step=name, arguments={"kinds": KINDS, **arguments})
 
 
-@pytest.mark.parametrize("ranks", [1, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", mark_long([1, 4, 8], keep=[4]))
 def test_a_stopped_agent_costs_its_node_one_timeout(cluster_of: ClusterOf, ranks: int) -> None:
     """All ranks of the node ask at once, and none of them again: a load within 10 s, a save within 15 s."""
     cluster, counts = cluster_of(2), [1, ranks]

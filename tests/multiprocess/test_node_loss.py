@@ -52,7 +52,7 @@ def test_any_one_of_five_nodes_is_lost(cluster_of: ClusterOf) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("gone", [0, 4])
 def test_four_survivors_of_five_go_on_without_the_fifth(cluster_of: ClusterOf, gone: int) -> None:
     """A world of the survivors alone loads everything: the coordinator's node gone, or the odd one out."""

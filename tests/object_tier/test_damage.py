@@ -7,6 +7,7 @@ import pytest
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
+from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, call
 from tests.object_tier.conftest import SiteOf
 from tests.object_tier.sites import Site
@@ -56,8 +57,7 @@ def failing_load(site: Site, checkpoint_id: str) -> Call:
     return call("objects.load_fails", checkpoint_id=checkpoint_id, count=COUNT, ranks=2, **where)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("kind", mark_long(DAMAGES, keep=["shard-flip"]))
 def test_a_damaged_object_is_no_source(moto: Server, site_of: SiteOf, kind: str) -> None:
     """With nodes that have it nobody notices; without, every rank says what is lost, and loads no wrong byte."""
     name, change = DAMAGES[kind]
@@ -113,7 +113,7 @@ def test_a_bad_copy_in_the_bucket_is_made_up_for_by_a_peer_that_comes_back(moto:
     assert all(value["same"] for value in found)
 
 
-@pytest.mark.parametrize("name", [SHARD, MANIFEST, METADATA])
+@pytest.mark.parametrize("name", mark_long([SHARD, MANIFEST, METADATA], keep=[SHARD]))
 def test_a_bit_that_flips_on_the_way_is_read_again(moto: Server, site_of: SiteOf, name: str) -> None:
     """Before the object is called damaged."""
     site = site_of(moto, 2)

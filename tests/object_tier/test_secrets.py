@@ -8,6 +8,7 @@ import pytest
 
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
+from tests.marks import mark_long
 from tests.multiprocess.cluster import call
 from tests.object_tier.conftest import SiteOf
 
@@ -36,7 +37,7 @@ def files_that_show(base: Path, secret: bytes) -> set[str]:
     return {path.name for path in base.rglob("*") if path.is_file() and secret in path.read_bytes()}
 
 
-@pytest.mark.parametrize("trouble", ["none", "denied", "away"])
+@pytest.mark.parametrize("trouble", mark_long(["none", "denied", "away"], keep=["denied"]))
 def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, trouble: str) -> None:
     """Not in logs, command lines, manifests, errors, warnings, status or objects; the file is its owner's alone."""
     site = site_of(moto, 2)
