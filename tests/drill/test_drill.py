@@ -29,6 +29,7 @@ def processes_in(workdir: Path) -> list[int]:
     return found
 
 
+@pytest.mark.long  # `.ci/run` and the workflow have the same drill as a step of their own
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
 def test_a_node_dies_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:

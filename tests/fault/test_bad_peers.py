@@ -85,6 +85,7 @@ def test_another_node_takes_the_copy_of_an_unreachable_buddy(site: Site, point: 
     assert_whole_everywhere(site, "step-2")
 
 
+@pytest.mark.long
 def test_a_store_that_is_cut_off_after_the_transfer_publishes_later(site: Site) -> None:
     """Every copy is made when the link goes down: the save succeeds, says who has not published, and that one makes up."""
     calls = [save("step-1"), site.save_while("cut_store", 1, point="coordinator.accounted"), site.change("heal", 1)]
@@ -95,6 +96,7 @@ def test_a_store_that_is_cut_off_after_the_transfer_publishes_later(site: Site) 
     assert_whole_everywhere(site, "step-2")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("site", [2], indirect=True, ids=["2nodes"])
 def test_a_shard_that_only_the_store_cut_off_has_is_not_acknowledged(site: Site) -> None:
     """Its node cannot publish and nobody else has it: every rank is told, and the save is whole once the link is back."""
@@ -107,6 +109,7 @@ def test_a_shard_that_only_the_store_cut_off_has_is_not_acknowledged(site: Site)
     assert_whole_everywhere(site, "step-2")
 
 
+@pytest.mark.long
 def test_a_store_that_is_cut_off_before_the_save_takes_part_later(site: Site) -> None:
     """Its shard cannot be published anywhere: every rank is told that; once the link is back the save is completed."""
     calls = [

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tests.marks import long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 from tests.multiprocess.processes import processes_of, wait_until_gone
@@ -12,6 +13,7 @@ SAVES = 50
 RSS_GROWTH_KIB_MAX = 16 * 1024
 
 
+@pytest.mark.long
 def test_fifty_saves_leave_no_trace_but_their_files(cluster_of: ClusterOf) -> None:
     """Neither rank nor agent gains a thread, descriptor, child or memory from the 10th save to the 50th; all load."""
     cluster = cluster_of(2)
@@ -32,7 +34,7 @@ def test_fifty_saves_leave_no_trace_but_their_files(cluster_of: ClusterOf) -> No
     assert len(agents) == 2
 
 
-CYCLES, MANY_CYCLES = 30, 500  # of two saves and two loads each, and every fifth time one more of each that fails
+CYCLES, MANY_CYCLES = 18, 500  # of two saves and two loads each, and every fifth time one more of each that fails
 CLOSING_MAX = 2
 """Connections that another thread closes at the moment of the look; one that is lost per save would be dozens."""
 
@@ -51,7 +53,7 @@ def check_flat(footprints: list[dict[str, dict[str, int]]]) -> None:
     "count",
     [CYCLES, pytest.param(MANY_CYCLES, marks=[pytest.mark.long, pytest.mark.timeout(3000)])],
 )
-@pytest.mark.parametrize("is_alone", [False, True], ids=["2x2 ranks", "alone"])
+@pytest.mark.parametrize("is_alone", [False, long(True)], ids=["2x2 ranks", "alone"])
 def test_new_writers_readers_and_managers_leave_nothing_behind(
     cluster_of: ClusterOf, count: int, is_alone: bool
 ) -> None:

@@ -23,6 +23,8 @@ CASES = [
     for rank in ((0,) if place in BY_COORDINATOR else (1,))
     if place != "load: reset"  # ours does not run yet: only that the process is gone can be seen
 ]
+SOME = CASES[::3]
+"""Some errors in every place, and every error in some place."""
 TYPED = {
     "EROFS": "StoreDenied",
     "EMFILE": "StoreError",
@@ -45,12 +47,13 @@ def expected(case: tuple[str, str, int], at: int) -> str:
     return type(ERRORS[error]()).__name__
 
 
-def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf) -> None:
+@pytest.mark.parametrize("cases", [SOME, long(CASES)], ids=["some", "all"])
+def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf, cases: list[tuple[str, str, int]]) -> None:
     """Errors of the system, of Python and ones that cannot be pickled, in every step: all ranks raise, and can go on."""
     cluster = cluster_of(2)
-    calls = [call("errors.save_kept"), call("errors.breaks_in_turn", cases=CASES)]
+    calls = [call("errors.save_kept"), call("errors.breaks_in_turn", cases=cases)]
     results = cluster.launch(calls, nodes=[0, 1], ranks=[1, 2], timeout_s=280)
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(cases):
         place, _, rank = case
         for at, outcome in enumerate(outcomes[number] for outcomes in results.of(1)):
             is_told_by_dcp = place not in BEFORE_DCP

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from replicated_ckpt.stores.node_cache.patience import PATIENCE_S
 from tests.multiprocess.cluster import Cluster, call
 from tests.multiprocess.conftest import ClusterOf
 
 COUNT = 12  # MiB for each rank that saved
 SAVED = 2 * COUNT << 20
 EDGES = 2 * (256 << 10)  # of the two shards: what else is in the last blocks that are needed
+PATIENCE_S = 2.0  # shorter than it is
 UNDISTURBED_S = 4.0  # that one rank reads, at most, on a busy machine
 
 
@@ -27,7 +27,7 @@ def cluster(cluster_of: ClusterOf) -> Cluster:
 def load(cluster: Cluster, trouble: str, at: int = 1, ranks: int = 3, **arguments: Any) -> list[dict[str, Any]]:
     step = call(
         "sharing.load_with_trouble",
-        checkpoint_id="step-1", count=COUNT, ranks=2, trouble=trouble, at=at, **arguments,
+        checkpoint_id="step-1", count=COUNT, ranks=2, trouble=trouble, at=at, patience_s=PATIENCE_S, **arguments,
     )  # fmt: skip
     return cluster.launch([step], nodes=[0, 1], ranks=[ranks, 1]).of(0)
 

@@ -96,6 +96,7 @@ def test_two_bad_copies_make_a_good_one(moto: Server, site_of: SiteOf) -> None:
     assert len(blank["report"]["bad_copies"]) == 2  # it reads larger pieces than whoever has a copy, and meets both
 
 
+@pytest.mark.long
 def test_a_bad_copy_in_the_bucket_is_made_up_for_by_a_peer_that_comes_back(moto: Server, site_of: SiteOf) -> None:
     """The bucket's only copy is damaged when the load begins: ShardLost; with the node back the same load succeeds."""
     site = site_of(moto, 2)
@@ -125,6 +126,7 @@ def test_a_bit_that_flips_on_the_way_is_read_again(moto: Server, site_of: SiteOf
     assert found["same"]
 
 
+@pytest.mark.long
 def test_a_missing_object_is_found_missing(moto: Server, site_of: SiteOf) -> None:
     """A shard that somebody deleted: `latest` is the checkpoint before, and the other one says what it lacks."""
     site = site_of(moto, 2)

@@ -47,6 +47,7 @@ def test_the_bucket_alone_answers_wrongly(moto: Server, site_of: SiteOf, kind: K
     assert sum(fault.fired for fault in faults) >= 2
 
 
+@pytest.mark.long
 def test_throttled_for_seconds(moto: Server, site_of: SiteOf) -> None:
     """A bucket that says SlowDown eight times in a row is asked again, ever more slowly."""
     site = site_of(moto, 2)

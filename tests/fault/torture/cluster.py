@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import os
 import random
 import shutil
 import threading
@@ -38,6 +39,7 @@ from tests.fault.torture.network import Actor, Network
 from tests.fault.torture.operations import Operation, Operations, SimulatedLock
 from tests.fault.torture.pretence import pretences
 
+ROUND_EVERY_S, ROUND_EVERY_S_MAX = 15.0, 60.0
 LOST_AFTER_S = 30.0
 AWAY_AFTER_S = 3600.0
 
@@ -262,11 +264,25 @@ class Cluster:
                 return repr(exc)
 
     def pass_time(self, seconds: float) -> None:
-        """As long as this the agents are left alone with their background work."""
-        until = self.now() + seconds
+        """As long as this the agents are left alone with their background work.
+
+        Where a round of all of them changed nothing on any disk, the next ones are left out that would see the same.
+        """
+        until, pause_s = self.now() + seconds, ROUND_EVERY_S
         while self.now() < until:
-            self.wait(min(15.0, until - self.now()))
+            self.wait(min(pause_s, until - self.now()))
+            before = self._on_disks()
             self.round_of(self.nodes)
+            pause_s = ROUND_EVERY_S if self._on_disks() != before else min(2 * pause_s, ROUND_EVERY_S_MAX)
+
+    def _on_disks(self) -> list[tuple[str, int, int]]:
+        """Every file of all nodes and of the bucket, and which one it is."""
+        found = []
+        for directory, _, names in os.walk(self.base):
+            for name in names:
+                status = os.lstat(f"{directory}/{name}")
+                found.append((f"{directory}/{name}", status.st_ino, status.st_mtime_ns))
+        return sorted(found)
 
     def background(self) -> None:
         """What the agents' threads do soon after they were woken."""
