@@ -32,6 +32,8 @@ BIN     := $(VENV)/bin
 STAMP   := $(VENV)/installed
 FAST    := not multiprocess and not fault and not long and not radosgw
 # The tests of other frameworks need more packages than the rest together: `make frameworks`.
+# Hundreds of agents start in a run: without compiled files each of them compiles this package.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST   = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/frameworks
 
 .PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee compat audit docs dist
