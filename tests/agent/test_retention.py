@@ -24,7 +24,7 @@ PATIENT = (*QUICK, "--lost-after-s", "60")
 RING = {shard(0): (0, 1), shard(1): (1, 2), shard(2): (2, 0)}
 PAIR = {shard(0): (0, 1), shard(1): (1, 0)}
 SMALL = 3000
-SETTLED_S = 3.0
+SETTLED_S = 1.5
 """Some rounds of re-protection, woken."""
 
 

@@ -92,7 +92,7 @@ def re_protection_only_says_so() -> Iterator[None]:
     [
         (checksums_are_not_compared, 1007),
         (copies_are_reported_and_not_made, 1014),
-        (only_the_own_store_is_asked, 1000),
+        (only_the_own_store_is_asked, 1016),
         (re_protection_only_says_so, 1000),
     ],
 )

@@ -281,6 +281,7 @@ def test_a_save_that_was_never_decided_goes_once_its_coordinator_says_so(nodes: 
     wait_for(lambda: is_whole_everywhere(nodes, old), 30, "the old version on all nodes")
 
 
+@pytest.mark.long
 def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
     """`ls` and `repair` say what is in doubt; `repair --lost` says what is lost and left, and ends it."""
     nodes.start(0, 1, 2)
@@ -306,6 +307,7 @@ def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys
     assert nodes.versions()[old.save_id] == old.shards
 
 
+@pytest.mark.long
 def test_no_slow_planner_is_taken_for_a_dead_one(nodes: Nodes) -> None:
     """While the coordinator's rank lives, loads leave the save alone on every node, however long ago it was opened."""
     nodes.start(0, 1)
@@ -340,6 +342,7 @@ def test_an_adoption_that_is_slow_does_not_replace_a_newer_save(nodes: Nodes) ->
     assert named.save_id == new.save_id
 
 
+@pytest.mark.long
 def test_another_runs_store_neither_counts_nor_goes_nor_removes(nodes: Nodes) -> None:
     """A node joins with another run's checkpoints of larger sequences: this run's policy keeps this run's newest two."""
     nodes.start(2)
@@ -356,6 +359,7 @@ def test_another_runs_store_neither_counts_nor_goes_nor_removes(nodes: Nodes) ->
         assert nodes.versions(save.checkpoint_id) == {save.save_id: save.shards}
 
 
+@pytest.mark.long
 def test_what_a_load_was_told_to_read_is_not_retired(nodes: Nodes) -> None:
     """A policy that gives it up waits while it is read, or until its reader reads another; what no load reads goes."""
     nodes.start(0, 1)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
 from tests.multiprocess.states import digests
@@ -34,7 +33,8 @@ def test_a_job_that_is_told_to_leave_goes_on_bit_for_bit(cluster_of: ClusterOf, 
     assert second[1:] == everything[5:]
 
 
-@pytest.mark.parametrize("sharded", mark_long([False, True], keep=[True]))
+@pytest.mark.long
+@pytest.mark.parametrize("sharded", [False, True])
 def test_fsdp1_goes_on_after_a_node_was_lost(cluster_of: ClusterOf, *, sharded: bool) -> None:
     """Full or sharded state dict: each loss after a loss of node 0 is that of the run before; one whole model per node."""
     cluster = cluster_of(2, quick_exit=True)
@@ -49,6 +49,7 @@ def test_fsdp1_goes_on_after_a_node_was_lost(cluster_of: ClusterOf, *, sharded: 
     assert digests(files[0]) == digests(files[1])
 
 
+@pytest.mark.long
 def test_the_tutorials_checkpoint_loads_anywhere(cluster_of: ClusterOf) -> None:
     """Saved on four ranks; without node 0 it loads on four, on three, in one process alone, and converts both ways."""
     cluster = cluster_of(2, quick_exit=True)
@@ -65,6 +66,7 @@ def test_the_tutorials_checkpoint_loads_anywhere(cluster_of: ClusterOf) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_timestamp_on_each_rank_is_found_or_overruled(cluster_of: ClusterOf) -> None:
     """Nothing is written under four ids; rank 0's holds them all, is read back by rank 0 alone, and outlives a node."""
     cluster = cluster_of(2, quick_exit=True)

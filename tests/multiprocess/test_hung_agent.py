@@ -45,6 +45,7 @@ def test_a_stopped_agent_costs_its_node_one_timeout(cluster_of: ClusterOf, ranks
     assert loaded.digests(0) == [found["value"] for found in results.of(1)]
 
 
+@pytest.mark.long
 def test_an_agent_that_goes_on_is_asked_again(cluster_of: ClusterOf) -> None:
     """It was silent for one save, and takes part in the next of the same ranks, without a word of warning."""
     cluster = cluster_of(2)
@@ -62,6 +63,7 @@ def test_an_agent_that_goes_on_is_asked_again(cluster_of: ClusterOf) -> None:
     assert [texts[2] for texts in results.warnings] == [[], []]
 
 
+@pytest.mark.long
 def test_a_starter_that_hangs_costs_one_timeout(cluster_of: ClusterOf) -> None:
     """The agent is stopped before it serves: those that wait to start it share what the first of them found."""
     cluster = cluster_of(1, environment={"REPLICATED_CKPT_AGENT_IDLE_S": "60"})

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import long
 from tests.multiprocess.cluster import Cluster, call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -60,7 +61,7 @@ def test_a_rank_that_stops_costs_the_others_one_time_out(cluster: Cluster) -> No
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(("trouble", "waited_s"), [("raises", 0.0), ("raises before", PATIENCE_S)])
+@pytest.mark.parametrize(("trouble", "waited_s"), [("raises", 0.0), long("raises before", PATIENCE_S)])
 def test_a_rank_that_fails_holds_no_other_up(cluster: Cluster, trouble: str, waited_s: float) -> None:
     """What raises while it reads tells the others; what never comes to reading is waited for once."""
     outcomes = load(cluster, trouble)

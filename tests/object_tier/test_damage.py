@@ -114,7 +114,8 @@ def test_a_bad_copy_in_the_bucket_is_made_up_for_by_a_peer_that_comes_back(moto:
     assert all(value["same"] for value in found)
 
 
-@pytest.mark.parametrize("name", mark_long([SHARD, MANIFEST, METADATA], keep=[SHARD]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", [SHARD, MANIFEST, METADATA])
 def test_a_bit_that_flips_on_the_way_is_read_again(moto: Server, site_of: SiteOf, name: str) -> None:
     """Before the object is called damaged."""
     site = site_of(moto, 2)

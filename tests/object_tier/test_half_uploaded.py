@@ -58,7 +58,8 @@ def test_an_upload_that_never_ends_makes_no_checkpoint(moto: Server, site_of: Si
         stock_load(site, "step-2")
 
 
-@pytest.mark.parametrize("what", mark_long(["__0_0.distcp", SHARD, ".manifest.json", ".metadata"], keep=[SHARD]))
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["__0_0.distcp", SHARD, ".manifest.json", ".metadata"])
 def test_half_a_put_is_made_again(weak_store: WeakStore, site_of: SiteOf, what: str) -> None:
     """The weak store keeps and shows what arrived of a PUT that broke; the next try replaces it before anything counts."""
     site = site_of(weak_store, 2)
@@ -89,6 +90,7 @@ def test_half_a_put_is_never_loaded(weak_store: WeakStore, site_of: SiteOf, what
     assert all(value["same"] and value["report"]["checkpoint_id"] == "step-1" for value in results.of(0))
 
 
+@pytest.mark.long
 def test_overwriting_on_a_weak_store(weak_store: WeakStore, site_of: SiteOf) -> None:
     """Conditions and checksums are ignored there; the same id saved thrice is the third save for every reader."""
     site = site_of(weak_store, 2)

@@ -35,7 +35,8 @@ def test_the_bucket_alone_in_bad_weather(moto: Server, site_of: SiteOf, kind: Ki
     assert fault.fired > 1
 
 
-@pytest.mark.parametrize("kind", mark_long(["short_answer", "flip_answer"], keep=["flip_answer"]))
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["short_answer", "flip_answer"])
 def test_the_bucket_alone_answers_wrongly(moto: Server, site_of: SiteOf, kind: Kind) -> None:
     """Answers about shards that are not what they should be, and look well: each is asked for again."""
     site = site_of(moto, 2)

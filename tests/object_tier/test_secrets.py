@@ -72,6 +72,7 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
         assert all(value["same"] for value in results.of(0))
 
 
+@pytest.mark.long
 def test_a_bucket_that_is_opened_again_is_found_by_the_next_wait(moto: Server, site_of: SiteOf) -> None:
     """What was denied a moment ago is tried anew, not remembered."""
     site = site_of(moto, 1)
