@@ -22,7 +22,7 @@ COUNT = 6  # MiB for each rank
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Any:
-    with Cluster(tmp_path / "cluster", 2) as cluster:
+    with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
         yield cluster
 
 

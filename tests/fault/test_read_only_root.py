@@ -23,7 +23,7 @@ SOON_S = 10.0
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Two nodes; the disk of the second one is a file system of its own."""
-    with Cluster(tmp_path / "cluster", 2) as cluster:
+    with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
         disk = cluster.nodes[1].disk
         mounted = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "tmpfs", str(disk)]
         if subprocess.run(mounted, check=False, capture_output=True).returncode:

@@ -91,9 +91,9 @@ def re_protection_only_says_so() -> Iterator[None]:
     ("mutation", "found_at"),
     [
         (checksums_are_not_compared, 1007),
-        (copies_are_reported_and_not_made, 1014),
+        (copies_are_reported_and_not_made, 1016),
         (only_the_own_store_is_asked, 1016),
-        (re_protection_only_says_so, 1000),
+        (re_protection_only_says_so, 1016),
     ],
 )
 def test_broken_code_is_found(mutation: Callable[[], AbstractContextManager[None]], found_at: int) -> None:

@@ -50,7 +50,7 @@ def expected(case: tuple[str, str, int], at: int) -> str:
 @pytest.mark.parametrize("cases", [SOME, long(CASES)], ids=["some", "all"])
 def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf, cases: list[tuple[str, str, int]]) -> None:
     """Errors of the system, of Python and ones that cannot be pickled, in every step: all ranks raise, and can go on."""
-    cluster = cluster_of(2)
+    cluster = cluster_of(2, quick_exit=False)
     calls = [call("errors.save_kept"), call("errors.breaks_in_turn", cases=cases)]
     results = cluster.launch(calls, nodes=[0, 1], ranks=[1, 2], timeout_s=280)
     for number, case in enumerate(cases):
@@ -76,7 +76,7 @@ def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf, cases: list[tu
 )
 def test_a_killed_rank_is_missed_by_all(cluster_of: ClusterOf, place: str, rank: int) -> None:
     """SIGKILL at one rank, in any step: the others raise within seconds, not after the time-out of a collective."""
-    cluster = cluster_of(2)
+    cluster = cluster_of(2, quick_exit=False)
     calls = [call("errors.save_kept"), call("errors.breaks", place=place, error="SIGKILL", rank=rank)]
     attempt = cluster.attempt(calls, nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)
     assert attempt.codes[rank] == -9
@@ -87,7 +87,7 @@ def test_a_killed_rank_is_missed_by_all(cluster_of: ClusterOf, place: str, rank:
 
 def test_a_killed_coordinator_is_missed_where_the_store_lives_on(cluster_of: ClusterOf) -> None:
     """The c10d store is served by a rank that takes no part: the process of the coordinator is found to be gone."""
-    cluster = cluster_of(2)
+    cluster = cluster_of(2, quick_exit=False)
     killed = call("errors.breaks_in_group", place="load: look", error="SIGKILL", members=[1, 2], rank=1)
     attempt = cluster.attempt([call("errors.save_kept"), killed], nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)
     found = attempt.values[2][1]

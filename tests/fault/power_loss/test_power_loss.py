@@ -89,6 +89,7 @@ def test_whoever_goes_on_after_a_kill_can_lose_power(name: str, go_on: GoOn, bas
     assert findings_after_kills(log, memory, go_on, {"rename", "exchange", "unlink"}) == []
 
 
+@pytest.mark.long
 def test_a_save_after_a_kill_makes_all_durable_that_it_stands_on(base: Path, memory: Path) -> None:
     """A directory or an identity that a killed process made, and did not come to fsync, is not lost under a later save."""
     log = recorded(SCENARIOS["first save"], base).log
