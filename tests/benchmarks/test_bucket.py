@@ -25,6 +25,7 @@ def test_it_measures_every_case(
             assert samples[name][0]["seconds"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 def test_it_measures_an_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The upload is committed, and what it took is printed."""

@@ -9,14 +9,14 @@ import pytest
 
 from replicated_ckpt.errors import CheckpointNotFound, ShardLost
 from tests.fault.damaged_world import PARTS, Damage, World, is_as_saved, pair, ring
-from tests.marks import mark_long
+from tests.marks import long, mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]
 SUBSETS = [frozenset(parts) for count in range(len(PARTS) + 1) for parts in itertools.combinations(PARTS, count)]
 STYLES = ("flip", "cut", "remove")
 
 
-@pytest.fixture(params=[pair, ring], ids=["pair", "ring"])
+@pytest.fixture(params=[pair, long(ring)], ids=["pair", "ring"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
     make: Callable[[Path], World] = request.param
     return make(tmp_path)

@@ -18,6 +18,7 @@ def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
         assert results.digests(index + 1) == [saved, saved]
 
 
+@pytest.mark.long
 def test_saves_in_a_process_of_their_own(cluster_of: ClusterOf) -> None:
     """With `AsyncCheckpointerType.PROCESS` the writer goes to another process, and its saves are like any other."""
     ids = ["step-1", "step-2"]

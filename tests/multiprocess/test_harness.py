@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.cluster import call
+from tests.marks import long
+from tests.multiprocess.cluster import Launcher, call
 from tests.multiprocess.conftest import ClusterOf
 from tests.multiprocess.launch import base_environment
 from tests.multiprocess.processes import is_running, processes_of, wait_until_gone
@@ -25,14 +26,14 @@ time.sleep(600)
 """
 
 
-def test_a_world_has_the_shape_that_was_asked_for(cluster_of: ClusterOf) -> None:
+@pytest.mark.parametrize("launcher", ["direct", long("torchrun")])
+def test_a_world_has_the_shape_that_was_asked_for(cluster_of: ClusterOf, launcher: Launcher) -> None:
     """Ranks are numbered along the nodes as listed, torchrun or not, and end with their launch."""
     cluster = cluster_of(2, quick_exit=False)
-    direct = cluster.launch([call("harness.where")], nodes=[1, 0], ranks=[1, 2])
-    assert [(value["rank"], value["node"]) for value in direct.of(0)] == [(0, 1), (1, 0), (2, 0)]
-    torchrun = cluster.launch([call("harness.where")], nodes=[1, 0], launcher="torchrun")
-    assert [(value["rank"], value["node"]) for value in torchrun.of(0)] == [(0, 1), (1, 0)]
-    assert not any(is_running(value["pid"]) for value in [*direct.of(0), *torchrun.of(0)])
+    ranks = [1, 2] if launcher == "direct" else [1, 1]  # torchrun gives all nodes as many
+    found = cluster.launch([call("harness.where")], nodes=[1, 0], ranks=ranks, launcher=launcher).of(0)
+    assert [(value["rank"], value["node"]) for value in found] == [(0, 1), (1, 0), (2, 0)][: sum(ranks)]
+    assert not any(is_running(value["pid"]) for value in found)
 
 
 def test_a_hanging_rank_fails_with_its_stack(cluster_of: ClusterOf) -> None:
