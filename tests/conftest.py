@@ -14,20 +14,20 @@ pytest_plugins = ["tests.buckets.fixtures"]
 
 HERE = Path(__file__).parent
 LONGEST = (
-    "fault/test_kill_at_every_step.py",
-    "fault/power_loss/test_power_loss.py",
     "multiprocess/test_resharding.py",
+    "fault/test_kill_at_every_step.py",
     "fault/test_torture.py",
+    "fault/test_bad_peers.py",
     "fault/test_two_histories.py",
-    "agent/test_healing.py",
-    "agent/test_retention.py",
     "multiprocess/test_node_loss.py",
     "multiprocess/test_peers.py",
-    "fault/test_bad_peers.py",
+    "fault/power_loss/test_power_loss.py",
+    "agent/test_retention.py",
+    "agent/test_healing.py",
+    "multiprocess/test_saving.py",
+    "multiprocess/test_endurance.py",
     "stores/test_exchange.py",
     "multiprocess/test_examples.py",
-    "multiprocess/test_saving.py",
-    "multiprocess/test_hung_agent.py",
 )
 """Files that take longest, in `make test`, the longest first. Then come those that wait for processes, then all others."""
 

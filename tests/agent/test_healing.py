@@ -1,25 +1,42 @@
 """Agents alone: what is intact anywhere heals what is not, nothing gives way to what was not seen, and "done" is true."""
 
+import contextlib
+import io
 import json
 import shutil
 import signal
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, quarantined, shard
 from tests.agent.test_reprotect import PAIR, QUICK, RING, agents, meet, protected, status, stores
-from tests.agent.test_verify_repair import as_json, command, flip, tree
+from tests.agent.test_verify_repair import flip, tree
 from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 PATIENT = ("--lost-after-s", "600")
 """Options of agents that must not take a node for lost within a test."""
+
+
+def command(verb: str, root: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    """The command line in this process: agents run, and a Python that starts for each call is most of a test."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = main([verb, "--root", str(root), *options])
+    return subprocess.CompletedProcess(verb, code, said.getvalue())
+
+
+def as_json(verb: str, root: Path) -> tuple[int, dict[str, Any]]:
+    done = command(verb, root, "--json")
+    return done.returncode, json.loads(done.stdout)
 
 
 def of_save(store: LocalStore) -> int:
