@@ -19,6 +19,7 @@ def losses(lines: list[str]) -> list[float]:
     return [float(line.partition(": loss ")[2]) for line in lines if ": loss " in line]
 
 
+@pytest.mark.long
 def test_a_job_that_is_told_to_leave_goes_on_bit_for_bit(cluster_of: ClusterOf, tmp_path: Path) -> None:
     """SIGTERM at one rank of four: all save that step and leave; a node is lost; then each loss is an undisturbed run's."""
     cluster, undisturbed = cluster_of(2), cluster_of(2, base=tmp_path / "undisturbed")
