@@ -1,5 +1,6 @@
 # `make test` and `make drill` need Python 3.11+, git, make and a package index; they make their own virtual environment.
-#   make test [TORCH=2.13.0] [ARGS="-k placement"]     the whole suite, pytest's closing line last
+#   make test [TORCH=2.13.0] [ARGS="-k placement"]     every fast test, and a real case of each promise; pytest's closing line last
+#   make test-all [TORCH=2.13.0] [ARGS="-k placement"] all tests, those that are marked `long` as well: hours
 #   make drill [ARGS="--scenario replace"]             several nodes on this machine, broken on purpose
 #   make fuzz [SECONDS=60]                             hostile bytes for all that reads bytes of others
 #   make torture [SEEDS=200] [REAL_SEEDS=20] [FIRST=0] random schedules of faults: simulated, then with real processes
@@ -29,16 +30,20 @@ VENV    := .venv$(if $(TORCH),-$(TORCH))
 EXTRAS  := $(if $(TORCH),,drill,)s3,test,dev
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/installed
-FAST    := not multiprocess and not fault and not slow and not radosgw
-# Tests that are both `fault` and `slow` are torture: `make test ARGS="-m slow"` runs them. Those of other frameworks need
-# more packages than the rest together: `make frameworks`.
-WHOLE   := not (fault and slow)
+FAST    := not multiprocess and not fault and not long and not radosgw
+# The tests of other frameworks need more packages than the rest together: `make frameworks`.
+# Hundreds of agents start in a run: without compiled files each of them compiles this package.
+unexport PYTHONDONTWRITEBYTECODE
+PYTEST   = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/frameworks
 
-.PHONY: test drill torture fuzz bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee compat audit docs dist
+.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee compat audit docs dist
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(WHOLE)" --ignore tests/frameworks $(ARGS)
+	@$(PYTEST) -m "not long" $(ARGS)
+
+test-all: $(STAMP)
+	@$(PYTEST) $(ARGS)
 
 drill: $(STAMP)
 	@$(BIN)/replicated-ckpt drill $(ARGS)

@@ -188,7 +188,8 @@ class AgentConfig:
     `port` 0: the one that this root's agent had last, or any free one. `idle_exit_s` None: it stays until it is told to
     stop. `lost_after_s`: so long a peer that fell silent is taken to hold its copies; `away_after_s`: the same for one
     that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`, `upload_mib_per_s`: pace of re-protection, scrub and
-    uploads to the object store, in MiB a second; `scrub_every_s`: pause between two passes of the scrub. `tls_cert`,
+    uploads to the object store, in MiB a second; `scrub_every_s`: pause between two passes of the scrub;
+    `round_every_s`: pause between two rounds of re-protection while there is nothing to do. `tls_cert`,
     `tls_key`: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
     `direct_io`: how copies are written, as of `check_direct_io`.
     """
@@ -202,6 +203,7 @@ class AgentConfig:
     copy_mib_per_s: float = 256.0
     scrub_mib_per_s: float = 32.0
     scrub_every_s: float = 86400.0
+    round_every_s: float = 15.0
     upload_mib_per_s: float = 1024.0
     tls_cert: str = ""
     tls_key: str = ""
@@ -218,6 +220,7 @@ class AgentConfig:
             "copy_mib_per_s",
             "scrub_mib_per_s",
             "scrub_every_s",
+            "round_every_s",
             "upload_mib_per_s",
         ):
             if not getattr(self, name) > 0:

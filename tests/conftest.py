@@ -12,6 +12,26 @@ from tests.multiprocess.zygote import stop_the_zygote
 pytest_plugins = ["tests.buckets.fixtures"]
 
 
+HERE = Path(__file__).parent
+LONGEST = (
+    "multiprocess/test_resharding.py",
+    "fault/test_kill_at_every_step.py",
+    "fault/test_torture.py",
+    "fault/test_bad_peers.py",
+    "fault/test_two_histories.py",
+    "multiprocess/test_node_loss.py",
+    "multiprocess/test_peers.py",
+    "fault/power_loss/test_power_loss.py",
+    "agent/test_retention.py",
+    "agent/test_healing.py",
+    "multiprocess/test_saving.py",
+    "multiprocess/test_endurance.py",
+    "stores/test_exchange.py",
+    "multiprocess/test_examples.py",
+)
+"""Files that take longest, in `make test`, the longest first. Then come those that wait for processes, then all others."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_agent_survives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fails the suite if an agent of one of its stores still runs at its end; ends what forked its ranks."""
@@ -24,9 +44,15 @@ def no_agent_survives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that wait for processes begin first: what is left at the end is short, so several at once end together."""
-    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("fault", "multiprocess")))
+    """The longest files begin first: what is left at the end is short, so several at once end together."""
+    items.sort(key=_turn)
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not Path("/dev/nvidiactl").exists():
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def _turn(item: pytest.Item) -> tuple[int, bool]:
+    path = item.path.relative_to(HERE).as_posix()
+    waits = any(item.get_closest_marker(name) for name in ("fault", "multiprocess"))
+    return LONGEST.index(path) if path in LONGEST else len(LONGEST), not waits

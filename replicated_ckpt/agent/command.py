@@ -11,7 +11,15 @@ from replicated_ckpt.config import DIRECT_IO_ENV, PLAIN_ENV, TLS_CERT_ENV, TLS_K
 from replicated_ckpt.stores.files.ownership import GROUP_ENV
 from replicated_ckpt.stores.local.store import LocalStore
 
-_BACKGROUND = ("lost_after_s", "away_after_s", "copy_mib_per_s", "scrub_mib_per_s", "scrub_every_s", "upload_mib_per_s")
+_BACKGROUND = (
+    "lost_after_s",
+    "away_after_s",
+    "copy_mib_per_s",
+    "scrub_mib_per_s",
+    "scrub_every_s",
+    "upload_mib_per_s",
+    "round_every_s",
+)
 HELP = "Serve one node's store to its peers until stopped (ranks start one by themselves if none runs)."
 
 
@@ -32,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scrub-mib-per-s", type=float, help="pace of the scrub, which re-reads the store (default: %(default)s)")
     add("--upload-mib-per-s", type=float, help="pace of uploads to the object store (default: %(default)s)")
     add("--scrub-every-s", type=float, help="pause between two passes of the scrub (default: %(default)s)")
+    add("--round-every-s", type=float, help="pause between two looks for copies to make up (default: %(default)s)")
     certificate = os.environ.get(TLS_CERT_ENV, "")
     add("--tls-cert", default=certificate, metavar="FILE", help="certificate (PEM) to use (default: one of its own)")
     add("--tls-key", default=os.environ.get(TLS_KEY_ENV, ""), metavar="FILE", help="its private key (PEM)")

@@ -175,7 +175,13 @@ class Agent:
         )
         patience = Patience(config.lost_after_s, config.away_after_s)
         self._reprotector = Reprotector(
-            self._service, patience, copying, self._stopping, standing=self._standing, on_seen=self._on_seen
+            self._service,
+            patience,
+            copying,
+            self._stopping,
+            standing=self._standing,
+            on_seen=self._on_seen,
+            idle_pause_s=config.round_every_s,
         )
         self._targets = TargetBook(self._service.store.agent_directory())
         uploading = Pace(config.upload_mib_per_s * (1 << 20), self._stopping)

@@ -1,24 +1,42 @@
 """Agents alone: what is intact anywhere heals what is not, nothing gives way to what was not seen, and "done" is true."""
 
+import contextlib
+import io
 import json
 import shutil
 import signal
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, quarantined, shard
 from tests.agent.test_reprotect import PAIR, QUICK, RING, agents, meet, protected, status, stores
-from tests.agent.test_verify_repair import as_json, command, flip, tree
+from tests.agent.test_verify_repair import flip, tree
+from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 PATIENT = ("--lost-after-s", "600")
 """Options of agents that must not take a node for lost within a test."""
+
+
+def command(verb: str, root: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    """The command line in this process: agents run, and a Python that starts for each call is most of a test."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = main([verb, "--root", str(root), *options])
+    return subprocess.CompletedProcess(verb, code, said.getvalue())
+
+
+def as_json(verb: str, root: Path) -> tuple[int, dict[str, Any]]:
+    done = command(verb, root, "--json")
+    return done.returncode, json.loads(done.stdout)
 
 
 def of_save(store: LocalStore) -> int:
@@ -72,7 +90,7 @@ def test_repair_mends_metadata_and_manifest_by_each_other(tmp_path: Path) -> Non
     assert [findings(store) for store in nodes] == [[], []]
 
 
-@pytest.mark.parametrize("name", [MANIFEST_NAME, METADATA_NAME])
+@pytest.mark.parametrize("name", mark_long([MANIFEST_NAME, METADATA_NAME], keep=[METADATA_NAME]))
 def test_a_directory_of_metadata_alone_counts(tmp_path: Path, name: str) -> None:
     """A node without shards has lost its manifest, or has the only intact metadata: it takes part by checksum."""
     nodes = stores(tmp_path, 3)
@@ -89,7 +107,7 @@ def test_a_directory_of_metadata_alone_counts(tmp_path: Path, name: str) -> None
         agree(nodes, running, done=True)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+@pytest.mark.parametrize("damage", mark_long(["flip", "cut", "gone"], keep=["cut"]))
 def test_a_footer_is_rebuilt_from_the_last_copys_data(tmp_path: Path, damage: str) -> None:
     """The other copy's node is lost, this one's footer damaged: the data is all that is needed."""
     nodes = stores(tmp_path, 2)

@@ -12,9 +12,10 @@ import pytest
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, quarantined, shard
+from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
-QUICK = ("--lost-after-s", "1.5", "--away-after-s", "3600")
+QUICK = ("--lost-after-s", "1.5", "--away-after-s", "3600", "--round-every-s", "1")
 RING = {shard(0): (0, 1), shard(1): (1, 2), shard(2): (2, 0)}
 PAIR = {shard(0): (0, 1), shard(1): (1, 0)}
 
@@ -82,10 +83,10 @@ def test_a_node_that_says_goodbye_is_not_replaced(tmp_path: Path) -> None:
     with agents(nodes) as running:
         running[2].signal(signal.SIGTERM)
         assert running[2].process.wait(10) == 0
-        for _ in range(3):  # rounds, well beyond the time after which a silent one counts as lost
+        for _ in range(2):  # rounds, well beyond the time after which a silent one counts as lost
             rounds = wait_for(lambda: status(running[0])["uptime_s"], 5, "an answer")
             with pytest.raises(AssertionError, match="a copy"):
-                wait_for(lambda: held(nodes[0]) == set(RING), 2.5, f"a copy, after {rounds} s")
+                wait_for(lambda: held(nodes[0]) == set(RING), 2.0, f"a copy, after {rounds} s")
         assert status(running[0])["protection"]["bytes_copied"] == 0
     assert [findings(store) for store in nodes] == [[], [], []]
 
@@ -98,7 +99,7 @@ DAMAGES: dict[str, Callable[[bytearray], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", [shard(0), ".metadata", ".manifest.json"])
+@pytest.mark.parametrize("name", mark_long([shard(0), ".metadata", ".manifest.json"], keep=[shard(0), ".metadata"]))
 def test_damaged_files_are_set_aside_and_restored(tmp_path: Path, name: str) -> None:
     """The scrub finds every kind of damage; the bad file is kept in the quarantine, a good copy takes its place."""
     nodes = stores(tmp_path, 2)

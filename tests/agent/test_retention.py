@@ -16,14 +16,15 @@ from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
+from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
-QUICK = ("--lost-after-s", "1.5", "--away-after-s", "3600")
-PATIENT = ("--lost-after-s", "60", "--away-after-s", "3600")
+QUICK = ("--lost-after-s", "1.5", "--away-after-s", "3600", "--round-every-s", "1")
+PATIENT = (*QUICK, "--lost-after-s", "60")
 RING = {shard(0): (0, 1), shard(1): (1, 2), shard(2): (2, 0)}
 PAIR = {shard(0): (0, 1), shard(1): (1, 0)}
 SMALL = 3000
-SETTLED_S = 3.0
+SETTLED_S = 1.5
 """Some rounds of re-protection, woken."""
 
 
@@ -94,7 +95,7 @@ def test_each_agent_retires_its_part_and_says_why(tmp_path: Path) -> None:
         assert held(store, "step-7")
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", mark_long([signal.SIGTERM, signal.SIGKILL], keep=[signal.SIGKILL]))
 def test_a_node_that_was_away_retires_them_when_its_ranks_say_so(tmp_path: Path, how: int) -> None:
     """What its peers say has nothing removed there. What they retired meanwhile is not brought back, nor missed."""
     stores = stored(tmp_path, 3, (1, 2, 3))

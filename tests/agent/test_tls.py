@@ -100,7 +100,7 @@ def test_ranks_save_and_load_over_it(tmp_path: Path) -> None:
     """With the environment set nothing else is needed: the agents that ranks start speak TLS, and a node can be lost."""
     cert, key = certificate(tmp_path, "node")
     environment = {"REPLICATED_CKPT_TLS_CERT": cert, "REPLICATED_CKPT_TLS_KEY": key}
-    with Cluster(tmp_path / "cluster", 2, environment=environment) as cluster:
+    with Cluster(tmp_path / "cluster", 2, environment=environment, quick_exit=True) as cluster:
         saved = cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
         endpoint = (cluster.nodes[0].disk / ".agent" / "endpoint.json").read_text()
         assert fingerprint(cert) in endpoint

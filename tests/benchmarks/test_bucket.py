@@ -9,9 +9,8 @@ import pytest
 from benchmarks import bucket
 from benchmarks.bucket_case import READS, UPLOADS
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.long
 def test_it_measures_every_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -26,6 +25,8 @@ def test_it_measures_every_case(
             assert samples[name][0]["seconds"] > 0
 
 
+@pytest.mark.long
+@pytest.mark.multiprocess
 def test_it_measures_an_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The upload is committed, and what it took is printed."""
     monkeypatch.setattr(sys, "argv", ["bucket", "--server", "moto", "--agent-memory", "--mib", "18"])

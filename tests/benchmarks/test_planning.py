@@ -9,6 +9,7 @@ import pytest
 from benchmarks import planning
 
 
+@pytest.mark.long
 def test_it_measures_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

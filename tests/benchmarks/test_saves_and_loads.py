@@ -15,6 +15,7 @@ from benchmarks.suites.loading import ALL_LOCAL, REPLACED, SHRUNK, STARTS_AGENTS
 from benchmarks.suites.results import Results, Row, from_json
 from benchmarks.suites.saving import STOCK
 from benchmarks.suites.setup import kind_of
+from tests.marks import long
 
 SAVES = [
     STOCK,
@@ -23,25 +24,29 @@ SAVES = [
     "ours, 2 copies, ack=peer-memory",
     "ours, 2 copies, ack=peer",
 ]
+CASES = {"save": set(SAVES), "load": {STOCK, ALL_LOCAL, STARTS_AGENTS, SHRUNK, REPLACED}}
 MACHINE = dict.fromkeys(("date", "cores", "cpu", "torch", "commit", "load_before"), "?")
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
-def test_it_runs_and_its_figures_reach_the_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("suites", ["save", long("save,load,small,emulated,peers")])
+def test_it_runs_and_its_figures_reach_the_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suites: str
+) -> None:
     """Each case has samples, the table and the file for machines name it, and documents and plots are made of them."""
     file, medium = tmp_path / "samples.json", "tmpfs" if kind_of(tmp_path) == "tmpfs" else "disk"
-    arguments = ["--quick", "--suite", "save,load,small,emulated,peers", "--size-mib", "8", "--items", "200"]
+    arguments = ["--quick", "--suite", suites, "--size-mib", "8", "--items", "200"]
     where = ["--medium", medium, "--disk", str(tmp_path), "--json", str(file)]
     assert main([*arguments, *where]) == 0
     printed, results = capsys.readouterr().out, from_json(json.loads(file.read_text()))
-    by_suite = {suite: {row.case for row in results.of(suite) if row.work != "probe"} for suite in ("save", "load")}
-    assert by_suite == {"save": set(SAVES), "load": {STOCK, ALL_LOCAL, STARTS_AGENTS, SHRUNK, REPLACED}}
+    for suite, cases in CASES.items():
+        assert {row.case for row in results.of(suite) if row.work != "probe"} == (cases if suite in suites else set())
     for row in results.rows:
         assert row.case in printed or row.work == "probe"
         assert row.note if not row.samples else row.seconds > 0
-    assert [name for name in ("emulated:", "peers:") if name not in printed and not results.of(name[:-1])] == []
+    for suite in {"emulated", "peers"} & set(suites.split(",")):
+        assert f"{suite}:" in printed or results.of(suite)
     for path in (tmp_path / "docs" / "measurements.md", tmp_path / "benchmarks" / "README.md"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")

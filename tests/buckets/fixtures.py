@@ -20,7 +20,7 @@ def moto() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def radosgw() -> Iterator[Server]:
-    """A real S3 server. Its tests are marked `radosgw` by using it, and skipped with the reason where there is none."""
+    """A real S3 server. Tests that use it are `radosgw` and `long`, and skipped with the reason where there is none."""
     with ExitStack() as stack:
         try:
             server = stack.enter_context(radosgw_server())
@@ -40,4 +40,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "radosgw" in getattr(item, "fixturenames", ()):
             item.add_marker("radosgw")
+            item.add_marker("long")
             item.add_marker(pytest.mark.timeout(RADOSGW_FIRST_USE_S))

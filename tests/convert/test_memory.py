@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedWriter
+from tests.marks import long
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SCRIPT = """
@@ -63,15 +64,15 @@ def memory(formats: str, base: Path, way: str, timeout_s: float) -> Memory:
     return Memory(*map(int, done.stdout.split()))
 
 
-def test_a_tensor_larger_than_the_window_is_never_in_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("formats", ["safetensors", long("torch,safetensors,dcp")])
+def test_a_tensor_larger_than_the_window_is_never_in_memory(tmp_path: Path, formats: str) -> None:
     """One of 200 MB in each format and back: less than 120 MB more than the imports take."""
     save(tmp_path, 200, 1)
-    found = memory("torch,safetensors,dcp", tmp_path, "back", timeout_s=110)
+    found = memory(formats, tmp_path, "back", timeout_s=110)
     assert found.after - found.before < GROWTH_BYTES
 
 
-@pytest.mark.slow
-@pytest.mark.fault
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rows", [500, 12])
 def test_two_gigabytes_take_less_than_600_mb(rows: int, tmp_path: Path) -> None:

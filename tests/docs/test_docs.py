@@ -205,3 +205,17 @@ def test_the_table_of_bounds_has_the_numbers_of_the_code() -> None:
         module, _, name = quoted(where).rpartition(".")
         number, _, unit = bound.partition(" ")
         assert float(number) * SCALE_BY_UNIT[unit] == getattr(import_module(module), name), where
+
+
+def runs_always(path: Path) -> bool:
+    """Whether a file has a test that `make test` runs: one that is not marked `long` as a whole."""
+    tests = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    marks = [{ast.unparse(mark) for mark in test.decorator_list} for test in tests if test.name.startswith("test_")]
+    return any("pytest.mark.long" not in found for found in marks)
+
+
+def test_each_guarantee_is_shown_by_make_test() -> None:
+    """Every file of tests that the guarantees name has a test that is not left to `make test-all`."""
+    named = re.findall(r"\]\(\.\./(tests/\S+\.py)\)", text_of("docs/guarantees.md"))
+    assert len(named) > 15
+    assert [path for path in named if not runs_always(ROOT / path)] == []

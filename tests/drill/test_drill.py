@@ -12,6 +12,7 @@ import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.drill import marked
+from tests.marks import mark_long
 
 COMMAND = (sys.executable, "-c", "import sys; from replicated_ckpt.cli.main import main; sys.exit(main())", "drill")
 START_LIMIT_S = 60
@@ -28,6 +29,7 @@ def processes_in(workdir: Path) -> list[int]:
     return found
 
 
+@pytest.mark.long  # `.ci/run` and the workflow have the same drill as a step of their own
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
 def test_a_node_dies_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -47,6 +49,7 @@ def test_a_node_dies_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> 
     assert processes_in(workdir) == []
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
 def test_a_whole_cluster_dies_and_comes_back_from_its_bucket(tmp_path: Path) -> None:
@@ -71,7 +74,9 @@ def test_a_whole_cluster_dies_and_comes_back_from_its_bucket(tmp_path: Path) -> 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", mark_long([signal.SIGINT, signal.SIGTERM], keep=[signal.SIGINT]), ids=lambda number: number.name
+)
 def test_an_interrupted_drill_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C ends every process and removes the work directory."""
     workdir = tmp_path / "work"

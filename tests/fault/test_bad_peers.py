@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
+from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, Cluster, call
 from tests.multiprocess.launch import COLLECTIVE_TIMEOUT_ENV
 from tests.multiprocess.network import Network, network_of, why_no_network
@@ -42,7 +43,8 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     """As many nodes as the test's parameter says, or three, in a network of their own."""
     if why := why_no_network():
         pytest.skip(why)
-    bare = Cluster(tmp_path / "cluster", getattr(request, "param", 3), quick_exit=True)
+    rounds = {"REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "2"}
+    bare = Cluster(tmp_path / "cluster", getattr(request, "param", 3), environment=rounds, quick_exit=True)
     with network_of(bare) as network, bare as cluster:
         yield Site(cluster, network)
 
@@ -74,7 +76,7 @@ def assert_whole_everywhere(site: Site, checkpoint_id: str) -> None:
     assert all(found["same"] for found in survivors.of(0))
 
 
-@pytest.mark.parametrize("point", ["coordinator.placed", MIDDLE])
+@pytest.mark.parametrize("point", mark_long(["coordinator.placed", MIDDLE], keep=[MIDDLE]))
 def test_another_node_takes_the_copy_of_an_unreachable_buddy(site: Site, point: str) -> None:
     """The coordinator's buddy can be reached by others only: its copy goes to the third node, and the save succeeds."""
     calls = [save("step-1"), site.save_while("cut_between", 0, 1, point=point), site.change("heal_between", 0, 1)]
@@ -84,6 +86,7 @@ def test_another_node_takes_the_copy_of_an_unreachable_buddy(site: Site, point: 
     assert_whole_everywhere(site, "step-2")
 
 
+@pytest.mark.long
 def test_a_store_that_is_cut_off_after_the_transfer_publishes_later(site: Site) -> None:
     """Every copy is made when the link goes down: the save succeeds, says who has not published, and that one makes up."""
     calls = [save("step-1"), site.save_while("cut_store", 1, point="coordinator.accounted"), site.change("heal", 1)]
@@ -94,6 +97,7 @@ def test_a_store_that_is_cut_off_after_the_transfer_publishes_later(site: Site) 
     assert_whole_everywhere(site, "step-2")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("site", [2], indirect=True, ids=["2nodes"])
 def test_a_shard_that_only_the_store_cut_off_has_is_not_acknowledged(site: Site) -> None:
     """Its node cannot publish and nobody else has it: every rank is told, and the save is whole once the link is back."""
@@ -106,6 +110,7 @@ def test_a_shard_that_only_the_store_cut_off_has_is_not_acknowledged(site: Site)
     assert_whole_everywhere(site, "step-2")
 
 
+@pytest.mark.long
 def test_a_store_that_is_cut_off_before_the_save_takes_part_later(site: Site) -> None:
     """Its shard cannot be published anywhere: every rank is told that; once the link is back the save is completed."""
     calls = [

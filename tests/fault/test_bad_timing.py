@@ -22,7 +22,7 @@ COUNT = 6  # MiB for each rank
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Any:
-    with Cluster(tmp_path / "cluster", 2) as cluster:
+    with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
         yield cluster
 
 
@@ -52,6 +52,7 @@ def assert_whole(cluster: Cluster) -> None:
     assert [finding for node in cluster.nodes for finding in findings(LocalStore(node.disk))] == []
 
 
+@pytest.mark.long
 def test_a_load_leaves_the_save_in_the_background_alone(cluster: Cluster) -> None:
     """A trainer that loads while its own save is under way gets what it asked for, and the save is committed."""
     calls = [
@@ -90,6 +91,7 @@ def test_clocks_decide_nothing(cluster: Cluster) -> None:
     assert_whole(cluster)
 
 
+@pytest.mark.long
 def test_two_jobs_on_the_same_stores(cluster: Cluster) -> None:
     """Two worlds that save different checkpoints to the same nodes at the same time do not disturb each other."""
     ids = [["a-1", "a-2", "a-3"], ["b-1", "b-2", "b-3"]]

@@ -9,13 +9,14 @@ import pytest
 
 from replicated_ckpt.errors import CheckpointNotFound, ShardLost
 from tests.fault.damaged_world import PARTS, Damage, World, is_as_saved, pair, ring
+from tests.marks import long, mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]
 SUBSETS = [frozenset(parts) for count in range(len(PARTS) + 1) for parts in itertools.combinations(PARTS, count)]
 STYLES = ("flip", "cut", "remove")
 
 
-@pytest.fixture(params=[pair, ring], ids=["pair", "ring"])
+@pytest.fixture(params=[pair, long(ring)], ids=["pair", "ring"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
     make: Callable[[Path], World] = request.param
     return make(tmp_path)
@@ -57,7 +58,7 @@ def looks_like_stock(damages: Sequence[Damage]) -> bool:
     return all(damage.style == "remove" and {"manifest", "footer"} <= damage.parts for damage in damages)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", mark_long(STYLES, keep=["flip"]))
 @pytest.mark.parametrize("is_same_block", [False, True])
 def test_what_is_intact_somewhere_loads_and_heals(world: World, style: str, *, is_same_block: bool) -> None:
     """Some of all combinations of damaged manifest, metadata, footers and blocks, on two and on three nodes."""
@@ -81,7 +82,7 @@ def test_lost_metadata_names_what_each_node_had(tmp_path: Path) -> None:
     assert any(world.node_ids[1] in text and "has no .metadata of this save" in text for text in said)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("is_same_block", [False, True])

@@ -29,7 +29,7 @@ SMALL_DISK_MIB = 20
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Three nodes; the second one's disk is small."""
-    with Cluster(tmp_path / "cluster", 3) as cluster:
+    with Cluster(tmp_path / "cluster", 3, quick_exit=True) as cluster:
         disk = cluster.nodes[1].disk
         mounted = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MIB}m,nr_inodes=2000,mode=0700", "tmpfs", str(disk)]
         if subprocess.run(mounted, check=False, capture_output=True).returncode:

@@ -174,7 +174,7 @@ def test_a_host_that_has_no_address_is_out_of_reach(host: str) -> None:
 
 def test_poison_does_not_end_re_protection(tmp_path: Path) -> None:
     """Peers that cannot be talked to are met, and the rounds go on."""
-    with running_agent(tmp_path / "a") as agent, answering(ANSWERS["deep JSON"]) as liar:
+    with running_agent(tmp_path / "a", "--round-every-s", "1") as agent, answering(ANSWERS["deep JSON"]) as liar:
         book = [
             {**ADDRESS, "node_id": f"{number:012x}", **poison}
             for number, poison in enumerate([*POISON, {"host": "a" * 100}, {"port": liar.port}])

@@ -4,7 +4,7 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from replicated_ckpt import failpoints
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.marks import mark_long
 from tests.multiprocess.cluster import Attempt, Call, Cluster, call
 from tests.multiprocess.node import Node
 
@@ -101,6 +102,12 @@ LEFT_TO_A_LOAD = [
 ]
 
 
+def one_of_each_point(cases: Sequence[Case]) -> list[Case]:
+    """A case of each failpoint, of one role here and of another there."""
+    by_point = {case.point: [other for other in cases if other.point == case.point] for case in cases}
+    return [of_point[number % len(of_point)] for number, of_point in enumerate(by_point.values())]
+
+
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two nodes whose last acknowledged checkpoint is step-1, its values from the seed OLD."""
@@ -167,7 +174,7 @@ def assert_nodes_are_alike(cluster: Cluster, checkpoint_ids: set[str]) -> None:
         assert first == second
 
 
-@pytest.mark.parametrize("case", NEW_ID, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mark_long(NEW_ID, keep=one_of_each_point(NEW_ID)[::2]), ids=lambda case: case.name)
 def test_a_kill_during_a_save(cluster: Cluster, case: Case) -> None:
     """The old checkpoint loads bit for bit, the killed one is whole or gone, alike everywhere, and the next save works."""
     expected = expected_seed(case, killed(cluster, case))
@@ -191,7 +198,7 @@ def test_a_kill_during_a_save(cluster: Cluster, case: Case) -> None:
     assert_nodes_are_alike(cluster, {"step-1", "step-2"} | ({"step-3"} if expected == NEW else set()))
 
 
-@pytest.mark.parametrize("case", SAME_ID, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mark_long(SAME_ID, keep=[SAME_ID[0], SAME_ID[-1]]), ids=lambda case: case.name)
 def test_a_kill_while_a_checkpoint_is_replaced(cluster: Cluster, case: Case) -> None:
     """Once a replacement is decided its id means the new values, whole, on every node; and it can be replaced again."""
     killed(cluster, case)
@@ -208,7 +215,7 @@ def test_a_kill_while_a_checkpoint_is_replaced(cluster: Cluster, case: Case) -> 
     assert_nodes_are_alike(cluster, {"step-1"})
 
 
-@pytest.mark.parametrize("case", LEFT_TO_A_LOAD, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mark_long(LEFT_TO_A_LOAD, keep=LEFT_TO_A_LOAD[-1:]), ids=lambda case: case.name)
 def test_a_load_alone_settles_a_killed_job(cluster: Cluster, case: Case) -> None:
     """Ranks and agents are all killed: the next load leaves the killed save whole or gone, and no litter."""
     expected = expected_seed(case, killed(cluster, case))
@@ -222,7 +229,9 @@ def test_a_load_alone_settles_a_killed_job(cluster: Cluster, case: Case) -> None
     assert_nodes_are_alike(cluster, {"step-1"} | ({"step-2"} if expected == NEW else set()))
 
 
-@pytest.mark.parametrize(("case", "lost"), LOSSES, ids=lambda value: getattr(value, "name", f"lost{value}"))
+@pytest.mark.parametrize(
+    ("case", "lost"), mark_long(LOSSES, keep=LOSSES[-2:]), ids=lambda value: getattr(value, "name", f"lost{value}")
+)
 def test_a_kill_and_then_the_loss_of_a_node(cluster: Cluster, case: Case, lost: int) -> None:
     """With one node's disk gone as well, what was acknowledged loads bit for bit, and the other is whole or gone.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, Cluster, call
 
 pytestmark = [
@@ -22,7 +23,7 @@ SOON_S = 10.0
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Two nodes; the disk of the second one is a file system of its own."""
-    with Cluster(tmp_path / "cluster", 2) as cluster:
+    with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
         disk = cluster.nodes[1].disk
         mounted = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "tmpfs", str(disk)]
         if subprocess.run(mounted, check=False, capture_output=True).returncode:
@@ -46,7 +47,7 @@ def load(checkpoint_id: str) -> Call:
     return call("errors.timed", timed_step="state.load", arguments={"kinds": KINDS, "checkpoint_id": checkpoint_id})
 
 
-@pytest.mark.parametrize("nodes", [[0, 1], [1, 0], [1]], ids=str)
+@pytest.mark.parametrize("nodes", mark_long([[0, 1], [1, 0], [1]], keep=[[0, 1]]), ids=str)
 def test_loads_work_from_a_read_only_root(cluster: Cluster, nodes: list[int]) -> None:
     """No agent runs there and none can be started: its ranks read their own disk; whoever coordinates."""
     counts = [1 if node == 0 else 2 for node in nodes]

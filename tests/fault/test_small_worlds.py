@@ -73,6 +73,7 @@ def test_every_rule_is_needed(rules: PackageRules, adopting: int | None, broken:
     assert broken in found.broken, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "begin"), WORLDS[1:])  # in a ring, re-protection as it is now makes up for them
 def test_the_rules_of_before_lose_what_was_acknowledged(layout: Layout, begin: State) -> None:
     """A node that takes silence for an answer, and the last to publish has the name: that loses what was acknowledged."""

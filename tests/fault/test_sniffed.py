@@ -49,7 +49,7 @@ def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[bool
     """Whether it is encrypted, what was heard while two nodes saved, lost a disk and loaded, and the nodes' tokens."""
     if why := why_no_network():
         pytest.skip(why)
-    bare = Cluster(tmp_path / "cluster", 2, environment={"REPLICATED_CKPT_PLAIN": request.param})
+    bare = Cluster(tmp_path / "cluster", 2, environment={"REPLICATED_CKPT_PLAIN": request.param}, quick_exit=True)
     with network_of(bare) as network, bare as cluster:
         sniffer = Sniffer(network.name, f"{AGENTS}-0")
         saved = cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])

@@ -26,9 +26,12 @@ from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import METADATA, findings, shard
+from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
 QUICK = ("--lost-after-s", "2", "--copy-mib-per-s", "1000")
+AGAIN = (*QUICK, "--round-every-s", "1")
+"""Of agents that come back. Those that see a save by hand look less often: it takes longer than a rank's."""
 PAIRS = {0: (0, 1), 1: (1, 0), 2: (2, 3), 3: (3, 2)}
 RING = {0: (0, 1), 1: (1, 2), 2: (2, 0)}
 RUN, OTHER = "a" * 16, "b" * 16
@@ -45,7 +48,8 @@ class Nodes:
 
     def start(self, *indices: int) -> None:
         for index in indices:
-            self.up[index] = self.stack.enter_context(running_agent(self.folder / f"node{index}", *QUICK))
+            root = self.folder / f"node{index}"
+            self.up[index] = self.stack.enter_context(running_agent(root, *(AGAIN if root.exists() else QUICK)))
 
     def kill(self, *indices: int, how: int = signal.SIGKILL) -> None:
         for index in indices:
@@ -199,7 +203,7 @@ def is_whole_everywhere(nodes: Nodes, save: Save) -> bool:
     )
 
 
-@pytest.mark.parametrize("first", ["load", "agents"])
+@pytest.mark.parametrize("first", mark_long(["load", "agents"], keep=["load"]))
 def test_half_of_the_nodes_come_back_first(nodes: Nodes, first: str) -> None:
     """A replacement published on one pair only is completed on the other, however long that was alone before."""
     nodes.start(0, 1, 2, 3)
@@ -280,6 +284,7 @@ def test_a_save_that_was_never_decided_goes_once_its_coordinator_says_so(nodes: 
     wait_for(lambda: is_whole_everywhere(nodes, old), 30, "the old version on all nodes")
 
 
+@pytest.mark.long
 def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
     """`ls` and `repair` say what is in doubt; `repair --lost` says what is lost and left, and ends it."""
     nodes.start(0, 1, 2)
@@ -305,6 +310,7 @@ def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys
     assert nodes.versions()[old.save_id] == old.shards
 
 
+@pytest.mark.long
 def test_no_slow_planner_is_taken_for_a_dead_one(nodes: Nodes) -> None:
     """While the coordinator's rank lives, loads leave the save alone on every node, however long ago it was opened."""
     nodes.start(0, 1)
@@ -339,6 +345,7 @@ def test_an_adoption_that_is_slow_does_not_replace_a_newer_save(nodes: Nodes) ->
     assert named.save_id == new.save_id
 
 
+@pytest.mark.long
 def test_another_runs_store_neither_counts_nor_goes_nor_removes(nodes: Nodes) -> None:
     """A node joins with another run's checkpoints of larger sequences: this run's policy keeps this run's newest two."""
     nodes.start(2)
@@ -355,6 +362,7 @@ def test_another_runs_store_neither_counts_nor_goes_nor_removes(nodes: Nodes) ->
         assert nodes.versions(save.checkpoint_id) == {save.save_id: save.shards}
 
 
+@pytest.mark.long
 def test_what_a_load_was_told_to_read_is_not_retired(nodes: Nodes) -> None:
     """A policy that gives it up waits while it is read, or until its reader reads another; what no load reads goes."""
     nodes.start(0, 1)

@@ -14,7 +14,7 @@ from tests.agent.checkpoints import findings
 from tests.frameworks.running import EVERY, STEPS, contents, lines, require, run
 from tests.multiprocess.processes import end, processes_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def goes_on(tmp_path: Path, script: str) -> dict[int, str]:

@@ -16,7 +16,7 @@ from tests.agent.checkpoints import findings
 from tests.frameworks.running import ENVIRONMENT, EVERY, EXAMPLES, STEPS, contents, lines, require
 from tests.multiprocess.processes import end, processes_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(600)]
 
 START = [sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts", "start", "--num-cpus", "1"]
 START += [

@@ -101,6 +101,7 @@ def fake_slurm(directory: Path) -> None:
         path.chmod(0o755)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
 def test_the_slurm_script_trains_and_resumes(tmp_path: Path) -> None:

@@ -22,10 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def cluster_of(tmp_path: Path) -> Iterator[ClusterOf]:
-    """`cluster_of(3)` is a cluster of three nodes with empty stores; every process in it ends with the test."""
+    """`cluster_of(3)` is a cluster of three nodes with empty stores; every process in it ends with the test.
+
+    Its ranks end quickly, unless a test is about their end: `quick_exit=False`.
+    """
     with ExitStack() as stack:
 
-        def build(node_count: int, *, base: Path = tmp_path, **options: Any) -> Cluster:
-            return stack.enter_context(Cluster(base / "cluster", node_count, **options))
+        def build(node_count: int, *, base: Path = tmp_path, quick_exit: bool = True, **options: Any) -> Cluster:
+            return stack.enter_context(Cluster(base / "cluster", node_count, quick_exit=quick_exit, **options))
 
         yield build

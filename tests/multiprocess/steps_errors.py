@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -30,7 +31,7 @@ from tests.multiprocess.context import Context
 from tests.multiprocess.node import Node
 from tests.multiprocess.steps_state import save_fails
 
-GROUP_WAIT_S = 12.0
+GROUP_WAIT = timedelta(seconds=12)
 PLACES: Mapping[str, tuple[Any, str]] = {
     "save: present": (replicated_ckpt.dcp.save.attempt, "node_post"),
     "save: open": (AgentCluster, "begin"),
@@ -131,11 +132,13 @@ def breaks(context: Context, place: str, error: str, rank: int, process_group: A
 
 def breaks_in_group(context: Context, place: str, error: str, members: list[int], rank: int) -> dict[str, Any] | None:
     """As `breaks`, in a group of some of the ranks; the others wait, and one of them serves the c10d store."""
-    group = dist.new_group(members, backend="gloo")
+    group, store = dist.new_group(members, backend="gloo"), dist.distributed_c10d._get_default_store()
     if context.rank not in members:
-        time.sleep(GROUP_WAIT_S)
+        store.wait(["caught"], GROUP_WAIT)
         return None
-    return breaks(context, place, error, rank, process_group=group)
+    found = breaks(context, place, error, rank, process_group=group)
+    store.set("caught", "")
+    return found
 
 
 def breaks_in_turn(context: Context, cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:

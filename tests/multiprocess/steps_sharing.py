@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from replicated_ckpt import ReplicatedReader
+from replicated_ckpt.stores.node_cache import patience
 from tests.multiprocess.context import Context
 from tests.multiprocess.steps_peers import pieces
 from tests.multiprocess.steps_state import failure, report_of
@@ -78,12 +79,19 @@ class TroubledPlanner(DefaultLoadPlanner):
 
 
 def load_with_trouble(
-    context: Context, checkpoint_id: str, count: int, ranks: int, trouble: str, at: int
+    context: Context,
+    checkpoint_id: str,
+    count: int,
+    ranks: int,
+    trouble: str,
+    at: int,
+    patience_s: float,
 ) -> dict[str, Any]:
     """Loads the pieces of all ranks that saved; rank `at` has trouble. Says how it went here, and how long it read.
 
-    A rank that stops goes on when the others have read all.
+    A rank that stops goes on when the others have read all. Ranks that read wait for `patience_s` for each other.
     """
+    patience.PATIENCE_S = patience_s
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     reader = TimedReader(context.root)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.marks import mark_long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -17,11 +18,12 @@ def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
         assert results.digests(index + 1) == [saved, saved]
 
 
+@pytest.mark.long
 def test_saves_in_a_process_of_their_own(cluster_of: ClusterOf) -> None:
     """With `AsyncCheckpointerType.PROCESS` the writer goes to another process, and its saves are like any other."""
     ids = ["step-1", "step-2"]
     loads = [call("state.load", kinds=KINDS, checkpoint_id=name) for name in ids]
-    cluster = cluster_of(2)
+    cluster = cluster_of(2, quick_exit=False)
     results = cluster.launch([call("async.save_in_process", kinds=KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1])
     for index, saved in enumerate(results.agreed(0)):
         assert results.digests(index + 1) == [saved, saved]
@@ -29,7 +31,7 @@ def test_saves_in_a_process_of_their_own(cluster_of: ClusterOf) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("phase", ["plan", "write"])
+@pytest.mark.parametrize("phase", mark_long(["plan", "write"], keep=["write"]))
 def test_an_error_reaches_the_future(cluster_of: ClusterOf, phase: str) -> None:
     """A rank that raises in the background fails every rank's future, and the previous checkpoint loads."""
     calls = [
@@ -46,7 +48,7 @@ def test_an_error_reaches_the_future(cluster_of: ClusterOf, phase: str) -> None:
 
 def test_a_save_in_flight_at_exit_is_waited_for(cluster_of: ClusterOf) -> None:
     """The interpreter ends while a save is under way: the save is completed, not lost."""
-    cluster = cluster_of(2)
+    cluster = cluster_of(2, quick_exit=False)
     leaving = cluster.launch([call("async.leave_in_flight", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
     assert [left["in_flight"] for left in leaving.of(0)] == [True, True]
     loaded = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])

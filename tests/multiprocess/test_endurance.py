@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tests.marks import long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 from tests.multiprocess.processes import processes_of, wait_until_gone
@@ -12,10 +13,10 @@ SAVES = 50
 RSS_GROWTH_KIB_MAX = 16 * 1024
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fifty_saves_leave_no_trace_but_their_files(cluster_of: ClusterOf) -> None:
     """Neither rank nor agent gains a thread, descriptor, child or memory from the 10th save to the 50th; all load."""
-    cluster = cluster_of(2)
+    cluster = cluster_of(2, quick_exit=False)
     ids = [f"step-{index}" for index in range(0, SAVES, 7)]
     calls = [
         call("saving.save_many", count=SAVES, measure_after=[10, SAVES]),
@@ -33,7 +34,7 @@ def test_fifty_saves_leave_no_trace_but_their_files(cluster_of: ClusterOf) -> No
     assert len(agents) == 2
 
 
-CYCLES, MANY_CYCLES = 30, 500  # of two saves and two loads each, and every fifth time one more of each that fails
+CYCLES, MANY_CYCLES = 18, 500  # of two saves and two loads each, and every fifth time one more of each that fails
 CLOSING_MAX = 2
 """Connections that another thread closes at the moment of the look; one that is lost per save would be dozens."""
 
@@ -50,14 +51,14 @@ def check_flat(footprints: list[dict[str, dict[str, int]]]) -> None:
 
 @pytest.mark.parametrize(
     "count",
-    [CYCLES, pytest.param(MANY_CYCLES, marks=[pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(3000)])],
+    [CYCLES, pytest.param(MANY_CYCLES, marks=[pytest.mark.long, pytest.mark.timeout(3000)])],
 )
-@pytest.mark.parametrize("is_alone", [False, True], ids=["2x2 ranks", "alone"])
+@pytest.mark.parametrize("is_alone", [long(False), True], ids=["2x2 ranks", "alone"])
 def test_new_writers_readers_and_managers_leave_nothing_behind(
     cluster_of: ClusterOf, count: int, is_alone: bool
 ) -> None:
     """Made anew for each save and load, some of which fail: no descriptor, thread, key of c10d or memory is kept."""
-    cluster, first_look = cluster_of(2), count // 3
+    cluster, first_look = cluster_of(2, quick_exit=False), count // 3
     cycle = call("cycles.cycle", count=count, measure_after=[first_look, count])
     world = {"nodes": [0], "launcher": "single"} if is_alone else {"nodes": [0, 1], "ranks": 2}
     results = cluster.launch([cycle], timeout_s=20 + 6 * count, **world)
@@ -67,7 +68,7 @@ def test_new_writers_readers_and_managers_leave_nothing_behind(
 
 def test_an_agent_serves_one_world_after_another(cluster_of: ClusterOf) -> None:
     """The ranks end, their node's agent stays, and the next world uses it; each node has its own."""
-    cluster = cluster_of(2)
+    cluster = cluster_of(2, quick_exit=False)
     first = cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1], ranks=2)
     agents = [node.agent_pid() for node in cluster.nodes]
     assert None not in agents
@@ -95,7 +96,7 @@ def test_an_idle_agent_leaves_by_itself(cluster_of: ClusterOf) -> None:
 @pytest.mark.fault
 def test_an_agent_that_was_killed_is_replaced(cluster_of: ClusterOf) -> None:
     """A save after the agents of all nodes were killed starts new ones; the old endpoint files mislead nobody."""
-    cluster = cluster_of(2)
+    cluster = cluster_of(2, quick_exit=False)
     cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
     for node in cluster.nodes:
         node.kill_agent()

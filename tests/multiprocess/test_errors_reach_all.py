@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from tests.marks import long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 from tests.multiprocess.steps_errors import ERRORS, PLACES
@@ -25,6 +26,8 @@ CASES = [
     for rank in ((0,) if place in BY_COORDINATOR else (1,))
     if place != "load: reset"  # ours does not run yet: only that the process is gone can be seen
 ]
+SOME = CASES[::5]
+"""Some errors in every place, and every error in some place."""
 TYPED = {
     "EROFS": "StoreDenied",
     "EMFILE": "StoreError",
@@ -48,15 +51,16 @@ def expected(case: tuple[str, str, int], at: int) -> str:
 
 
 @pytest.mark.timeout(480)
-def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf) -> None:
+@pytest.mark.parametrize("cases", [SOME, long(CASES)], ids=["some", "all"])
+def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf, cases: list[tuple[str, str, int]]) -> None:
     """Errors of the system, of Python and ones that cannot be pickled, in every step: all ranks raise, and can go on.
 
     Nothing of a save that failed is left staged on any node.
     """
-    cluster = cluster_of(2)
-    calls = [call("errors.save_kept"), call("errors.breaks_in_turn", cases=CASES)]
+    cluster = cluster_of(2, quick_exit=False)
+    calls = [call("errors.save_kept"), call("errors.breaks_in_turn", cases=cases)]
     results = cluster.launch(calls, nodes=[0, 1], ranks=[1, 2], timeout_s=420)
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(cases):
         place, _, rank = case
         for at, outcome in enumerate(outcomes[number] for outcomes in results.of(1)):
             is_told_by_dcp = place not in BEFORE_DCP
@@ -71,16 +75,16 @@ def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf) -> None:
     ("place", "rank"),
     [
         ("load: reset", 2),
-        ("load: look", 0),
-        ("load: read", 1),
+        long("load: look", 0),
+        long("load: read", 1),
         ("save: write", 2),
-        *(pytest.param(place, 0, marks=pytest.mark.slow) for place in sorted(BY_COORDINATOR - {"load: look"})),
-        *(pytest.param(place, 1, marks=pytest.mark.slow) for place in sorted(PLACES.keys() - BY_COORDINATOR)),
+        *(long(place, 0) for place in sorted(BY_COORDINATOR - {"load: look"})),
+        *(long(place, 1) for place in sorted(PLACES.keys() - BY_COORDINATOR)),
     ],
 )
 def test_a_killed_rank_is_missed_by_all(cluster_of: ClusterOf, place: str, rank: int) -> None:
     """SIGKILL at one rank, in any step: the others raise within seconds, not after the time-out of a collective."""
-    cluster = cluster_of(2)
+    cluster = cluster_of(2, quick_exit=False)
     calls = [call("errors.save_kept"), call("errors.breaks", place=place, error="SIGKILL", rank=rank)]
     attempt = cluster.attempt(calls, nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)
     assert attempt.codes[rank] == -9
@@ -91,7 +95,7 @@ def test_a_killed_rank_is_missed_by_all(cluster_of: ClusterOf, place: str, rank:
 
 def test_a_killed_coordinator_is_missed_where_the_store_lives_on(cluster_of: ClusterOf) -> None:
     """The c10d store is served by a rank that takes no part: the process of the coordinator is found to be gone."""
-    cluster = cluster_of(2)
+    cluster = cluster_of(2, quick_exit=False)
     killed = call("errors.breaks_in_group", place="load: look", error="SIGKILL", members=[1, 2], rank=1)
     attempt = cluster.attempt([call("errors.save_kept"), killed], nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)
     found = attempt.values[2][1]

@@ -19,9 +19,10 @@ def losses(lines: list[str]) -> list[float]:
     return [float(line.partition(": loss ")[2]) for line in lines if ": loss " in line]
 
 
+@pytest.mark.long
 def test_a_job_that_is_told_to_leave_goes_on_bit_for_bit(cluster_of: ClusterOf, tmp_path: Path) -> None:
     """SIGTERM at one rank of four: all save that step and leave; a node is lost; then each loss is an undisturbed run's."""
-    cluster, undisturbed = cluster_of(2, quick_exit=True), cluster_of(2, base=tmp_path / "undisturbed", quick_exit=True)
+    cluster, undisturbed = cluster_of(2), cluster_of(2, base=tmp_path / "undisturbed")
     arguments = ("--steps", "9", "--save-every", "100")
     everything = undisturbed.launch([example("checkpoint_manager", *arguments)], nodes=[0, 1], ranks=2).of(0)[0]
     first = cluster.launch([example("checkpoint_manager", *arguments, leave_at="step 4")], nodes=[0, 1], ranks=2).of(0)
@@ -33,10 +34,11 @@ def test_a_job_that_is_told_to_leave_goes_on_bit_for_bit(cluster_of: ClusterOf, 
     assert second[1:] == everything[5:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 def test_fsdp1_goes_on_after_a_node_was_lost(cluster_of: ClusterOf, *, sharded: bool) -> None:
     """Full or sharded state dict: each loss after a loss of node 0 is that of the run before; one whole model per node."""
-    cluster = cluster_of(2, quick_exit=True)
+    cluster = cluster_of(2)
     kind = ["--sharded"] if sharded else []
     first = cluster.launch([example("fsdp1_fashion_mnist", "--epochs", "7", *kind)], nodes=[0, 1], ranks=2).of(0)[0]
     cluster.nodes[0].lose()
@@ -48,9 +50,10 @@ def test_fsdp1_goes_on_after_a_node_was_lost(cluster_of: ClusterOf, *, sharded: 
     assert digests(files[0]) == digests(files[1])
 
 
+@pytest.mark.long
 def test_the_tutorials_checkpoint_loads_anywhere(cluster_of: ClusterOf) -> None:
     """Saved on four ranks; without node 0 it loads on four, on three, in one process alone, and converts both ways."""
-    cluster = cluster_of(2, quick_exit=True)
+    cluster = cluster_of(2)
     ((saved,), *_) = cluster.launch([example("getting_started", "save")], nodes=[0, 1], ranks=2).of(0)
     weights = saved.removeprefix("saved: ")
     cluster.nodes[0].lose()
@@ -64,9 +67,10 @@ def test_the_tutorials_checkpoint_loads_anywhere(cluster_of: ClusterOf) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_timestamp_on_each_rank_is_found_or_overruled(cluster_of: ClusterOf) -> None:
     """Nothing is written under four ids; rank 0's holds them all, is read back by rank 0 alone, and outlives a node."""
-    cluster = cluster_of(2, quick_exit=True)
+    cluster = cluster_of(2)
     arguments = ("--steps", "6", "--save-steps", "4")
     strict = call(
         "examples.fails", script="timestamped_output.py", arguments=[*arguments, "--checkpoint-id-from", "all"]
@@ -86,7 +90,7 @@ def test_a_timestamp_on_each_rank_is_found_or_overruled(cluster_of: ClusterOf) -
 
 def test_ddp_saves_once_and_loads_everywhere(cluster_of: ClusterOf) -> None:
     """Four ranks share the work of one copy; a late rank, a lost node and another number of ranks change nothing."""
-    cluster = cluster_of(2, quick_exit=True)
+    cluster = cluster_of(2)
     late = ("--late-rank", "1", "--late-s", "1")
     first = cluster.launch([example("ddp", "--steps", "6", "--save-every", "4", *late)], nodes=[0, 1], ranks=2).of(0)
     saved = [next(line for line in lines if "saved" in line).split() for lines in first]
@@ -106,7 +110,7 @@ def test_ddp_saves_once_and_loads_everywhere(cluster_of: ClusterOf) -> None:
 
 def test_the_shortest_job_goes_on_after_a_loss(cluster_of: ClusterOf) -> None:
     """FSDP2 on FashionMNIST: from the newest checkpoint that survived, with the loss that the run before had."""
-    cluster = cluster_of(2, quick_exit=True)
+    cluster = cluster_of(2)
     run = example("fashion_mnist", "--steps", "4", "--save-every", "2")
     first = cluster.launch([run], nodes=[0, 1]).of(0)[0]
     assert first[0].startswith("starting at step 0")

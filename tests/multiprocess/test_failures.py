@@ -4,18 +4,24 @@ import time
 
 import pytest
 
+from tests.marks import mark_long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
 KINDS = ["plain", "own"]
+PHASES = [
+    ("plan", [0, 2]),
+    ("global_plan", [0]),
+    ("finish_plan", [1]),
+    ("write", [0]),
+    ("write", [2]),
+    ("commit", [0]),
+]
 STAGING_GRACE_S = 5.0  # an agent lets a save that was opened just now be
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(
-    ("phase", "ranks"),
-    [("plan", [0, 2]), ("global_plan", [0]), ("finish_plan", [1]), ("write", [0]), ("write", [2]), ("commit", [0])],
-)
+@pytest.mark.parametrize(("phase", "ranks"), mark_long(PHASES, keep=[("write", [2]), ("commit", [0])]))
 def test_a_failing_rank_fails_the_save_for_all(cluster_of: ClusterOf, phase: str, ranks: list[int]) -> None:
     """Whoever raises, in plan, write or commit: all ranks get its error by its rank, soon, and the old one loads."""
     # Torch calls no writer between a planner that raises in `finish_plan` and the next save, so the next save cleans up.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.core.layout import MANIFEST_NAME
+from tests.marks import mark_long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -20,7 +21,7 @@ def timed(name: str, **arguments: Any) -> Any:
     return call("errors.timed", timed_step=name, arguments={"kinds": KINDS, **arguments})
 
 
-@pytest.mark.parametrize("ranks", [1, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", mark_long([1, 4, 8], keep=[4]))
 def test_a_stopped_agent_costs_its_node_one_timeout(cluster_of: ClusterOf, ranks: int) -> None:
     """All ranks of the node ask at once, and none of them again: a load within 10 s, a save within 15 s."""
     cluster, counts = cluster_of(2), [1, ranks]
@@ -45,6 +46,7 @@ def test_a_stopped_agent_costs_its_node_one_timeout(cluster_of: ClusterOf, ranks
     assert loaded.digests(0) == [found["value"] for found in results.of(1)]
 
 
+@pytest.mark.long
 def test_files_without_a_manifest_count_where_no_agent_answers(cluster_of: ClusterOf) -> None:
     """The manifest there is damaged, too: its own ranks say what lies there, and read it, as if an agent had told."""
     cluster = cluster_of(2)
@@ -61,6 +63,7 @@ def test_files_without_a_manifest_count_where_no_agent_answers(cluster_of: Clust
         assert loaded == {name: digest for name, digest in before.items() if name.startswith("own/")}
 
 
+@pytest.mark.long
 def test_an_agent_that_goes_on_is_asked_again(cluster_of: ClusterOf) -> None:
     """It was silent for one save, and takes part in the next of the same ranks, without a word of warning."""
     cluster = cluster_of(2)
@@ -78,6 +81,7 @@ def test_an_agent_that_goes_on_is_asked_again(cluster_of: ClusterOf) -> None:
     assert [texts[2] for texts in results.warnings] == [[], []]
 
 
+@pytest.mark.long
 def test_a_starter_that_hangs_costs_one_timeout(cluster_of: ClusterOf) -> None:
     """The agent is stopped before it serves: those that wait to start it share what the first of them found."""
     cluster = cluster_of(1, environment={"REPLICATED_CKPT_AGENT_IDLE_S": "60"})

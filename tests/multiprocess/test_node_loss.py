@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 
+from tests.marks import long
 from tests.multiprocess.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
 
 KINDS = ["plain", "meshes", "own"]
+PAIRS = list(itertools.combinations(range(4), 2))
 LOADED = KINDS[:2]  # `own` differs by rank and is loaded by name
 
 
@@ -34,11 +36,12 @@ def test_the_coordinators_node_is_lost(cluster_of: ClusterOf) -> None:
 
 
 @pytest.mark.fault
-def test_any_one_of_five_nodes_is_lost(cluster_of: ClusterOf) -> None:
+@pytest.mark.parametrize("lost", [[0, 3], long([0, 1, 2, 3, 4])], ids=str)
+def test_any_one_of_five_nodes_is_lost(cluster_of: ClusterOf, lost: list[int]) -> None:
     """Five nodes, two copies: each node in turn comes back blank, and every value loads."""
     cluster = cluster_of(5)
     calls = [call("state.save", kinds=KINDS, checkpoint_id="step-1")]
-    for node in range(5):
+    for node in lost:
         calls += [
             call("loss.lose", nodes=[node]),
             call("state.load", kinds=LOADED, checkpoint_id="latest"),
@@ -46,13 +49,13 @@ def test_any_one_of_five_nodes_is_lost(cluster_of: ClusterOf) -> None:
             call("loss.bring_back", nodes=[node]),
         ]
     results = cluster.launch(calls, nodes=range(5), timeout_s=200)
-    for node in range(5):
-        assert results.digests(4 * node + 2) == [shared(results.of(0)[0])] * 5, f"node {node} was lost"
-        assert results.agreed(4 * node + 3) == {f"rank{rank}": rank + 1 for rank in range(5)}
+    for number, node in enumerate(lost):
+        assert results.digests(4 * number + 2) == [shared(results.of(0)[0])] * 5, f"node {node} was lost"
+        assert results.agreed(4 * number + 3) == {f"rank{rank}": rank + 1 for rank in range(5)}
 
 
 @pytest.mark.fault
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("gone", [0, 4])
 def test_four_survivors_of_five_go_on_without_the_fifth(cluster_of: ClusterOf, gone: int) -> None:
     """A world of the survivors alone loads everything: the coordinator's node gone, or the odd one out."""
@@ -68,10 +71,10 @@ def test_four_survivors_of_five_go_on_without_the_fifth(cluster_of: ClusterOf, g
 
 
 @pytest.mark.fault
-def test_three_copies_survive_any_two_nodes(cluster_of: ClusterOf) -> None:
+@pytest.mark.parametrize("pairs", [PAIRS[1:3], long(PAIRS)], ids=str)
+def test_three_copies_survive_any_two_nodes(cluster_of: ClusterOf, pairs: list[tuple[int, int]]) -> None:
     """Four nodes, three copies: every pair of nodes in turn comes back blank, and every value loads."""
     cluster = cluster_of(4)
-    pairs = list(itertools.combinations(range(4), 2))
     calls = [call("state.save", kinds=KINDS, checkpoint_id="step-1", copies=3), call("state.save_report", copies=3)]
     for pair in pairs:
         calls += [call("loss.lose", nodes=pair), own_of(4, "step-1"), call("loss.bring_back", nodes=pair)]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -16,7 +17,7 @@ def load(checkpoint_id: str, ranks: int) -> Call:
     return call("peers.load_pieces", checkpoint_id=checkpoint_id, count=COUNT, ranks=ranks)
 
 
-@pytest.mark.parametrize("ack", ["local", "peer-memory"])
+@pytest.mark.parametrize("ack", mark_long(["local", "peer-memory"], keep=["local"]))
 def test_copies_follow_a_save_that_did_not_wait_for_them(cluster_of: ClusterOf, ack: str) -> None:
     """With ack="local" the buddies fetch their copies after the commit; then a lost node costs nothing."""
     cluster = cluster_of(2)
@@ -33,7 +34,7 @@ def test_copies_follow_a_save_that_did_not_wait_for_them(cluster_of: ClusterOf, 
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize("damage", mark_long(["flip", "truncate", "remove"], keep=["flip"]))
 def test_a_damaged_copy_is_passed_over_for_a_peers(cluster_of: ClusterOf, damage: str) -> None:
     """A flipped bit, a short file or none in the own store: the bytes come from the peer, and the report says so.
 

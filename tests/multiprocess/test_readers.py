@@ -2,6 +2,8 @@
 
 import shutil
 
+import pytest
+
 from tests.multiprocess.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -48,6 +50,7 @@ def test_one_process_without_a_group_saves_and_loads(cluster_of: ClusterOf) -> N
     assert loaded.digests(0) == [plain, plain]
 
 
+@pytest.mark.long
 def test_one_rank_loads_alone_while_the_others_are_busy(cluster_of: ClusterOf) -> None:
     """`no_dist=True` on one rank of a living world waits for nobody."""
     cluster = cluster_of(2)

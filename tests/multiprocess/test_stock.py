@@ -41,7 +41,7 @@ def damage(path: Path) -> None:
 
 def test_what_stock_torch_scattered_loads_as_it_lies_and_is_adopted(cluster_of: ClusterOf) -> None:
     """On 3, 4, 2 ranks and on one process: every bit, on every rank, with one warning. After a repair, without one node."""
-    cluster = cluster_of(3, quick_exit=True)
+    cluster = cluster_of(3)
     saved = scattered(cluster, "run/step-10")
     alone = {name: value for name, value in saved.items() if name.startswith("plain/")}
     before = [{path.name for path in (node.disk / "run/step-10").iterdir()} for node in cluster.nodes]
@@ -66,7 +66,7 @@ def test_what_stock_torch_scattered_loads_as_it_lies_and_is_adopted(cluster_of: 
 @pytest.mark.fault
 def test_what_is_missing_or_contradicts_itself_is_said_on_every_rank(cluster_of: ClusterOf) -> None:
     """A lost node and two runs under one id each have their error, on every rank, and no byte is mixed."""
-    cluster = cluster_of(3, quick_exit=True)
+    cluster = cluster_of(3)
     scattered(cluster, "step-10")
     fails = call("state.load_fails", kinds=["plain"], checkpoint_id="step-10")
     lost_shards = sorted(path.name for path in (cluster.nodes[2].disk / "step-10").iterdir())

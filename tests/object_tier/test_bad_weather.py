@@ -13,6 +13,7 @@ from replicated_ckpt.agent.uploads.probe import FIRST_WAIT_S
 from tests.agent.agents import wait_for
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
+from tests.marks import mark_long
 from tests.object_tier.conftest import SiteOf
 from tests.object_tier.sites import Site
 
@@ -45,8 +46,7 @@ def assert_loads_from_the_bucket(site: Site) -> None:
         assert found["same"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BAD_WEATHER)
+@pytest.mark.parametrize("kind", mark_long(BAD_WEATHER, keep=["refused"]))
 def test_a_save_does_not_wait_for_the_weather(moto: Server, site_of: SiteOf, kind: str) -> None:
     """Saves are as quick as without, `wait` and the agents say what is wrong, and all is uploaded when it is over."""
     worsen, reason = BAD_WEATHER[kind]
@@ -82,7 +82,7 @@ def failing(site: Site, node: int) -> list[dict[str, Any]]:
     return [upload for upload in site.uploads(node)["pending"].values() if upload["error"]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_leaves_in_the_middle_and_comes_back(moto: Server, site_of: SiteOf) -> None:
     """What had arrived is not sent again: parts of the shard under way, and the shards that were done."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)
@@ -100,7 +100,7 @@ def test_a_server_that_leaves_in_the_middle_and_comes_back(moto: Server, site_of
     assert found["same"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 def test_everything_at_once(moto: Server, site_of: SiteOf, seed: int) -> None:
     """One request in five fails in one way or another, for the whole time: everything arrives, and loads bit for bit."""
@@ -115,7 +115,7 @@ def test_everything_at_once(moto: Server, site_of: SiteOf, seed: int) -> None:
     assert_loads_from_the_bucket(site)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hang_of_one_request_costs_its_time_out(moto: Server, site_of: SiteOf) -> None:
     """An upload that nobody answers is given up after the client's time-out, and made again."""
     site = site_of(moto, 1)
@@ -127,7 +127,7 @@ def test_a_hang_of_one_request_costs_its_time_out(moto: Server, site_of: SiteOf)
     assert value["same"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_agent_leaves_while_the_bucket_hangs(moto: Server, site_of: SiteOf) -> None:
     """It waits for no answer: it is gone within seconds of SIGTERM, and the next one uploads. A first save waits, too."""
     site = site_of(moto, 1)

@@ -32,6 +32,7 @@ def uploaded(root: Path, where: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.long
 def test_a_bucket_alone_is_enough(root: Path, where: Mapping[str, Any], tmp_path: Path) -> None:
     """To a file, and to the bucket itself in each format, read back there; parts are gone; nothing is replaced."""
     state = uploaded(root, where)

@@ -7,6 +7,7 @@ import pytest
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
+from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, call
 from tests.object_tier.conftest import SiteOf
 from tests.object_tier.sites import Site
@@ -56,8 +57,7 @@ def failing_load(site: Site, checkpoint_id: str) -> Call:
     return call("objects.load_fails", checkpoint_id=checkpoint_id, count=COUNT, ranks=2, **where)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("kind", mark_long(DAMAGES, keep=["shard-flip"]))
 def test_a_damaged_object_is_no_source(moto: Server, site_of: SiteOf, kind: str) -> None:
     """With nodes that have it nobody notices; without, every rank says what is lost, and loads no wrong byte."""
     name, change = DAMAGES[kind]
@@ -96,6 +96,7 @@ def test_two_bad_copies_make_a_good_one(moto: Server, site_of: SiteOf) -> None:
     assert len(blank["report"]["bad_copies"]) == 2  # it reads larger pieces than whoever has a copy, and meets both
 
 
+@pytest.mark.long
 def test_a_bad_copy_in_the_bucket_is_made_up_for_by_a_peer_that_comes_back(moto: Server, site_of: SiteOf) -> None:
     """The bucket's only copy is damaged when the load begins: ShardLost; with the node back the same load succeeds."""
     site = site_of(moto, 2)
@@ -113,6 +114,7 @@ def test_a_bad_copy_in_the_bucket_is_made_up_for_by_a_peer_that_comes_back(moto:
     assert all(value["same"] for value in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [SHARD, MANIFEST, METADATA])
 def test_a_bit_that_flips_on_the_way_is_read_again(moto: Server, site_of: SiteOf, name: str) -> None:
     """Before the object is called damaged."""
@@ -125,6 +127,7 @@ def test_a_bit_that_flips_on_the_way_is_read_again(moto: Server, site_of: SiteOf
     assert found["same"]
 
 
+@pytest.mark.long
 def test_a_missing_object_is_found_missing(moto: Server, site_of: SiteOf) -> None:
     """A shard that somebody deleted: `latest` is the checkpoint before, and the other one says what it lacks."""
     site = site_of(moto, 2)

@@ -9,6 +9,7 @@ from tests.agent.agents import wait_for
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
 from tests.buckets.weak import WeakStore
+from tests.marks import mark_long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.steps_peers import pieces
 from tests.object_tier.conftest import SiteOf
@@ -28,7 +29,7 @@ def stock_load(site: Site, checkpoint_id: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("is_lost", mark_long([False, True], keep=[True]))
 def test_an_upload_that_never_ends_makes_no_checkpoint(moto: Server, site_of: SiteOf, is_lost: bool) -> None:
     """One node's shard never comes, its node alive or lost: `latest` in the bucket is the checkpoint before."""
     site = site_of(moto, 2)
@@ -57,6 +58,7 @@ def test_an_upload_that_never_ends_makes_no_checkpoint(moto: Server, site_of: Si
         stock_load(site, "step-2")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["__0_0.distcp", SHARD, ".manifest.json", ".metadata"])
 def test_half_a_put_is_made_again(weak_store: WeakStore, site_of: SiteOf, what: str) -> None:
     """The weak store keeps and shows what arrived of a PUT that broke; the next try replaces it before anything counts."""
@@ -72,7 +74,7 @@ def test_half_a_put_is_made_again(weak_store: WeakStore, site_of: SiteOf, what: 
         assert all(value["same"] for value in results.of(0))
 
 
-@pytest.mark.parametrize("what", ["__0_0.distcp", ".manifest.json", ".metadata"])
+@pytest.mark.parametrize("what", mark_long(["__0_0.distcp", ".manifest.json", ".metadata"], keep=[".metadata"]))
 def test_half_a_put_is_never_loaded(weak_store: WeakStore, site_of: SiteOf, what: str) -> None:
     """As long as it is all there is of it: the nodes have the checkpoint, and a world without them has the one before."""
     site = site_of(weak_store, 2)
@@ -88,6 +90,7 @@ def test_half_a_put_is_never_loaded(weak_store: WeakStore, site_of: SiteOf, what
     assert all(value["same"] and value["report"]["checkpoint_id"] == "step-1" for value in results.of(0))
 
 
+@pytest.mark.long
 def test_overwriting_on_a_weak_store(weak_store: WeakStore, site_of: SiteOf) -> None:
     """Conditions and checksums are ignored there; the same id saved thrice is the third save for every reader."""
     site = site_of(weak_store, 2)

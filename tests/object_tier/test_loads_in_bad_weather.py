@@ -7,6 +7,7 @@ import pytest
 
 from tests.buckets.faults import Fault, Kind
 from tests.buckets.servers import Server
+from tests.marks import mark_long
 from tests.multiprocess.cluster import call
 from tests.object_tier.conftest import SiteOf
 from tests.object_tier.sites import Site
@@ -21,7 +22,7 @@ def saved(site: Site, **writer: Any) -> None:
     site.cluster.launch(calls, nodes=[0, 1])
 
 
-@pytest.mark.parametrize("kind", ["status", "reset", "lost_answer", "cut_answer"])
+@pytest.mark.parametrize("kind", mark_long(["status", "reset", "lost_answer", "cut_answer"], keep=["reset"]))
 def test_the_bucket_alone_in_bad_weather(moto: Server, site_of: SiteOf, kind: Kind) -> None:
     """One answer in four is none: two blank nodes load every bit."""
     site = site_of(moto, 2)
@@ -34,6 +35,7 @@ def test_the_bucket_alone_in_bad_weather(moto: Server, site_of: SiteOf, kind: Ki
     assert fault.fired > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["short_answer", "flip_answer"])
 def test_the_bucket_alone_answers_wrongly(moto: Server, site_of: SiteOf, kind: Kind) -> None:
     """Answers about shards that are not what they should be, and look well: each is asked for again."""
@@ -46,6 +48,7 @@ def test_the_bucket_alone_answers_wrongly(moto: Server, site_of: SiteOf, kind: K
     assert sum(fault.fired for fault in faults) >= 2
 
 
+@pytest.mark.long
 def test_throttled_for_seconds(moto: Server, site_of: SiteOf) -> None:
     """A bucket that says SlowDown eight times in a row is asked again, ever more slowly."""
     site = site_of(moto, 2)
@@ -55,7 +58,7 @@ def test_throttled_for_seconds(moto: Server, site_of: SiteOf) -> None:
     assert site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0, 1]).of(0)[0]["same"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_bucket_that_is_away_is_not_needed(moto: Server, site_of: SiteOf) -> None:
     """Refusing or silent: the nodes have it all, the load takes seconds more, the report is clean."""
     site = site_of(moto, 2)

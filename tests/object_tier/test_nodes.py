@@ -49,6 +49,7 @@ def test_all_nodes_are_lost(moto: Server, site_of: SiteOf) -> None:
         assert fetched == 4 * COUNT * len(nodes), "each byte leaves the bucket once for each node"
 
 
+@pytest.mark.long
 def test_one_node_survives(moto: Server, site_of: SiteOf) -> None:
     """Without a second copy: what the survivor has comes from it, to itself and to the blank one; the rest is fetched."""
     site = site_of(moto, 2)

@@ -81,6 +81,7 @@ def test_an_overwritten_checkpoint_is_replaced_in_the_bucket(root: Path, where: 
         assert_loads(dcp.FileSystemReader(root / "step-1"), str(root / "step-1"), number)
 
 
+@pytest.mark.long
 def test_only_every_nth_goes_to_the_bucket(root: Path, where: Mapping[str, Any]) -> None:
     """And `latest` is the newest of all tiers."""
     writer = ReplicatedWriter(root, object_every=2, **where)
@@ -91,6 +92,7 @@ def test_only_every_nth_goes_to_the_bucket(root: Path, where: Mapping[str, Any])
     assert_loads(ReplicatedReader(root, **where), "latest", 3)
 
 
+@pytest.mark.long
 def test_a_checkpoint_in_the_bucket_is_not_overwritten_by_accident(root: Path, where: Mapping[str, Any]) -> None:
     """Though the nodes are blank; and what is saved next is newer than what the bucket has."""
     writer = ReplicatedWriter(root, **where)

@@ -67,6 +67,7 @@ def test_each_tier_keeps_what_its_policy_says(root: Path, where: Mapping[str, An
     assert not list((root / ".agent").glob("upload-*"))
 
 
+@pytest.mark.long
 def test_what_the_bucket_gave_up_is_not_brought_again(root: Path, where: Mapping[str, Any]) -> None:
     """The node has it still, and its agent, started anew, knows nothing of having uploaded it."""
     writer = ReplicatedWriter(root, retention=ALL, object_retention=ONE, **where)
@@ -140,6 +141,7 @@ def test_a_removal_cut_short_leaves_no_checkpoint(root: Path, where: Mapping[str
     assert_loads(ReplicatedReader(**where), "latest", 3)
 
 
+@pytest.mark.long
 def test_a_run_without_a_policy_takes_it_back(root: Path) -> None:
     """The next run on the same root passes none: nothing is removed any more, though the agent lived on."""
     writer = ReplicatedWriter(root, retention=ONE)
@@ -160,6 +162,7 @@ def test_no_policy_starts_no_agent(root: Path) -> None:
     assert not (root / ".agent" / "endpoint.json").exists()
 
 
+@pytest.mark.long
 def test_a_bucket_in_memory_is_kept_short_too(root: Path) -> None:
     """Where the uploads are made by this very process."""
     where = {"object_store": f"memory://{uuid4().hex}/x", "storage_options": None}

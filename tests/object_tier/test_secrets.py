@@ -10,6 +10,7 @@ import pytest
 from tests.agent.agents import wait_for
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
+from tests.marks import mark_long
 from tests.multiprocess.cluster import call
 from tests.object_tier.conftest import SiteOf
 
@@ -38,7 +39,7 @@ def files_that_show(base: Path, secret: bytes) -> set[str]:
     return {path.name for path in base.rglob("*") if path.is_file() and secret in path.read_bytes()}
 
 
-@pytest.mark.parametrize("trouble", ["none", "denied", "away"])
+@pytest.mark.parametrize("trouble", mark_long(["none", "denied", "away"], keep=["denied"]))
 def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, trouble: str) -> None:
     """Not in logs, command lines, manifests, errors, warnings, status or objects; the file is its owner's alone."""
     site = site_of(moto, 2)
@@ -73,6 +74,7 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
         assert all(value["same"] for value in results.of(0))
 
 
+@pytest.mark.long
 def test_a_bucket_that_is_opened_again_is_found_by_the_next_wait(moto: Server, site_of: SiteOf, tmp_path: Path) -> None:
     """What was denied a moment ago is tried anew, not remembered."""
     site = site_of(moto, 1)

@@ -6,6 +6,7 @@ from replicated_ckpt.stores.bucket.client import PART_BYTES
 from tests.agent.agents import wait_for
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
+from tests.marks import mark_long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.processes import is_running
 from tests.object_tier.conftest import SiteOf
@@ -27,8 +28,7 @@ def assert_loads_from_the_bucket(site: Site, count: int) -> None:
     assert found["report"]["bytes_object"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", mark_long([0, 1], keep=[0]))
 def test_a_holder_uploads_for_an_owner_that_is_gone(moto: Server, site_of: SiteOf, victim: int) -> None:
     """The owner's node vanishes in the middle of its upload, the coordinator's too: the one with the copy brings it."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_LOST_AFTER_S=LOST_AFTER_S)
@@ -44,7 +44,7 @@ def test_a_holder_uploads_for_an_owner_that_is_gone(moto: Server, site_of: SiteO
     assert_loads_from_the_bucket(site, COUNT)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_owner_that_is_slow_is_not_taken_for_gone(moto: Server, site_of: SiteOf) -> None:
     """As long as its agent answers, however long its upload takes, nobody does its work a second time."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_LOST_AFTER_S=1, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=4)
@@ -73,7 +73,7 @@ def assert_little_was_sent_twice(site: Site) -> None:
         assert site.sky.uploaded_bytes(shard) <= (LARGE << 20) + 3 * PART_BYTES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_agents_that_restart_without_a_rank_go_on(moto: Server, site_of: SiteOf) -> None:
     """Nobody tells them of the bucket again: they know it, find the parts that are there, and send the others."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)
@@ -85,7 +85,7 @@ def test_agents_that_restart_without_a_rank_go_on(moto: Server, site_of: SiteOf)
     assert_loads_from_the_bucket(site, LARGE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_wait_restart_their_agents(moto: Server, site_of: SiteOf) -> None:
     """An agent that is killed while `wait` waits is started again, and goes on where the first one was."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)
@@ -97,7 +97,7 @@ def test_ranks_that_wait_restart_their_agents(moto: Server, site_of: SiteOf) -> 
     assert_loads_from_the_bucket(site, LARGE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_agents_that_are_told_to_leave_go_on_later(moto: Server, site_of: SiteOf) -> None:
     """SIGTERM breaks an upload off within seconds, and the next start carries on."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)

@@ -101,7 +101,7 @@ def test_the_search_finds_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         searched(tmp_path, 2, 3, 1, (0, 0, 1), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3000)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Protection:
 
 
 class Reprotector:
-    """One thread that looks, plans and does this node's part, whenever it is woken and every IDLE_PAUSE_S.
+    """One thread that looks, plans and does this node's part, whenever it is woken and every `idle_pause_s`.
 
     All nodes plan alike from what all nodes hold, so nobody has to be in charge. Nothing is deleted but what the
     policy of a run retires: a node that comes back after it was given up brings one copy more. `standing` says what the
@@ -75,10 +75,12 @@ class Reprotector:
         clock: Callable[[], float] = time.monotonic,
         standing: Callable[[], Standing] = lambda: NOTHING_SAID,
         on_seen: Callable[[Collection[str]], None] = lambda _: None,
+        idle_pause_s: float = IDLE_PAUSE_S,
     ) -> None:
         self._service = service
         self.standing = standing
         self._on_seen = on_seen
+        self._idle_s = idle_pause_s
         self._retirer = Retirer(service, stopping)
         self._patience = patience
         self._clock = clock
@@ -163,16 +165,16 @@ class Reprotector:
             except Stopped:
                 return
             except (ReplicatedCkptError, OSError) as exc:
-                log.error("re-protection goes on in %.0f s: %s", IDLE_PAUSE_S, exc)  # noqa: TRY400 - it explains itself
+                log.error("re-protection goes on in %.0f s: %s", self._idle_s, exc)  # noqa: TRY400 - it explains itself
                 self.last = Protection(is_complete=False, failed=(str(exc),))
             is_active = self._is_active(self.last)
             if not is_active and not self._woken.is_set():
                 self._busy.clear()
-            self._woken.wait(PAUSE_S if is_active else self._idle_pause_s())
+            self._woken.wait(min(PAUSE_S, self._idle_s) if is_active else self._idle_pause_s())
 
     def _idle_pause_s(self) -> float:
         """Many nodes ask each other less often, so that an agent answers about as many questions a second."""
-        return max(IDLE_PAUSE_S, 0.05 * len(self._service.peers.known()))
+        return max(self._idle_s, 0.05 * len(self._service.peers.known()))
 
     def _is_active(self, found: Protection) -> bool:
         return found.in_doubt or (found.planned > 0 and self._stale[1] < STALE_ROUNDS_MAX)

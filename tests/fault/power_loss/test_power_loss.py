@@ -29,11 +29,14 @@ from tests.fault.power_loss.operations import Log, Mark, Names, Sync
 from tests.fault.power_loss.replay import crash_states
 from tests.fault.power_loss.scenarios import SCENARIOS, recorded
 from tests.fault.power_loss.verdict import Judge
+from tests.marks import long, mark_long
 
 pytestmark = pytest.mark.fault
 
 NESTED = [name for name in SCENARIOS if name not in {"buddy's side", "copies in memory"}]
 """The two that are left out restart as a first save does."""
+QUICK = ["identity", "abort before the decision", "restore of a missing copy", "retirement"]
+"""Those that have the fewest states; what a restart has to do is of a kind in each."""
 GoOn = Callable[[LocalStore], None]
 SAMPLED = 25
 """Power losses, drawn with a fixed seed, after which the restart is itself cut off."""
@@ -72,20 +75,21 @@ def test_after_a_power_loss_a_node_holds_what_it_promised(name: str, base: Path,
     assert Judge(memory).findings(crash_states(recorded(SCENARIOS[name], base).log)) == []
 
 
-@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("name", mark_long(NESTED, keep=QUICK))
 def test_a_restart_after_a_kill_can_itself_lose_power(name: str, base: Path, memory: Path) -> None:
     """What a killed process had not made durable is not taken for durable by the one that comes after it."""
     assert findings_after_kills(recorded(SCENARIOS[name], base).log, memory, restarted) == []
 
 
-@pytest.mark.parametrize("name", ["overwrite", "overwrite without exchange"])
-@pytest.mark.parametrize("go_on", [settled_by_next_save, committed_again])
+@pytest.mark.parametrize("name", mark_long(["overwrite", "overwrite without exchange"], keep=["overwrite"]))
+@pytest.mark.parametrize("go_on", [long(settled_by_next_save), committed_again])
 def test_whoever_goes_on_after_a_kill_can_lose_power(name: str, go_on: GoOn, base: Path, memory: Path) -> None:
     """A next save without a restart, and a commit that is repeated, stand on nothing that is not durable."""
     log = recorded(SCENARIOS[name], base).log
     assert findings_after_kills(log, memory, go_on, {"rename", "exchange", "unlink"}) == []
 
 
+@pytest.mark.long
 def test_a_save_after_a_kill_makes_all_durable_that_it_stands_on(base: Path, memory: Path) -> None:
     """A directory or an identity that a killed process made, and did not come to fsync, is not lost under a later save."""
     log = recorded(SCENARIOS["first save"], base).log
@@ -105,7 +109,7 @@ def findings_after_kills(log: Log, memory: Path, go_on: GoOn, after: Collection[
     return found
 
 
-@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("name", mark_long(NESTED, keep=QUICK))
 def test_a_restart_after_a_power_loss_can_itself_lose_power(name: str, base: Path, memory: Path) -> None:
     """What a restart completed or removed stays so, and one that was cut off is repeated by the next."""
     states = list(crash_states(recorded(SCENARIOS[name], base).log))
@@ -144,7 +148,7 @@ def without_small_file_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("leave_out", [without_directory_fsync, without_shard_fsync, without_small_file_fsync])
-@pytest.mark.parametrize("name", ["first save", "buddy's side", "overwrite"])
+@pytest.mark.parametrize("name", mark_long(["first save", "buddy's side", "overwrite"], keep=["buddy's side"]))
 def test_a_missing_kind_of_fsync_is_found(
     name: str, leave_out: Any, base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +203,7 @@ def test_removing_before_a_retirement_is_durable_is_found(
     assert any("distcp" in finding for finding in found)
 
 
+@pytest.mark.long
 def test_trusting_a_directory_that_a_killed_process_made_is_found(
     base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

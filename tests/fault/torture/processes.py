@@ -192,6 +192,7 @@ class RealCluster:
         environment = {
             "REPLICATED_CKPT_AGENT_LOST_AFTER_S": str(LOST_AFTER_S),
             "REPLICATED_CKPT_AGENT_AWAY_AFTER_S": str(AWAY_AFTER_S),
+            "REPLICATED_CKPT_AGENT_ROUND_EVERY_S": "2",
             "PYTHONWARNINGS": "ignore",
         }
         self.processes = multiprocess.Cluster(base / "cluster", count, environment=environment, quick_exit=True)
