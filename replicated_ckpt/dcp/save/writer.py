@@ -4,12 +4,13 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -24,7 +25,9 @@ from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
 from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
+from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import find_line, warn
+from replicated_ckpt.dcp.runtime.torch_private import follow_step
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
@@ -32,7 +35,7 @@ from replicated_ckpt.dcp.save.held_save import HeldSave
 from replicated_ckpt.dcp.save.nodes import Cluster, LoneNode, cluster_of
 from replicated_ckpt.dcp.save.numbering import assign_sequence
 from replicated_ckpt.dcp.save.receipts import check_none_aborted, collect_receipts, receipt_post
-from replicated_ckpt.dcp.save.report import SaveReport, report_save
+from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
 from replicated_ckpt.errors import AckNotReached, ConfigInvalid, SaveAborted
@@ -73,6 +76,8 @@ class ReplicatedWriter(StorageWriter):
         checkpoint_id_from: "all": the ranks must pass one id. "coordinator": rank 0's is taken, the others' are ignored.
         direct_io: how this rank's own file is written: "on", past the page cache where the file system takes it; "off",
             through it; "auto", on for file systems on a block device. None: REPLICATED_CKPT_DIRECT_IO, else "auto".
+        on_save: called on every rank with its SaveReport once the save is committed, in the thread that saves. What it
+            raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it.
 
     One writer serves many saves, one at a time; it may be used from the thread of `dcp.async_save`.
 
@@ -97,6 +102,7 @@ class ReplicatedWriter(StorageWriter):
         object_retention: Retention | None = None,
         checkpoint_id_from: str = "all",
         direct_io: str | None = None,
+        on_save: Callable[[SaveReport], object] | None = None,
     ) -> None:
         super().__init__()
         self.config = WriterConfig.checked(
@@ -118,6 +124,8 @@ class ReplicatedWriter(StorageWriter):
         self._made_at = find_line()
         self._process_group = process_group
         self._storage_options = storage_options
+        self._on_save = on_save
+        self._receipts: list[Receipt] = []
         self._store = LocalStore(self.config.root)
         self._shards = ShardWriter(self._store, self.config.direct_io)
         self._object_tier = ObjectTier(self._store, target, object_every)
@@ -129,7 +137,7 @@ class ReplicatedWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Its arguments, all that goes into another process (`dcp.async_save` does it); the group is the world there."""
-        return {**vars(self.config), "storage_options": self._storage_options}
+        return {**vars(self.config), "storage_options": self._storage_options, "on_save": self._on_save}
 
     def __setstate__(self, arguments: dict[str, Any]) -> None:
         ReplicatedWriter.__init__(self, **arguments)
@@ -244,9 +252,28 @@ class ReplicatedWriter(StorageWriter):
         failpoints.reach("rank.receipted")
         if self._decision.upload is not None:
             self._object_tier.expect(self._decision.save_id, self._decision.checkpoint_id)
+        self._written_at = time.monotonic()
+        self._is_followed = follow_step(self._learn_outcome)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _learn_outcome(self, broadcast: Callable[[Any], Any], value: object) -> object:
+        """Every rank learns from the coordinator whether the save is committed: the end of it, on this rank."""
+        outcome = broadcast(value)
+        if not isinstance(outcome, CheckpointException):
+            self._tell_committed()
+        return outcome
+
+    def _tell_committed(self) -> None:
+        assert self.last_save is not None
+        now = time.monotonic()
+        phases = {**self.last_save.phases, "commit": now - self._written_at}
+        ranks = report_ranks(self._decision, self._receipts, self.config.copies)
+        self.last_save = replace(self.last_save, seconds=now - self._started_at, phases=phases, ranks=ranks)
+        if self._world.is_coordinator:
+            log.info("%s", self.last_save)
+        call_back(self._on_save, self.last_save)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: accounts for every shard, makes the decision durable, and has every node publish the save.
@@ -262,6 +289,7 @@ class ReplicatedWriter(StorageWriter):
             )
         try:
             check_none_aborted(receipts, self._decision)
+            self._receipts = receipts
             problems = commit_save(self._store, self._cluster, self._decision, self.config, receipts, metadata, results)
         finally:
             self._held.close()
@@ -273,6 +301,8 @@ class ReplicatedWriter(StorageWriter):
             self._object_tier.committed()
             if self.config.ack == "object":
                 self.wait()
+        if not self._is_followed:
+            self._tell_committed()
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
         """Waits until this writer's saves are committed in the object store; returns their ids. Any rank may call it alone.
@@ -285,7 +315,8 @@ class ReplicatedWriter(StorageWriter):
     # Steps -------------------------------------------------------------------------------------------------------
 
     def _written(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Receipt]:
-        decision, rank = self._decision, self._world.rank
+        decision, rank, began = self._decision, self._world.rank, time.monotonic()
+        self._receipts = []
         if decision.node_of(rank).node_id in decision.unreached:
             self._store.begin(decision.intent)
         self._held.hold(self._store, decision.save_id)
@@ -296,15 +327,19 @@ class ReplicatedWriter(StorageWriter):
         if plan.items:
             how = {"stream_to_peers": self.config.ack != "local", "durable": self.config.ack != "peer-memory"}
             shard = self._shards.write(plan, planner, decision, rank, **how)
-        seconds = time.monotonic() - self._started_at
-        self.last_save = report_save(decision, shard.receipt if shard else None, self.config.copies, seconds)
+        receipt = Receipt(
+            (shard.receipt,) if shard else (),
+            seconds=time.monotonic() - self._started_at,
+            phases={"plan": began - self._started_at, **(shard.phases if shard else {})},
+        )
+        self.last_save = report_save(decision, rank, receipt, self.config.copies)
         if shard is None:
-            return [], Receipt()
+            return [], receipt
         if shard.missed and self.config.on_degraded == "raise":
             have = {shard.receipt.name: len(shard.receipt.holders)}
             raise AckNotReached(decision.placement.copies, have, "; ".join(shard.missed))
         self._degraded(shard.missed)
-        return shard.results, Receipt((shard.receipt,))
+        return shard.results, receipt
 
     def _degraded(self, problems: Iterable[str]) -> None:
         for problem in problems:
