@@ -114,10 +114,10 @@ class AckNotReached(ReplicatedCkptError):
 
     default_hint = 'Bring the lost node back, or save with on_degraded="warn" to go on with fewer copies.'
 
-    def __init__(self, wanted: int, have: Mapping[str, int], why: str = "") -> None:
+    def __init__(self, wanted: int, have: Mapping[str, int], why: str = "", hint: str | None = None) -> None:
         listed = ", ".join(f"{shard}: {count}" for shard, count in sorted(have.items()))
-        super().__init__(f"Wanted {wanted} copies of every shard, have {listed}. {why}".rstrip())
-        self.args = (wanted, dict(have), why)
+        super().__init__(f"Wanted {wanted} copies of every shard, have {listed}. {why}".rstrip(), hint)
+        self.args = (wanted, dict(have), why, hint)
         self.wanted = wanted
         self.have = dict(have)
 

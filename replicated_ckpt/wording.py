@@ -1,4 +1,6 @@
-"""Words that depend on a number. No other module is imported here."""
+"""Words that depend on a number, and tables. No other module of the package is imported here."""
+
+from collections.abc import Sequence
 
 
 def plural(count: int, noun: str) -> str:
@@ -6,3 +8,22 @@ def plural(count: int, noun: str) -> str:
     if count == 1:
         return f"1 {noun}"
     return f"{count} {noun[:-1]}ies" if noun.endswith("y") else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def describe_bytes(count: float) -> str:
+    """A size in the largest unit that leaves a number from 1, to three digits: "1.25 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines with columns of one width each: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

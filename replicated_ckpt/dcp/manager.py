@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
@@ -39,6 +39,7 @@ class CheckpointManager:
         object_every: only every so many-th checkpoint goes there.
         preempt_on: names of signals. After any rank was sent one, `should_save` is true once more, and `preempted` on.
         trust_pickles, expect_partial: as of ReplicatedReader.
+        on_save, on_load: called on every rank with its SaveReport or LoadReport; of an asynchronous save in its thread.
         writer_options: whatever else ReplicatedWriter takes: copies, ack, domain, on_degraded, object_retention, ...
             A step that was saved before is replaced, as after a loss beyond repair, unless {"overwrite": False}.
 
@@ -60,16 +61,23 @@ class CheckpointManager:
         preempt_on: tuple[str, ...] = ("SIGTERM",),
         trust_pickles: bool = False,
         expect_partial: bool = False,
+        on_save: Callable[[SaveReport], object] | None = None,
+        on_load: Callable[[LoadReport], object] | None = None,
         writer_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = ManagerConfig(every=every, preempt_on=preempt_on)
         where: dict[str, Any] = {"object_store": object_store, "storage_options": storage_options}
-        how = {"overwrite": True, "retention": retention, "object_every": object_every, **(writer_options or {})}
-        self._writer = ReplicatedWriter(root, **where, **how)
+        how: dict[str, Any] = {
+            "overwrite": True,
+            "retention": retention,
+            "object_every": object_every,
+            "on_save": on_save,
+        }
+        self._writer = ReplicatedWriter(root, **where, **{**how, **(writer_options or {})})
         self._preemption = Preemption(self.config.preempt_on)
         self._lent = borrow_group()
         self._group = None if self._lent is None else self._lent.group
-        load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial}
+        load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial, "on_load": on_load}
         self._reader = ReplicatedReader(root, process_group=self._group, **load, **where)
         self._announced = False
         self._in_flight: Future[Any] | None = None

@@ -8,6 +8,7 @@ memory is bounded, small writes cost little, a tensor is not copied, and the sin
 import mmap
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +67,7 @@ class _SinkThread(threading.Thread):
         self.sink = sink
         self.pieces: queue.SimpleQueue[_Piece | BlockTable | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
+        self.write_s = self.finish_s = 0.0
         self._tee = tee
 
     def run(self) -> None:
@@ -74,26 +76,31 @@ class _SinkThread(threading.Thread):
             if not isinstance(piece, _Piece):
                 break
             if self.error is None:
-                self._guarded(partial(self.sink.write, *piece.views))
+                self.write_s += self._guarded(partial(self.sink.write, *piece.views))
             self._tee.release(piece)
         if self.error is None and piece is not None:
-            self._guarded(partial(self.sink.finish, piece))
+            self.finish_s = self._guarded(partial(self.sink.finish, piece))
         if self.error is not None or piece is None:
             self.sink.discard()
 
-    def _guarded(self, action: Callable[[], object]) -> None:
+    def _guarded(self, action: Callable[[], object]) -> float:
+        """Seconds that the action took."""
+        began = time.perf_counter()
         try:
             action()
         except BaseException as exc:  # noqa: BLE001 - top of a thread; `Tee` hands it to the owner of the sink
             self.error = exc
+        return time.perf_counter() - began
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one sink: `error` is None if it finished."""
+    """What became of one sink: `error` is None if it finished. Seconds that it wrote for, and finished."""
 
     sink: Sink
     error: BaseException | None
+    write_s: float = 0.0
+    finish_s: float = 0.0
 
 
 class Tee:
@@ -101,6 +108,7 @@ class Tee:
 
     With `copies` all bytes pass through the buffers, so that each sink gets whole pages of aligned memory: what direct
     I/O needs. A failing sink never stops the others. If the first sink fails, its error is raised at the next full piece.
+    `waited_s` is how long `write` waited for a free buffer, and so for the slowest sink.
     """
 
     def __init__(self, sinks: Sequence[Sink], buffers: Buffers, *, copies: bool = False) -> None:
@@ -113,6 +121,7 @@ class Tee:
         self._views: list[memoryview] = []
         self._listed = self._filled = self._size = 0
         self.position = 0
+        self.waited_s = 0.0
         self._threads = [_SinkThread(sink, self) for sink in sinks]
         for thread in self._threads:
             thread.start()
@@ -151,7 +160,9 @@ class Tee:
     def _room(self) -> memoryview:
         """Where the next copied bytes go, at least one."""
         if self._buffer is None:
+            began = time.perf_counter()
             self._buffer = self._buffers.free.get()
+            self.waited_s += time.perf_counter() - began
         return self._buffer[self._filled : self._filled + len(self._buffer) - self._size]
 
     def _advance(self, count: int) -> None:
@@ -220,4 +231,4 @@ class Tee:
             thread.pieces.put(last)
         for thread in self._threads:
             thread.join()
-        return tuple(Outcome(thread.sink, thread.error) for thread in self._threads)
+        return tuple(Outcome(thread.sink, thread.error, thread.write_s, thread.finish_s) for thread in self._threads)

@@ -1,5 +1,6 @@
 """Hints: what an agent says arrives with its next step, and what keeps from reaching an agent is named."""
 
+import errno
 import json
 import os
 import socket
@@ -32,6 +33,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.bucket.opening import open_client
 from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.files.durable import store_error_of
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import refusal
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -207,6 +209,26 @@ def test_each_kind_of_bucket_has_its_own_package() -> None:
     with pytest.raises(ConfigInvalid, match="needs the package gcsfs") as raised:
         open_client(ObjectTarget("gs://bucket/x"))
     assert "pip install gcsfs" in raised.value.hint
+
+
+# Disks ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "step"),
+    [
+        (errno.EACCES, StoreDenied, f"Let user {os.geteuid()} read and write /nvme"),
+        (errno.EROFS, StoreDenied, "read-only"),
+        (errno.EIO, StoreError, "dmesg"),
+        (errno.EMFILE, StoreError, "ulimit -n"),
+        (errno.ENOSPC, StoreFull, "Free space"),
+    ],
+)
+def test_what_the_disk_says_has_a_next_step_of_its_own(number: int, kind: type[StoreError], step: str) -> None:
+    """A full disk, a broken one and one of another user's are mended differently."""
+    error = store_error_of(OSError(number, os.strerror(number)), "/nvme", "write", "x")
+    assert type(error) is kind
+    assert step in error.hint
 
 
 # Nodes ---------------------------------------------------------------------------------------------------------------

@@ -3,16 +3,21 @@
 import inspect
 import io
 import pickle
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from replicated_ckpt.dcp.runtime import torch_private
-from replicated_ckpt.dcp.runtime.torch_private import DcpCall, StorageInfo, calling, flatten, narrow
+from replicated_ckpt.dcp.runtime.torch_private import DcpCall, StorageInfo, calling, flatten, follow_step, narrow
 
 
 class Witness(dcp.FileSystemWriter):
@@ -51,6 +56,61 @@ def test_a_hook_sees_the_dcp_call_it_is_part_of(tmp_path: object) -> None:
     reader.seen = []
     state_dict_loader._load_state_dict({"a": torch.ones(2)}, reader, no_dist=True)
     assert reader.seen == [DcpCall(None, True)]
+
+
+class Follower(dcp.FileSystemWriter):
+    """Stock writer that follows how its save ends."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.outcomes: list[object] = []
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        def exchange(broadcast: Callable[[object], object], value: object) -> object:
+            self.outcomes.append(broadcast(value))
+            return self.outcomes[-1]
+
+        assert follow_step(exchange)
+        return super().write_data(plan, planner)
+
+
+class FailingFollower(Follower):
+    """One whose commit fails."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        raise OSError("the commit")
+
+
+class FollowingReader(dcp.FileSystemReader):
+    """Stock reader that follows how its load ends, and says something of its own in place of None."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self.outcomes: list[object] = []
+
+        def exchange(all_gather: Callable[[object], list[object]], value: object) -> list[object]:
+            assert value is None, "what DCP says of a rank that has read"
+            self.outcomes += all_gather({"bytes": 1})
+            return [None]
+
+        assert follow_step(exchange)
+        return super().read_data(plan, planner)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hook_learns_how_its_step_ended(tmp_path: Path) -> None:
+    """A save: metadata where it is committed, else the error. A load: what each rank says. Outside a call: nothing."""
+    assert not follow_step(lambda collective, value: collective(value))
+    writer = Follower(str(tmp_path / "a"))
+    for _ in range(2):
+        dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    assert [type(outcome) for outcome in writer.outcomes] == [Metadata] * 2
+    failing = FailingFollower(str(tmp_path / "b"))
+    with pytest.raises(CheckpointException):
+        dcp.save({"a": torch.ones(2)}, storage_writer=failing, no_dist=True)
+    assert [type(outcome) for outcome in failing.outcomes] == [CheckpointException]
+    reader = FollowingReader(str(tmp_path / "a"))
+    dcp.load({"a": torch.ones(2)}, storage_reader=reader, no_dist=True)
+    assert reader.outcomes == [{"bytes": 1}]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 import logging
 import os
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +30,10 @@ from replicated_ckpt.dcp.load.rank_load import RankLoad, places_of
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.load.sharing import plan_sharing
 from replicated_ckpt.dcp.load.unasked import describe_unasked
+from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import find_line, warn
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
-from replicated_ckpt.dcp.runtime.torch_private import calling
+from replicated_ckpt.dcp.runtime.torch_private import calling, follow_step
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
@@ -68,6 +70,7 @@ class ReplicatedReader(StorageReader):
             `torch.load(weights_only=True)` knows, what `torch.serialization.add_safe_globals` added, or numpy's
             plain scalars and arrays; another one is ObjectUnsafe.
         expect_partial: a load may leave saved entries unasked. Off: rank 0 warns, once a load, with their prefixes.
+        on_load: called on every rank with its LoadReport once all ranks have read. What it raises is logged.
 
     One reader serves many loads, one at a time.
 
@@ -86,6 +89,7 @@ class ReplicatedReader(StorageReader):
         lineage: str = NEWEST_LINEAGE,
         trust_pickles: bool = False,
         expect_partial: bool = False,
+        on_load: Callable[[LoadReport], object] | None = None,
     ) -> None:
         super().__init__()
         self.config = ReaderConfig.checked(root, object_store=object_store, lineage=lineage)
@@ -100,6 +104,7 @@ class ReplicatedReader(StorageReader):
         self._items = ItemReader(trust_pickles=trust_pickles)
         self._stored = StoredTensors()
         self._expect_partial = expect_partial
+        self._on_load = on_load
         self._forget()
         if not no_dist:
             announce()
@@ -254,10 +259,12 @@ class ReplicatedReader(StorageReader):
                 yet keep what they held. One that was being read holds bytes of the checkpoint, each verified, up to some
                 place in it, and what it held from there on.
         """
+        began = time.monotonic()
         try:
             traffic = self._load.read(plan, planner, self._opened_bucket())
         finally:
             self._close_bucket()
+        now = time.monotonic()
         self.last_load = LoadReport(
             self._surveyed.found.checkpoint_id,
             self._surveyed.found.save_id,
@@ -265,13 +272,37 @@ class ReplicatedReader(StorageReader):
             traffic.bytes_peer,
             traffic.bytes_object,
             len(plan.items),
-            time.monotonic() - self._started_at,
+            now - self._started_at,
             tuple(traffic.bad_copies),
             traffic.bytes_shared,
+            self._world.rank,
+            socket.gethostname(),
+            {"plan": began - self._started_at, "read": now - began},
         )
+        if not follow_step(self._learn_outcome):
+            self._tell_loaded([self.last_load])
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _learn_outcome(self, all_gather: Callable[[Any], list[Any]], value: object) -> list[Any]:
+        """Every rank tells all others that it has read, and here what: the end of the load, on this rank.
+
+        DCP gathers None from a rank that has, and takes what else it finds for an error.
+        """
+        told = all_gather(self.last_load.as_dict() if value is None and self.last_load is not None else value)
+        found = [LoadReport.from_dict(one) if isinstance(one, dict) else None for one in told]
+        reports = [report for report in found if report is not None]
+        if len(reports) == len(told):
+            self._tell_loaded(reports)
+        return [None if report is not None else one for one, report in zip(told, found, strict=True)]
+
+    def _tell_loaded(self, reports: Sequence[LoadReport]) -> None:
+        assert self.last_load is not None
+        self.last_load = replace(self.last_load, ranks=tuple(reports))
+        if self._world.is_coordinator:
+            log.info("%s", self.last_load)
+        call_back(self._on_load, self.last_load)
 
     # Steps -------------------------------------------------------------------------------------------------------
 

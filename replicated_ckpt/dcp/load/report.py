@@ -1,6 +1,12 @@
-"""What one load did on one rank."""
+"""What one load did: on this rank, and on all of them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from replicated_ckpt.wording import align, describe_bytes, plural
+
+PHASES = ("plan", "read")
 
 
 @dataclass(frozen=True)
@@ -9,6 +15,9 @@ class LoadReport:
 
     Bytes are those that this rank read, in whole blocks, by where they came from: its own store, peers, the bucket; and
     `bytes_shared`, without the rest of their blocks, another rank of this node had fetched.
+
+    `phases` are seconds: `plan`, until this rank may read, the others waited for; `read`. `ranks`: once all ranks have
+    read, the reports of all of them, in order.
     """
 
     checkpoint_id: str
@@ -20,3 +29,64 @@ class LoadReport:
     seconds: float
     bad_copies: tuple[str, ...]
     bytes_shared: int = 0
+    rank: int = 0
+    host: str = ""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    ranks: tuple["LoadReport", ...] = ()
+
+    @property
+    def bytes_read(self) -> int:
+        """From everywhere, but for what another rank of the node had fetched."""
+        return self.bytes_local + self.bytes_peer + self.bytes_object
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON takes it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "LoadReport":
+        """One rank's report from `as_dict`, that of other ranks left out."""
+        known = {each.name: values[each.name] for each in fields(cls)}
+        return cls(**{**known, "bad_copies": tuple(known["bad_copies"]), "ranks": ()})
+
+    def table(self) -> str:
+        """Bytes by source and seconds by phase, a line for each rank that is known here."""
+        rows = [["rank", "host", "local", "peer", "bucket", "shared", *PHASES, "seconds"]]
+        for one in self.ranks or (self,):
+            sizes = (one.bytes_local, one.bytes_peer, one.bytes_object, one.bytes_shared)
+            spent = [f"{one.phases[name]:.3f}" if name in one.phases else "-" for name in PHASES]
+            rows.append([str(one.rank), one.host, *map(describe_bytes, sizes), *spent, f"{one.seconds:.3f}"])
+        return align(rows)
+
+    def __str__(self) -> str:
+        """One line: what was loaded, how fast, where the bytes came from, and who was slowest."""
+        ranks = self.ranks or (self,)
+        size = sum(one.bytes_read for one in ranks)
+        local, peer, bucket = (
+            sum(getattr(one, f"bytes_{name}") for one in ranks) for name in ("local", "peer", "object")
+        )
+        slowest = max(ranks, key=lambda one: one.seconds)
+        most = max(slowest.phases, key=slowest.phases.__getitem__, default="")
+        waited = {"plan": "for the other ranks and the plan", "read": f"to read from {slowest.main_source}"}.get(
+            most, ""
+        )
+        bad = sum(len(one.bad_copies) for one in ranks)
+        total, rate = describe_bytes(size), describe_bytes(size / max(slowest.seconds, 1e-9))
+        return (
+            f"loaded {self.checkpoint_id} (save {self.save_id[:8]}) on {plural(len(ranks), 'rank')}: {total} in "
+            f"{slowest.seconds:.2f} s ({rate}/s), {describe_bytes(local)} local, {describe_bytes(peer)} from peers, "
+            f"{describe_bytes(bucket)} from the bucket; slowest rank {slowest.rank} on {slowest.host}"
+            + (f": {slowest.phases[most]:.2f} s {waited}" if waited else "")
+            + (f"; {plural(bad, 'bad copy')} not used" if bad else "")
+        )
+
+    @property
+    def main_source(self) -> str:
+        """Where most of this rank's bytes came from."""
+        sizes = {
+            "its own disk": self.bytes_local,
+            "peers": self.bytes_peer,
+            "the bucket": self.bytes_object,
+            "other ranks of its node": self.bytes_shared,
+        }
+        return max(sizes, key=sizes.__getitem__)

@@ -4,11 +4,13 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -20,7 +22,9 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
+from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import Line, warn
+from replicated_ckpt.dcp.runtime.torch_private import follow_step
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
@@ -28,7 +32,7 @@ from replicated_ckpt.dcp.save.held_save import HeldSave
 from replicated_ckpt.dcp.save.nodes import Cluster, LoneNode, cluster_of
 from replicated_ckpt.dcp.save.numbering import assign_sequence
 from replicated_ckpt.dcp.save.receipts import check_none_aborted, collect_receipts, receipt_post
-from replicated_ckpt.dcp.save.report import SaveReport, report_save
+from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
 from replicated_ckpt.errors import AckNotReached, SaveAborted
@@ -49,6 +53,7 @@ class WriterParts:
     object_tier: ObjectTier
     retaining: Retaining
     made_at: Line | None
+    on_save: Callable[[SaveReport], object] | None
 
 
 class SaveAttempt:
@@ -59,7 +64,14 @@ class SaveAttempt:
     coordinator is told by DCP when a save has ended. One thread at a time.
     """
 
-    def __init__(self, parts: WriterParts, world: World, given_id: str | os.PathLike[str] | None) -> None:
+    def __init__(
+        self,
+        parts: WriterParts,
+        world: World,
+        given_id: str | os.PathLike[str] | None,
+        keep_report: Callable[[SaveReport], None],
+    ) -> None:
+        """`keep_report` takes what this rank did, once it has written, and again when the save is committed."""
         self._config = parts.config
         self._store = parts.store
         self._parts = parts
@@ -68,7 +80,8 @@ class SaveAttempt:
         self._started_at = time.monotonic()
         self._held = HeldSave()
         self._cluster: Cluster = LoneNode(parts.store)
-        self.report: SaveReport | None = None
+        self._keep_report = keep_report
+        self._receipts: list[Receipt] = []
 
     def present(self) -> None:
         """Posts to the coordinator what this rank is asked to save as, and where its node can be reached."""
@@ -136,6 +149,8 @@ class SaveAttempt:
             failpoints.reach("rank.receipted")
             if self._decision.upload is not None:
                 self._parts.object_tier.expect(save_id, self._decision.checkpoint_id)
+        self._written_at = time.monotonic()
+        self._is_followed = follow_step(self._learn_outcome)
         return results
 
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> bool:
@@ -154,6 +169,7 @@ class SaveAttempt:
                     board.posts("receipt", DECISION_TIMEOUT_S), decision, own_node
                 )
             check_none_aborted(receipts, decision)
+        self._receipts = receipts
         try:
             problems = commit_save(self._store, self._cluster, decision, self._config, receipts, metadata, results)
         finally:
@@ -166,12 +182,34 @@ class SaveAttempt:
             self._parts.object_tier.committed()
         return decision.upload is not None
 
+    def end(self) -> None:
+        """Coordinator: the save is over. Where DCP tells its ranks so, each reports then; else this one does now."""
+        if not self._is_followed:
+            self._report_committed()
+
+    def _learn_outcome(self, broadcast: Callable[[Any], Any], value: object) -> object:
+        """Every rank learns from the coordinator whether the save is committed: the end of it, on this rank."""
+        outcome = broadcast(value)
+        if not isinstance(outcome, CheckpointException):
+            self._report_committed()
+        return outcome
+
+    def _report_committed(self) -> None:
+        now = time.monotonic()
+        phases = {**self._report.phases, "commit": now - self._written_at}
+        ranks = report_ranks(self._decision, self._receipts, self._config.copies)
+        report = replace(self._report, seconds=now - self._started_at, phases=phases, ranks=ranks)
+        self._keep_report(report)
+        if self._world.is_coordinator:
+            log.info("%s", report)
+        call_back(self._parts.on_save, report)
+
     def close(self) -> None:
         """This rank works on the save no more."""
         self._held.close()
 
     def _write_shard(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Receipt]:
-        decision, rank, config = self._decision, self._world.rank, self._config
+        decision, rank, config, began = self._decision, self._world.rank, self._config, time.monotonic()
         if decision.node_of(rank).node_id in decision.unreached:
             self._store.begin(decision.intent)
         self._held.hold(self._store, decision.save_id)
@@ -182,15 +220,20 @@ class SaveAttempt:
         if plan.items:
             how = {"stream_to_peers": config.ack != "local", "durable": config.ack != "peer-memory"}
             shard = self._parts.shards.write(plan, planner, decision, rank, **how)
-        seconds = time.monotonic() - self._started_at
-        self.report = report_save(decision, shard.receipt if shard else None, config.copies, seconds)
+        receipt = Receipt(
+            (shard.receipt,) if shard else (),
+            seconds=time.monotonic() - self._started_at,
+            phases={"plan": began - self._started_at, **(shard.phases if shard else {})},
+        )
+        self._report = report_save(decision, rank, receipt, config.copies)
+        self._keep_report(self._report)
         if shard is None:
-            return [], Receipt()
+            return [], receipt
         if shard.missed and config.on_degraded == "raise":
             have = {shard.receipt.name: len(shard.receipt.holders)}
             raise AckNotReached(decision.placement.copies, have, "; ".join(shard.missed))
         self._warn(shard.missed)
-        return shard.results, Receipt((shard.receipt,))
+        return shard.results, receipt
 
     def _hold_as_coordinator(self, save_id: str) -> None:
         """However slow other nodes, or the planning, are: no agent takes this save for an abandoned one."""

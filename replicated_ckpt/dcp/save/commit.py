@@ -137,7 +137,9 @@ def _check_reached(manifest: Manifest, committed: Committed, *, must_have_all: b
     short = {name: count for name, count in have.items() if count < wanted}
     if short or not committed.held_by_node:
         why = "; ".join(f"node {node}: {error}" for node, error in committed.error_by_node.items())
-        raise AckNotReached(manifest.copies, short, _what_follows(manifest, committed, why))
+        nodes = " and ".join(f"node {node}" for node in sorted(committed.error_by_node))
+        hint = f"Bring back {nodes}: the checkpoint is there with the next save or load; the one before it loads now."
+        raise AckNotReached(manifest.copies, short, _what_follows(manifest, committed, why), hint)
 
 
 def _what_follows(manifest: Manifest, committed: Committed, why: str) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -233,10 +233,12 @@ class ShardReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a rank wrote. `aborted`: the save was given up by somebody else while this rank wrote."""
+    """What a rank wrote, and in which time. `aborted`: the save was given up by somebody else while this rank wrote."""
 
     shards: tuple[ShardReceipt, ...] = ()
     aborted: str = ""
+    seconds: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -247,4 +249,4 @@ class Receipt:
             ShardReceipt(shard["name"], shard["size_bytes"], shard["crc32c"], tuple(shard["holders"]))
             for shard in fields["shards"]
         )
-        return cls(tuple(shards), fields["aborted"])
+        return cls(tuple(shards), fields["aborted"], fields["seconds"], fields["phases"])

@@ -1,13 +1,33 @@
-"""What one save did on one rank."""
+"""What one save did: on this rank, and on rank 0 on all of them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from replicated_ckpt.dcp.save.decision import SaveDecision, ShardReceipt
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, ShardReceipt
+from replicated_ckpt.wording import align, describe_bytes, plural
+
+PHASES = ("plan", "serialise", "write", "send", "fsync", "commit")
+_WAITED_FOR = {
+    "plan": "DCP's planning and the other ranks",
+    "serialise": "its tensors",
+    "write": "its own disk",
+    "send": "its buddies",
+    "fsync": "its own disk's fsync",
+}
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What one save did on this rank. `copies_made` is the least over this rank's shards, the own one counted."""
+    """What one save did on this rank. `copies_made` is the least over this rank's shards, the own one counted.
+
+    `seconds`: from the begin of the save to its commit; in `ranks`, to the end of the rank's own writing. `phases` are
+    seconds, too: `plan` (until this rank may write; others are waited for), `serialise` (the thread that goes through the
+    tensors), `write` and `fsync` (the own disk), `send` (the slowest buddy, its fsync included), `commit` (from then on).
+    Writing, sending and serialising go on at once, so they add up to more than the time that passed.
+
+    `ranks`: on rank 0, once the save is committed, the reports of all ranks, in order.
+    """
 
     checkpoint_id: str
     save_id: str
@@ -17,19 +37,65 @@ class SaveReport:
     copies_wanted: int
     copies_made: int
     seconds: float
+    rank: int = 0
+    node_id: str = ""
+    host: str = ""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    ranks: tuple["SaveReport", ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON takes it."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """Seconds by phase, a line for each rank that is known here."""
+        rows = [["rank", "host", "bytes", "copies", *PHASES, "seconds"]]
+        for one in self.ranks or (self,):
+            phases = {**one.phases, **(self.phases if one.rank == self.rank else {})}
+            spent = [f"{phases[name]:.3f}" if name in phases else "-" for name in PHASES]
+            size, seconds = describe_bytes(one.bytes_written), f"{one.seconds:.3f}"
+            rows.append([str(one.rank), one.host, size, str(one.copies_made), *spent, seconds])
+        return align(rows)
+
+    def __str__(self) -> str:
+        """One line: what was saved, where to, how fast, and who was slowest."""
+        ranks = self.ranks or (self,)
+        size = sum(one.bytes_written for one in ranks)
+        copies = min((one.copies_made for one in ranks if one.shards), default=self.copies_made)
+        slowest = max(ranks, key=lambda one: one.seconds)
+        phases = {name: spent for name, spent in slowest.phases.items() if name in _WAITED_FOR}
+        most = max(phases, key=phases.__getitem__, default="")
+        waited = f", {phases[most]:.2f} s for {_WAITED_FOR[most]}" if most else ""
+        return (
+            f"saved {self.checkpoint_id} (save {self.save_id[:8]}): {plural(copies, 'copy')} on "
+            f"{plural(len({one.node_id for one in ranks}), 'node')}, {describe_bytes(size)} in {self.seconds:.2f} s "
+            f"({describe_bytes(size / max(self.seconds, 1e-9))}/s); slowest rank {slowest.rank} on {slowest.host}: written "
+            f"after {slowest.seconds:.2f} s{waited}"
+        )
 
 
-def report_save(decision: SaveDecision, receipt: ShardReceipt | None, copies_wanted: int, seconds: float) -> SaveReport:
+def report_save(decision: SaveDecision, rank: int, receipt: Receipt, copies_wanted: int) -> SaveReport:
     """What a rank that wrote one shard, or none, did for a save."""
-    size = receipt.size_bytes if receipt else 0
-    holders = len(receipt.holders) if receipt else decision.placement.copies
+    shard: ShardReceipt | None = receipt.shards[0] if receipt.shards else None
+    size = shard.size_bytes if shard else 0
+    holders = len(shard.holders) if shard else decision.placement.copies
+    node = decision.node_of(rank)
     return SaveReport(
         decision.checkpoint_id,
         decision.save_id,
-        (receipt.name,) if receipt else (),
+        (shard.name,) if shard else (),
         size,
         size * (holders - 1),
         copies_wanted,
         holders,
-        seconds,
+        receipt.seconds,
+        rank,
+        node.node_id,
+        node.host,
+        receipt.phases,
     )
+
+
+def report_ranks(decision: SaveDecision, receipts: Sequence[Receipt], copies_wanted: int) -> tuple[SaveReport, ...]:
+    """What each rank did, as its receipt says."""
+    return tuple(report_save(decision, rank, receipt, copies_wanted) for rank, receipt in enumerate(receipts))

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,11 +31,12 @@ _LARGE_BYTES = 64 << 10
 
 @dataclass
 class WrittenShard:
-    """One shard: its receipt, DCP's results for its items, and the copies that could not be made."""
+    """One shard: its receipt, DCP's results for its items, the copies that could not be made, and seconds by phase."""
 
     receipt: ShardReceipt
     results: list[WriteResult]
     missed: list[str] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 class ShardWriter:
@@ -73,16 +75,22 @@ class ShardWriter:
         sinks: list[Sink] = [own_file]
         sinks += [PeerSink(decision.address_of(node), decision.save_id, name, durable=durable) for node in buddies]
         tee = Tee(sinks, self._buffers, copies=own_file.is_direct)
+        began = time.perf_counter()
         try:
             results = self._items_written(tee, plan, planner, name)
+            phases = {"serialise": time.perf_counter() - began - tee.waited_s}
             table, outcomes = tee.finish()
         except BaseException:
             tee.discard()
             raise
         _raise_own(outcomes[0])
+        began = time.perf_counter()
         holders, missed = self._made_up(name, table, buddies, outcomes[1:], decision, own, durable=durable)
+        phases |= {"write": outcomes[0].write_s, "fsync": outcomes[0].finish_s}
+        phases["send"] = max((sent.write_s + sent.finish_s for sent in outcomes[1:]), default=0.0)
+        phases["send"] += time.perf_counter() - began
         receipt = ShardReceipt(name, table.file_bytes, table.file_crc(), (own, *holders))
-        return WrittenShard(receipt, results, missed)
+        return WrittenShard(receipt, results, missed, phases)
 
     def _items_written(self, tee: Tee, plan: SavePlan, planner: SavePlanner, name: str) -> list[WriteResult]:
         results = []

@@ -1,7 +1,7 @@
 """The StorageWriter that users pass to `dcp.save`: hands each of its calls on to the save under way."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -54,6 +54,8 @@ class ReplicatedWriter(StorageWriter):
         checkpoint_id_from: "all": the ranks must pass one id. "coordinator": rank 0's is taken, the others' are ignored.
         direct_io: how this rank's own file is written: "on", past the page cache where the file system takes it; "off",
             through it; "auto", on for file systems on a block device. None: REPLICATED_CKPT_DIRECT_IO, else "auto".
+        on_save: called on every rank with its SaveReport once the save is committed, in the thread that saves. What it
+            raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it.
 
     One writer serves many saves, one at a time; it may be used from the thread of `dcp.async_save`.
 
@@ -78,6 +80,7 @@ class ReplicatedWriter(StorageWriter):
         object_retention: Retention | None = None,
         checkpoint_id_from: str = "all",
         direct_io: str | None = None,
+        on_save: Callable[[SaveReport], object] | None = None,
     ) -> None:
         super().__init__()
         self.config = WriterConfig.checked(
@@ -98,6 +101,7 @@ class ReplicatedWriter(StorageWriter):
         self.last_save: SaveReport | None = None
         self._process_group = process_group
         self._storage_options = storage_options
+        self._on_save = on_save
         self._parts = self._make_parts(target)
         self._next_id: str | os.PathLike[str] | None = None
         self._given_id: str | os.PathLike[str] | None = None
@@ -113,11 +117,12 @@ class ReplicatedWriter(StorageWriter):
             ObjectTier(store, target, self.config.object_every),
             Retaining(store, self.config, target),
             find_line(),
+            self._on_save,
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """Its arguments, all that goes into another process (`dcp.async_save` does it); the group is the world there."""
-        return {**vars(self.config), "storage_options": self._storage_options}
+        return {**vars(self.config), "storage_options": self._storage_options, "on_save": self._on_save}
 
     def __setstate__(self, arguments: dict[str, Any]) -> None:
         ReplicatedWriter.__init__(self, **arguments)
@@ -156,7 +161,7 @@ class ReplicatedWriter(StorageWriter):
                 "Pass ReplicatedWriter(process_group=...) the group that is passed to dcp.save, and leave the "
                 "coordinator_rank of the deprecated save_state_dict at 0.",
             )
-        self._attempt = SaveAttempt(self._parts, world, self._given_id)
+        self._attempt = SaveAttempt(self._parts, world, self._given_id, self._keep_report)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Presents this rank to the coordinator. The plan is not changed."""
@@ -173,13 +178,8 @@ class ReplicatedWriter(StorageWriter):
 
         Afterwards it holds at the level of `ack`. On failure the save is given up on every node before this raises.
         """
-        attempt = self._under_way
-        try:
-            results = attempt.write(plan, planner)
-        finally:
-            self.last_save = attempt.report or self.last_save
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result(self._under_way.write(plan, planner))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -187,6 +187,7 @@ class ReplicatedWriter(StorageWriter):
         goes_to_bucket = self._under_way.commit(metadata, results)
         if goes_to_bucket and self.config.ack == "object":
             self.wait()
+        self._under_way.end()
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
         """Waits until this writer's saves are committed in the object store; returns their ids. Any rank may call it alone.
@@ -195,6 +196,9 @@ class ReplicatedWriter(StorageWriter):
             UploadFailed: one is not, and trying longer does not help, or the time is over. Its copies on the nodes stand.
         """
         return self._parts.object_tier.wait(timeout_s)
+
+    def _keep_report(self, report: SaveReport) -> None:
+        self.last_save = report
 
     @property
     def _under_way(self) -> SaveAttempt:

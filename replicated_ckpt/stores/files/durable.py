@@ -19,6 +19,14 @@ _RENAME_EXCHANGE = 2
 _IS_SHARED = stat.S_ISGID | stat.S_IRGRP | stat.S_IXGRP
 SHARED_MODE = 0o2750
 """Of a directory that a group may read; what is made in it is of that group, too."""
+_HINT_BY_ERRNO = {
+    errno.EIO: "The disk has failed there: see `dmesg`. The other copies are still used; pass another root.",
+    errno.ESTALE: "The shared file system has lost it: mount it again. A root belongs on the node's own disk.",
+    errno.EMFILE: "This process has too many open files: raise `ulimit -n`.",
+    errno.ENFILE: "This host has too many open files: see `sysctl fs.file-max`.",
+    errno.ENAMETOOLONG: "Use a shorter checkpoint id.",
+    errno.ENOTDIR: "A file lies where a directory must be: pass another root, or move the file away.",
+}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -38,8 +46,17 @@ def store_error_of(exc: OSError, store: str, op: str, key: str) -> StoreError:
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(store, op, key, detail)
     if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StoreDenied(store, op, key, detail)
-    return StoreError(store, op, key, detail)
+        return StoreDenied(store, op, key, detail, _denied_hint(store, exc))
+    return StoreError(store, op, key, detail, _HINT_BY_ERRNO.get(exc.errno or 0))
+
+
+def _denied_hint(store: str, exc: OSError) -> str:
+    if exc.errno == errno.EROFS:
+        return (
+            f"The file system of {store} is read-only: `dmesg` says whether its disk has failed; or pass another root."
+        )
+    place = exc.filename or store
+    return f"Let user {os.geteuid()} read and write {place} (`ls -ld` shows whose it is), or pass another root."
 
 
 def fsync_directory(path: Path) -> None:

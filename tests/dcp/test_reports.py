@@ -1,0 +1,163 @@
+"""Reports: one line per save and load, a table, JSON, and the user's own functions."""
+
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt import CheckpointManager, LoadReport, ReplicatedReader, ReplicatedWriter, SaveReport
+from replicated_ckpt.dcp.load.report import PHASES as LOAD_PHASES
+from replicated_ckpt.dcp.save.report import PHASES
+from replicated_ckpt.wording import align, describe_bytes
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+STATE = {"x": torch.arange(1 << 20, dtype=torch.int64), "text": "t"}
+LOGGER = "replicated_ckpt"
+
+
+def save(writer: ReplicatedWriter, checkpoint_id: str = "step-1") -> None:
+    dcp.save(STATE, checkpoint_id=checkpoint_id, storage_writer=writer, no_dist=True)
+
+
+def load(reader: ReplicatedReader) -> None:
+    state = {"x": torch.zeros(1 << 20, dtype=torch.int64), "text": ""}
+    dcp.load(state, checkpoint_id="step-1", storage_reader=reader, no_dist=True)
+
+
+def test_a_save_and_a_load_are_one_line_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At INFO: what, where to or from, how much, how fast, and what the slowest rank waited for."""
+    with caplog.at_level(logging.INFO, LOGGER):
+        save(ReplicatedWriter(tmp_path))
+        load(ReplicatedReader(tmp_path))
+    (saved, loaded) = [one.getMessage() for one in caplog.records if one.levelno == logging.INFO]
+    assert saved.startswith("saved step-1 (save ")
+    assert "1 copy on 1 node, 8.39 MB in " in saved
+    assert "/s); slowest rank 0 on " in saved
+    assert loaded.startswith("loaded step-1 (save ")
+    assert "8.39 MB local, 0 B from peers, 0 B from the bucket" in loaded
+    assert "\n" not in saved + loaded
+
+
+def test_the_phases_of_a_save_are_measured(tmp_path: Path) -> None:
+    """Each one has its time, none is longer than the save, and they are in the table and in JSON."""
+    writer = ReplicatedWriter(tmp_path)
+    save(writer)
+    report = writer.last_save
+    assert report is not None
+    assert set(report.phases) == set(PHASES)
+    assert all(0 <= spent <= report.seconds for spent in report.phases.values())
+    assert report.phases["send"] < 0.01, "there is no buddy"
+    assert min(report.phases[name] for name in ("plan", "serialise", "write", "fsync", "commit")) > 0
+    header, line = report.table().splitlines()
+    assert header.split() == ["rank", "host", "bytes", "copies", *PHASES, "seconds"]
+    assert line.split()[0] == "0"
+    assert f"{report.phases['commit']:.3f}" in line
+    found = json.loads(json.dumps(report.as_dict()))
+    assert found["phases"].keys() == report.phases.keys()
+    assert [one["rank"] for one in found["ranks"]] == [0]
+
+
+def test_the_report_of_a_load_is_a_table_and_json(tmp_path: Path) -> None:
+    """Where the bytes came from, by rank."""
+    save(ReplicatedWriter(tmp_path))
+    reader = ReplicatedReader(tmp_path)
+    load(reader)
+    report = reader.last_load
+    assert report is not None
+    assert set(report.phases) == set(LOAD_PHASES)
+    header, line = report.table().splitlines()
+    assert header.split()[:6] == ["rank", "host", "local", "peer", "bucket", "shared"]
+    assert "8.39 MB" in line
+    assert LoadReport.from_dict(json.loads(json.dumps(report.as_dict()))) == report.ranks[0]
+
+
+def test_the_functions_are_called_after_commit_and_load(tmp_path: Path) -> None:
+    """Once each, with the report; the checkpoint is there by then."""
+    seen: list[Any] = []
+
+    def on_save(report: SaveReport) -> None:
+        assert (tmp_path / report.checkpoint_id / ".metadata").exists()
+        seen.append(report)
+
+    writer = ReplicatedWriter(tmp_path, on_save=on_save)
+    save(writer)
+    assert seen == [writer.last_save]
+    reader = ReplicatedReader(tmp_path, on_load=seen.append)
+    load(reader)
+    assert seen[1:] == [reader.last_load]
+
+
+def test_a_save_that_fails_calls_nobody(tmp_path: Path) -> None:
+    """What was not committed is not reported as saved."""
+    seen: list[SaveReport] = []
+    writer = ReplicatedWriter(tmp_path, on_save=seen.append)
+    save(writer)
+    with pytest.raises(CheckpointException):
+        save(writer)  # it exists
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), AssertionError("mine")])
+def test_what_a_function_raises_is_logged_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """A broken tracker does not cost a checkpoint."""
+
+    def broken(_: object) -> None:
+        raise error
+
+    save(ReplicatedWriter(tmp_path, on_save=broken))
+    load(ReplicatedReader(tmp_path, on_load=broken))
+    logged = [one for one in caplog.records if one.exc_info is not None and one.exc_info[1] is error]
+    assert len(logged) == 2
+    assert all("is not affected" in one.getMessage() for one in logged)
+
+
+def test_a_manager_hands_the_functions_on(tmp_path: Path) -> None:
+    """Of saves in the background, too."""
+    seen: list[Any] = []
+    with CheckpointManager(tmp_path, on_save=seen.append, on_load=seen.append) as manager:
+        manager.save(1, STATE)
+        manager.async_save(2, STATE)
+        manager.wait()
+        manager.restore_latest({"x": torch.zeros(1 << 20, dtype=torch.int64), "text": ""})
+    assert [(type(one).__name__, one.checkpoint_id) for one in seen] == [
+        ("SaveReport", "step-1"),
+        ("SaveReport", "step-2"),
+        ("LoadReport", "step-2"),
+    ]
+
+
+def test_a_function_goes_with_its_writer_to_another_process(tmp_path: Path) -> None:
+    """As dcp.async_save does it."""
+    writer = pickle.loads(pickle.dumps(ReplicatedWriter(tmp_path, on_save=print)))
+    assert writer._on_save is print
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1250, "1.25 kB"), (8_388_608, "8.39 MB"), (5e12, "5 TB")]
+)
+def test_sizes_are_said_in_three_digits(count: float, text: str) -> None:
+    """In the largest unit that leaves a number from 1."""
+    assert describe_bytes(count) == text
+
+
+def test_columns_are_aligned() -> None:
+    """The first to the left, numbers to the right."""
+    assert align([["rank", "s"], ["10", "1.5"]]) == "rank    s\n10    1.5"
+
+
+def test_a_report_without_phases_is_still_a_line() -> None:
+    """As code that makes one itself has it."""
+    assert "saved a (save b)" in str(SaveReport("a", "b", (), 0, 0, 2, 2, 0.0))
+    assert "loaded a (save b)" in str(LoadReport("a", "b", 0, 0, 0, 0, 0.0, ()))

@@ -1,0 +1,20 @@
+"""A node that others are told a wrong address of."""
+
+from replicated_ckpt.config import HOST_ENV
+from tests.multiprocess.cluster import call
+from tests.multiprocess.conftest import ClusterOf
+
+WRONG = "no-such-host.invalid"
+
+
+def test_a_wrong_address_is_named_where_it_hurts(cluster_of: ClusterOf) -> None:
+    """The save goes on; its warning says which address, where that comes from, and what corrects it on which node."""
+    cluster = cluster_of(2)
+    cluster.nodes[1].environment[HOST_ENV] = WRONG
+    results = cluster.launch([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
+    (said,) = [text for text in results.all_warnings if "did not answer when the save began" in text]
+    assert f"This host knows no address of the name '{WRONG}'" in said
+    assert f"comes from {HOST_ENV} on " in said
+    assert f"set {HOST_ENV} to that there" in said
+    assert f"{WRONG}:" in said
+    assert "/v1/status` answers 401" in said

@@ -1,0 +1,35 @@
+"""What is told of saves and loads of several ranks: to the user's functions on every rank, and to the log of rank 0."""
+
+from replicated_ckpt.dcp.save.report import PHASES
+from tests.multiprocess.cluster import call
+from tests.multiprocess.conftest import ClusterOf
+
+SHARD_BYTES = 8 << 18
+
+
+def test_every_rank_is_told_after_the_commit_and_rank_0_of_all(cluster_of: ClusterOf) -> None:
+    """One call each on every rank, none for a save that fails, and one line each in the log of rank 0."""
+    results = cluster_of(2).launch([call("reports.save_and_load_telling", checkpoint_id="step-1")], nodes=[0, 1])
+    first, second = results.of(0)
+    for rank, told in enumerate((first, second)):
+        assert told["same"]
+        assert told["is_refused"]
+        (saved,), (loaded,) = told["saved"], told["loaded"]
+        assert saved["there"], "committed on this rank's node by the time that it is told"
+        assert saved["rank"] == loaded["rank"] == rank
+        assert set(saved["phases"]) == set(PHASES)
+        assert saved["phases"]["send"] > 0
+        assert [one["rank"] for one in loaded["ranks"]] == [0, 1], "all ranks know what all have read"
+        assert sum(one["bytes_local"] + one["bytes_peer"] for one in loaded["ranks"]) >= 2 * SHARD_BYTES
+    (of_both,) = first["saved"]
+    assert [one["rank"] for one in of_both["ranks"]] == [0, 1]
+    assert all(
+        one["bytes_written"] > SHARD_BYTES and one["seconds"] <= of_both["seconds"] + 1 for one in of_both["ranks"]
+    )
+    assert len({one["node_id"] for one in of_both["ranks"]}) == 2
+    assert all(set(one["phases"]) == set(PHASES) - {"commit"} for one in of_both["ranks"])
+    assert second["lines"] == []
+    saved_line, loaded_line = first["lines"]
+    assert "2 copies on 2 nodes, 4.2 MB" in saved_line
+    assert "slowest rank" in saved_line
+    assert "on 2 ranks: 4.2 MB" in loaded_line
