@@ -23,19 +23,26 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
+from replicated_ckpt.dcp.find.standing import check_gives_way
 from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
 from replicated_ckpt.dcp.save.held_save import HeldSave
-from replicated_ckpt.dcp.save.nodes import Cluster, LoneNode, cluster_of
+from replicated_ckpt.dcp.save.nodes import Cluster, LoneNode, Opened, cluster_of
 from replicated_ckpt.dcp.save.numbering import assign_sequence
 from replicated_ckpt.dcp.save.receipts import check_none_aborted, collect_receipts, receipt_post
 from replicated_ckpt.dcp.save.report import SaveReport, report_save
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
-from replicated_ckpt.errors import AckNotReached, ConfigInvalid, ReplicatedCkptWarning, SaveAborted
+from replicated_ckpt.errors import (
+    AckNotReached,
+    CheckpointExists,
+    ConfigInvalid,
+    ReplicatedCkptWarning,
+    SaveAborted,
+)
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -195,19 +202,38 @@ class ReplicatedWriter(StorageWriter):
         decision = replace(decision, session=self._world.session, overwrite=self.config.overwrite)
         failpoints.reach("coordinator.drawn")
         try:
-            opened = self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
-        except BaseException as exc:
-            self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
-            raise
+            opened = self._open(decision)
+        except CheckpointExists:
+            if decision.overwrite:
+                raise
+            decision = self._take_name(decision)
+            opened = self._open(decision)
         failpoints.reach("coordinator.opened")
         seen = seen_lineage(self._store, scope_of(decision.checkpoint_id))
-        self._decision, problems = assign_sequence(decision, opened, self._object_tier, seen, self._cluster)
+        asked = replace(decision, overwrite=self.config.overwrite)  # of the bucket: what nodes have lost may lie there
+        placed, problems = assign_sequence(asked, opened, self._object_tier, seen, self._cluster)
+        self._decision = replace(placed, overwrite=decision.overwrite)
         self._degraded(problems)
         if board is not None:
             board.decide("save", raw_posts, self._decision.to_json())
         failpoints.reach("coordinator.placed")
         self._degraded(weaknesses(self._decision, self.config.copies, posts))
         return plans
+
+    def _open(self, decision: SaveDecision) -> Opened:
+        try:
+            return self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
+        except BaseException as exc:
+            self._cluster.abort(decision.save_id, f"it could not be opened: {exc}")
+            raise
+
+    def _take_name(self, decision: SaveDecision) -> SaveDecision:
+        """The save once more, over a checkpoint of which parts are lost for good: that does not block its name."""
+        own_node = decision.node_of(self._world.rank).node_id
+        addresses = [] if self._world.blackboard is None else [node.address for node in decision.nodes]
+        check_gives_way(self._store, own_node, addresses, decision.checkpoint_id)
+        log.warning("%s exists, and parts of it are lost: it is saved anew", decision.checkpoint_id)
+        return replace(decision, save_id=uuid.uuid4().hex, overwrite=True)
 
     def _hold_as_coordinator(self, save_id: str) -> None:
         """However slow other nodes, or the planning, are: nobody takes this save for an abandoned one."""
