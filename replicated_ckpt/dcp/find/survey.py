@@ -191,7 +191,7 @@ class Surveyor:
         self._remains += RemainsShelf(self._store, self._own_node).found(checkpoint_id)
         if not is_nowhere(self._store):
             self._searched[self._own_node] = f"node {self._own_node} at {self._store.root} (own store)"
-        path = "/v1/holdings" if checkpoint_id is None else f"/v1/holdings?{urlencode({'checkpoint_id': checkpoint_id})}"
+        path = "/v1/holdings" + ("" if checkpoint_id is None else f"?{urlencode({'checkpoint_id': checkpoint_id})}")
 
         def asked(node: str) -> Held:
             with AgentClient(self._by_node[node], SURVEY_TIMEOUT_S) as client:

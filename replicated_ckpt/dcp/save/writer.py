@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.config import Retention, WriterConfig
+from replicated_ckpt.config import Ack, BestIs, CheckpointIdFrom, DirectIO, OnDegraded, Retention, WriterConfig
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.presence import announce
@@ -92,9 +92,9 @@ class ReplicatedWriter(StorageWriter):
         root: str | os.PathLike[str],
         *,
         copies: int = 2,
-        ack: str = "peer",
+        ack: Ack = "peer",
         domain: str | None = None,
-        on_degraded: str = "warn",
+        on_degraded: OnDegraded = "warn",
         overwrite: bool = False,
         process_group: "dist.ProcessGroup | None" = None,
         object_store: str | None = None,
@@ -102,8 +102,8 @@ class ReplicatedWriter(StorageWriter):
         object_every: int = 1,
         retention: Retention | None = None,
         object_retention: Retention | None = None,
-        checkpoint_id_from: str = "all",
-        direct_io: str | None = None,
+        checkpoint_id_from: CheckpointIdFrom = "all",
+        direct_io: DirectIO | None = None,
     ) -> None:
         super().__init__()
         self.config = WriterConfig.checked(
@@ -120,16 +120,17 @@ class ReplicatedWriter(StorageWriter):
             checkpoint_id_from=checkpoint_id_from,
             direct_io=direct_io,
         )
-        target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
+        self._target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self.last_save: SaveReport | None = None
         self._process_group = process_group
         self._storage_options = storage_options
         self._store = LocalStore(self.config.root)
         self._shards = ShardWriter(self._store, self.config.direct_io)
-        self._object_tier = ObjectTier(self._store, target, object_every)
-        self._retaining = Retaining(self._store, self.config, target)
+        self._object_tier = ObjectTier(self._store, self._target, object_every)
+        self._retaining = Retaining(self._store, self.config, self._target)
         self._next_id: str | os.PathLike[str] | None = None
         self._given_id: str | os.PathLike[str] | None = None
+        self._next_notes: Mapping[str, Any] = {}
         self._held = HeldSave()
         announce()
 
@@ -139,6 +140,19 @@ class ReplicatedWriter(StorageWriter):
 
     def __setstate__(self, arguments: dict[str, Any]) -> None:
         ReplicatedWriter.__init__(self, **arguments)
+
+    def note(self, notes: Mapping[str, Any]) -> None:
+        """Keeps notes (core.notes) with the next save. The coordinator's count."""
+        self._next_notes = notes
+
+    def keep_best(self, metric: str, best_is: BestIs) -> None:
+        """From the next save on, what retention keeps includes the best checkpoint by this metric."""
+        tiers = {name: getattr(self.config, name) for name in ("retention", "object_retention")}
+        kept = {
+            name: replace(each, keep_best=metric, best_is=best_is) for name, each in tiers.items() if each is not None
+        }
+        self.config = replace(self.config, **kept)
+        self._retaining = Retaining(self._store, self.config, self._target)
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
 
@@ -161,6 +175,7 @@ class ReplicatedWriter(StorageWriter):
         del args
         self._started_at = time.monotonic()
         self._given_id, self._next_id = self._next_id, None
+        self._notes, self._next_notes = self._next_notes, {}
         self._held.close()
         if not kwargs.get("use_collectives", True):
             raise ConfigInvalid("use_collectives=False is not supported: a commit needs a coordinator.")
@@ -284,7 +299,9 @@ class ReplicatedWriter(StorageWriter):
             )
         try:
             check_none_aborted(receipts, self._decision)
-            problems = commit_save(self._store, self._cluster, self._decision, self.config, receipts, metadata, results)
+            problems = commit_save(
+                self._store, self._cluster, self._decision, self.config, receipts, metadata, results, self._notes
+            )
         finally:
             self._held.close()
         made = Version(self._decision.lineage, self._decision.sequence, 0.0, self._decision.save_id)
