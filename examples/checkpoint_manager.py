@@ -133,7 +133,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     state = {"training": training, "loader": OfThisRank(loader), "random": OfThisRank(RandomNumbers()), "epoch": 0}
 
     with CheckpointManager(arguments.root, every=arguments.save_every, retention=Retention(keep_last=2)) as manager:
-        step = manager.restore_latest(state) or 0
+        step = manager.restore(state) or 0
         say(f"starting at step {step} with {type(loader).__name__}")
         for epoch in count(state["epoch"]):
             state["epoch"] = epoch

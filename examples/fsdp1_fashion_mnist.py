@@ -1,6 +1,6 @@
 """FSDP1 with CPU offload and mixed precision on FashionMNIST; full or sharded state dicts; any node may be lost.
 
-The lines marked <- are all that differs from a program that gives `dcp.save` and `dcp.load` a directory.
+What differs from the program for stock DCP, in examples/stock, is marked <-.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     writer, reader = ReplicatedWriter(arguments.root), ReplicatedReader(arguments.root)  # <-
 
     newest = reader.latest()  # <- was: if os.path.exists(checkpoint_dir), which answers differently on each node
-    if newest is not None:  # <-
+    if newest is not None:
         dcp.load(state, checkpoint_id=newest, storage_reader=reader)  # <-
         say(f"resuming from {newest} at epoch {scheduler.last_epoch}")
     for epoch in range(scheduler.last_epoch, arguments.epochs):

@@ -1,6 +1,6 @@
 """DCP's getting-started tutorial on node-local disks: save on n ranks, load on any number, load without a process group.
 
-The lines marked <- are all that differs from a program that gives `dcp.save` and `dcp.load` a shared directory.
+What differs from the program for stock DCP, in examples/stock, is marked <-.
 """
 
 import argparse
@@ -68,18 +68,16 @@ def save(root: Path, device: torch.device) -> None:
     model, optimizer = sharded(device)
     model(torch.rand(8, 17, device=device)).square().sum().backward()
     optimizer.step()
-    dcp.save(
-        {"app": AppState(model, optimizer)}, checkpoint_id=CHECKPOINT_ID, storage_writer=ReplicatedWriter(root)
-    )  # <-
+    app = {"app": AppState(model, optimizer)}
+    dcp.save(app, checkpoint_id=CHECKPOINT_ID, storage_writer=ReplicatedWriter(root))  # <-
     say("saved", whole(model))
 
 
 def load(root: Path, device: torch.device) -> None:
     """On whatever ranks there are now."""
     model, optimizer = sharded(device)
-    dcp.load(
-        {"app": AppState(model, optimizer)}, checkpoint_id=CHECKPOINT_ID, storage_reader=ReplicatedReader(root)
-    )  # <-
+    app = {"app": AppState(model, optimizer)}
+    dcp.load(app, checkpoint_id=CHECKPOINT_ID, storage_reader=ReplicatedReader(root))  # <-
     say("loaded", whole(model))
 
 

@@ -1,6 +1,6 @@
 """A Trainer-like loop whose output directory carries a timestamp, drawn on each rank; then rank 0 alone writes safetensors.
 
-The lines marked <- are all that differs from a program that gives `dcp.save` and `dcp.load` a directory.
+What differs from the program for stock DCP, in examples/stock, is marked <-.
 """
 
 import argparse
@@ -84,8 +84,7 @@ class Trainer:
 
     def consolidate(self, trained: dict[str, Any]) -> None:
         """Rank 0 alone reads the checkpoint back, into host memory, and writes one file. The others train on meanwhile."""
-        assert self.writer.last_save is not None
-        self.reader.reset(self.writer.last_save.checkpoint_id)  # <-
+        self.reader.reset(self.writer.last_save.checkpoint_id if self.writer.last_save else None)  # <-
         found: dict[str, Any] = {}
         _load_state_dict(found, storage_reader=self.reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
         weights = {name.removeprefix("model."): value for name, value in flat(found) if name.startswith("model.")}

@@ -12,6 +12,7 @@ Ack = Literal["local", "peer-memory", "peer", "object"]
 OnDegraded = Literal["warn", "raise"]
 CheckpointIdFrom = Literal["all", "coordinator"]
 DirectIO = Literal["auto", "on", "off"]
+BestIs = Literal["min", "max"]
 
 DIRECT_IO_ENV = "REPLICATED_CKPT_DIRECT_IO"
 HOST_ENV = "REPLICATED_CKPT_HOST"
@@ -49,16 +50,24 @@ def check_direct_io(mode: str | None) -> DirectIO:
 class Retention:
     """Which checkpoints of a run a tier keeps: the newest `keep_last`, and every `keep_every`-th by sequence besides.
 
-    The sequence counts the saves of a run, restarts included. `keep_every` None: none besides.
+    The sequence counts the saves of a run, restarts included. `keep_every` None: none besides. `keep_best`: a metric that
+    is saved with the checkpoints; the one with the smallest, or with `best_is="max"` the largest, stays, too. Of equals it
+    is the newest; a checkpoint without that metric, or with NaN, is never the best.
 
     Raises:
-        ConfigInvalid: a number that is not a whole one from 1.
+        ConfigInvalid: a number that is not a whole one from 1; a metric without a name.
     """
 
     keep_last: int
     keep_every: int | None = None
+    keep_best: str | None = None
+    best_is: BestIs = "min"
 
     def __post_init__(self) -> None:
+        if self.keep_best is not None and (not isinstance(self.keep_best, str) or not self.keep_best):
+            raise ConfigInvalid(f"Retention(keep_best=...) must be the name of a metric, not {self.keep_best!r}.")
+        if self.best_is not in get_args(BestIs):
+            raise ConfigInvalid(f"Retention(best_is=...) must be one of {get_args(BestIs)}, not {self.best_is!r}.")
         for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if value is None and name == "keep_every":
                 continue

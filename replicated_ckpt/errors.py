@@ -56,6 +56,12 @@ class CheckpointExists(ReplicatedCkptError):
     default_hint = "Use another checkpoint id, or ReplicatedWriter(..., overwrite=True); the old one stays loadable."
 
 
+class ManagerClosed(ReplicatedCkptError):
+    """A CheckpointManager was used after `close`; nothing was done."""
+
+    default_hint = "Use it inside its `with` block, or before close(); or make a new CheckpointManager."
+
+
 class ManifestInvalid(ReplicatedCkptError):
     """A manifest does not parse, fails its checksum or contradicts itself; it is not believed."""
 

@@ -29,8 +29,10 @@ SEQUENCE_FLOOR_MAX = 1 << 53
 _SHARD = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.distcp")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _LINEAGE = re.compile(r"[0-9a-f]{16}")
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@:,-]{0,199}")
-_ID_LENGTH_MAX = 512
+_PART_BYTES_MAX = 200
+_ID_BYTES_MAX = 512
+_NOT_IN_NAMES = frozenset('*?[]{}<>|"`\\^%$')
+"""Patterns, quotes and escapes, which shells, URLs and the clients of object stores read as something else."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,21 @@ def is_checkpoint_file(name: str) -> bool:
 def is_checkpoint_id(text: str) -> bool:
     """Whether `text` is a name under a root: one or more plain path parts, none hidden, none leading upwards."""
     return (
-        0 < len(text) <= _ID_LENGTH_MAX
+        text.isprintable()
+        and 0 < len(text.encode()) <= _ID_BYTES_MAX
         and text not in (LATEST, NODE_NAME)
-        and all(_PART.fullmatch(part) and not part.endswith(SHARD_SUFFIX) for part in text.split("/"))
+        and all(map(_is_plain_part, text.split("/")))
+    )
+
+
+def _is_plain_part(part: str) -> bool:
+    """Whether it names one directory and nothing else, wherever it is written: on disk, in a URL, a key or a command."""
+    return (
+        0 < len(part.encode()) <= _PART_BYTES_MAX
+        and part[0] not in " .-~"
+        and part[-1] != " "
+        and _NOT_IN_NAMES.isdisjoint(part)
+        and not part.endswith(SHARD_SUFFIX)
     )
 
 
@@ -94,6 +108,7 @@ def checkpoint_id_under(root: str, given: str) -> str:
     if not is_checkpoint_id(text):
         raise ConfigInvalid(
             f"checkpoint_id {text!r} is not a valid name under {root!r}.",
-            "Use letters, digits and . _ = + @ : , - in each part; no part may start with a dot; 'latest' is reserved.",
+            "No part may start with . - ~ or a space, end with a space, hold a control character or one of "
+            f"{' '.join(sorted(_NOT_IN_NAMES))}, or have more than {_PART_BYTES_MAX} bytes; 'latest' is reserved.",
         )
     return text

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version, moment
+from replicated_ckpt.core.notes import check_notes
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
 
 VERSION = 1
@@ -74,6 +75,8 @@ class Manifest:
     shards: Mapping[str, ShardEntry]
     upload: UploadEntry | None = None
     lineage: str = ""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What the user keeps with the checkpoint: see core.notes."""
 
     @property
     def version(self) -> Version:
@@ -137,6 +140,7 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
         shards={_shard_name(name): _shard(entry) for name, entry in fields["shards"].items()},
         upload=_upload(fields.get("upload")),
         lineage=_text(fields.get("lineage", "")),
+        notes=check_notes(fields.get("notes", {})),
     )
 
 

@@ -6,47 +6,65 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from replicated_ckpt.config import ManagerConfig, Retention
+from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention
 from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.dcp.c10d.lent_group import borrow_group
+from replicated_ckpt.core.notes import encode_notes
+from replicated_ckpt.core.upkeep.retention import Candidate, find_best
+from replicated_ckpt.dcp.c10d.lent_group import agree_on_first, borrow_group
+from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.preemption import Preemption
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.dcp.step_notes import StepNotes, notes_of
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed
+
+T = TypeVar("T")
 
 
 class CheckpointManager:
-    """Saves a job's state under `step-<step>` and restores the newest; every answer is the same on every rank.
+    """Saves a job's state under `step-<step>` and restores it; every answer is the same on every rank.
 
     All ranks make one, after `init_process_group` if there is a process group, and call the same methods in the same
-    order. One asynchronous save is in flight at a time: whatever saves, restores or closes waits for it first, and
+    order. One asynchronous save is in flight at a time: whatever saves, restores, looks or closes waits for it first, and
     raises what it raised. Saves and loads run over a gloo group of their own, so that one in the background
-    does not meet the training's collectives.
+    does not meet the training's collectives. It works without a process group, too.
+
+        with CheckpointManager("/nvme/ckpt", every=100, retention=Retention(keep_last=3)) as manager:
+            step = manager.restore(state) or 0
+            while step < steps and not manager.preempted:
+                step = train_step(...)
+                if manager.should_save(step):
+                    manager.async_save(step, state, metrics={"loss": loss})
 
     Args:
-        root: this node's store. It should be this job's own: `restore_latest` takes the newest checkpoint in it.
+        root: this node's store. It should be this job's own: `restore` takes the newest checkpoint in it.
         every: `should_save` is true at each multiple of it.
         retention: which checkpoints the nodes keep, Retention(keep_last=3) say. None: all of them.
+        copies: copies of every shard, the local one counted; with fewer nodes there are as many copies as nodes.
+        ack: what has happened when `save` returns, or `wait` after `async_save`. "local": the own shard is durable here;
+            "peer-memory": the copies are in the memory of other nodes; "peer": they are durable there; "object": the
+            checkpoint is committed in the bucket, too.
+        domain: failure domain of this node (rack, switch, zone); copies go to other domains where possible.
         object_store: a bucket for the checkpoints besides, and `storage_options` to get there.
         object_every: only every so many-th checkpoint goes there.
         preempt_on: names of signals. After any rank was sent one, `should_save` is true once more, and `preempted` on.
         trust_pickles, expect_partial: as of ReplicatedReader.
         on_save, on_load: called on every rank with its SaveReport or LoadReport; of an asynchronous save in its thread.
-        writer_options: whatever else ReplicatedWriter takes: copies, ack, domain, on_degraded, object_retention, ...
+        writer_options: whatever else ReplicatedWriter takes: on_degraded, object_retention, direct_io, ...
             A step that was saved before is replaced, as after a loss beyond repair, unless {"overwrite": False}.
 
     It belongs to one thread. `close` gives its process groups to the next manager; they end with the default one.
 
     Raises:
-        ConfigInvalid: an argument cannot work.
+        ConfigInvalid: an argument cannot work. ManagerClosed: by every method that saves, looks or loads, after `close`.
     """
 
     def __init__(
@@ -55,6 +73,9 @@ class CheckpointManager:
         *,
         every: int = 1,
         retention: Retention | None = None,
+        copies: int = 2,
+        ack: Ack = "peer",
+        domain: str | None = None,
         object_store: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         object_every: int = 1,
@@ -73,14 +94,24 @@ class CheckpointManager:
             "object_every": object_every,
             "on_save": on_save,
         }
-        self._writer = ReplicatedWriter(root, **where, **{**how, **(writer_options or {})})
+        how |= {"copies": copies, "ack": ack, "domain": domain, **(writer_options or {})}
+        self._writer = ReplicatedWriter(root, **where, **how)
         self._preemption = Preemption(self.config.preempt_on)
         self._lent = borrow_group()
         self._group = None if self._lent is None else self._lent.group
         load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial, "on_load": on_load}
         self._reader = ReplicatedReader(root, process_group=self._group, **load, **where)
         self._announced = False
+        self._is_closed = False
         self._in_flight: Future[Any] | None = None
+
+    def __repr__(self) -> str:
+        used, state = self._writer.config, "closed" if self._is_closed else "open"
+        bucket = "" if used.object_store is None else f", object_store={used.object_store!r}"
+        return (
+            f"<CheckpointManager({used.root!r}, every={self.config.every}, copies={used.copies}, ack={used.ack!r}, "
+            f"retention={used.retention!r}{bucket}): {state}{', saving' if self._in_flight is not None else ''}>"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -97,29 +128,45 @@ class CheckpointManager:
 
     @property
     def last_save(self) -> SaveReport | None:
-        """What this rank's last save wrote."""
+        """What this rank's last save wrote; None before the first."""
         return self._writer.last_save
 
     @property
     def last_load(self) -> LoadReport | None:
-        """Where the bytes of this rank's last load came from."""
+        """Where the bytes of this rank's last load came from; None before the first."""
         return self._reader.last_load
 
+    # Saving ------------------------------------------------------------------------------------------------------
+
     def should_save(self, step: int) -> bool:
-        """Whether to save after this step. To be asked once at the end of each step, by all ranks: they agree here."""
+        """Whether to save after this step. To be asked once at the end of each step, by all ranks: they agree here.
+
+        True at each multiple of `every`, and once after a signal of `preempt_on` at any rank.
+        """
+        self._check_open("should_save")
         is_news = self._preemption.agree() and not self._announced
         self._announced = self._announced or is_news
         return is_news or step % self.config.every == 0
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
         """Saves, and returns when the checkpoint is committed.
+
+        `metrics` (numbers by name) and `metadata` (what JSON can say), 64 KiB together, lie with the checkpoint on every
+        node and in the bucket; `notes` reads them. Those of rank 0 count.
 
         Raises:
             CheckpointException, ReplicatedCkptError: this save failed, or the asynchronous one before it, upon which
-                nothing was saved now. The checkpoints before stand.
+                nothing was saved now. The checkpoints before stand. ConfigInvalid: the step is no whole number from 0,
+                or the notes cannot be kept; nothing was saved.
         """
-        checkpoint_id = _id_of(step)
-        self._settle()
+        checkpoint_id = self._prepare("save", step, metrics, metadata)
         with self._used_group() as group:
             dcp.save(
                 dict(state),
@@ -129,33 +176,77 @@ class CheckpointManager:
                 no_dist=group is None,
             )
 
-    def async_save(self, step: int, state: Mapping[str, Any]) -> None:
+    def async_save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
         """Copies the state and returns; the rest is done in the background. Waits for the one before first.
+
+        Arguments as of `save`. What fails in the background is raised by the next call of this manager.
 
         Raises:
             CheckpointException, ReplicatedCkptError: the asynchronous save before it failed; nothing was saved now.
+            ConfigInvalid: as `save`.
         """
-        checkpoint_id = _id_of(step)
-        self._settle()
+        checkpoint_id = self._prepare("async_save", step, metrics, metadata)
         # No stager is given, so this is a future and no AsyncSaveResponse.
         self._in_flight = dcp.async_save(  # type: ignore[assignment]
             dict(state), checkpoint_id=checkpoint_id, storage_writer=self._writer, process_group=self._group
         )
 
-    def restore_latest(self, state: dict[str, Any], *, planner: LoadPlanner | None = None) -> int | None:
-        """Loads the newest whole checkpoint into `state`, as `dcp.load` does. Returns its step; None: there is none.
+    def _prepare(
+        self, call: str, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None
+    ) -> str:
+        self._check_open(call)
+        checkpoint_id, notes = _id_of(step), encode_notes(metrics, metadata)
+        self._settle()
+        self._writer.note(notes)
+        return checkpoint_id
+
+    def keep_best(self, metric: str, *, best_is: BestIs = "min") -> None:
+        """From the next save on retention keeps the checkpoint with the smallest (or largest) `metric`, however old.
+
+        The same as Retention(..., keep_best=metric, best_is=best_is). A checkpoint without that metric, or with NaN, is
+        never the best; of equals the newest is.
 
         Raises:
-            ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all
-            answered. CheckpointException, ReplicatedCkptError: it could not be loaded, or an asynchronous save failed.
+            ConfigInvalid: there is no retention, so everything is kept; or an argument cannot work.
         """
+        self._check_open("keep_best")
+        if self._writer.config.retention is None and self._writer.config.object_retention is None:
+            raise ConfigInvalid(
+                "keep_best is about retention, and this manager has none: every checkpoint is kept.",
+                "Pass retention=Retention(keep_last=3), say.",
+            )
+        self._writer.keep_best(metric, best_is)
+
+    # Restoring ---------------------------------------------------------------------------------------------------
+
+    def restore(
+        self, state: dict[str, Any], step: int | None = None, *, planner: LoadPlanner | None = None
+    ) -> int | None:
+        """Loads a checkpoint into `state`, as `dcp.load` does; returns its step. None: there is no checkpoint at all.
+
+        `step` None: the newest whole one. Tensors are filled in place; other values are replaced in `state`.
+
+        Raises:
+            CheckpointNotFound: that step was not saved, or is kept no longer. ShardLost: there are checkpoints, and none
+                is whole, or that one is not. StoreUnavailable: nothing was found, but not all answered.
+            CheckpointException, ReplicatedCkptError: it could not be loaded, or an asynchronous save failed.
+        """
+        self._check_open("restore")
+        checkpoint_id = LATEST if step is None else _id_of(step)
         self._settle()
-        if self._reader.latest() is None:
+        if step is None and self._reader.latest() is None:
             return None
         with self._used_group() as group:
             dcp.load(
                 state,
-                checkpoint_id=LATEST,  # by its name alone, another run's of that name might be chosen
+                checkpoint_id=checkpoint_id,  # LATEST: by its name alone, another run's of that name might be chosen
                 storage_reader=self._reader,
                 planner=planner,
                 process_group=group,
@@ -164,27 +255,103 @@ class CheckpointManager:
         assert self._reader.last_load is not None
         return _step_of(self._reader.last_load.checkpoint_id)
 
+    def restore_latest(self, state: dict[str, Any], *, planner: LoadPlanner | None = None) -> int | None:
+        """`restore` of the newest whole checkpoint, under the name that it had first."""
+        return self.restore(state, planner=planner)
+
+    def latest_step(self) -> int | None:
+        """The step that `restore` would load now; None: there is no checkpoint at all.
+
+        Raises:
+            ShardLost, StoreUnavailable: as `restore`. ConfigInvalid: the newest checkpoint is no manager's.
+        """
+        self._check_open("latest_step")
+        self._settle()
+        found = self._reader.latest()
+        return None if found is None else _step_of(found)
+
+    def all_steps(self) -> tuple[int, ...]:
+        """The steps that can be restored from the nodes that answer and the bucket, smallest first.
+
+        Raises:
+            ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
+        """
+        self._check_open("all_steps")
+        return tuple(sorted({_step_of(listed.checkpoint_id) for listed in self._listed()}))
+
+    def notes(self, step: int) -> StepNotes:
+        """What was kept with a step that can be restored: when it was saved, `metrics` and `metadata`.
+
+        Raises:
+            CheckpointNotFound: there is no such step. ShardLost, StoreUnavailable: as `all_steps`.
+        """
+        self._check_open("notes")
+        checkpoint_id = _id_of(step)
+        found = next((listed for listed in self._listed() if listed.checkpoint_id == checkpoint_id), None)
+        if found is None:
+            raise CheckpointNotFound(
+                f"There is no step {step} that could be restored.", "all_steps() lists those there are."
+            )
+        return notes_of(step, found)
+
+    def best_step(self, metric: str, *, best_is: BestIs = "min") -> int | None:
+        """The step with the smallest (or largest) `metric` among those that can be restored; None: none has it.
+
+        Raises:
+            ShardLost, StoreUnavailable: as `all_steps`. ConfigInvalid: an argument cannot work.
+        """
+        self._check_open("best_step")
+        policy = Retention(keep_last=1, keep_best=metric, best_is=best_is)
+        saves = [notes_of(_step_of(listed.checkpoint_id), listed) for listed in self._listed()]
+        ranked = [Candidate(_id_of(notes.step), "", notes.step, metrics=notes.metrics) for notes in saves]
+        best = find_best(ranked, policy)
+        return None if best is None else _step_of(best.checkpoint_id)
+
+    def _listed(self) -> tuple[Listed, ...]:
+        """The whole checkpoints of this run, newest first, one of each id: what rank 0 sees, once all have met."""
+        self._settle()
+        if self._reader.latest() is None:
+            return ()
+        listed = self._agreed(lambda: self._reader.listed(list_checkpoints))
+        whole = {each.checkpoint_id: each for each in reversed(listed) if each.is_whole}
+        return tuple(reversed(whole.values()))
+
+    # The end -----------------------------------------------------------------------------------------------------
+
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
         """Waits until all that was saved is committed, in the object store too; returns the ids that went there.
 
         Raises:
             CheckpointException, ReplicatedCkptError: the asynchronous save failed. UploadFailed: as of ReplicatedWriter.
         """
+        self._check_open("wait")
         self._settle()
         return self._writer.wait(timeout_s)
 
     def close(self) -> None:
         """Waits for the save in flight, and gives the signals back. Uploads go on in the agents; `wait` waits for them.
 
+        To be called once at the end, or by `with`; calling it again changes nothing.
+
         Raises:
             CheckpointException, ReplicatedCkptError: the asynchronous save failed.
         """
+        self._is_closed = True
         self._preemption.close()
         try:
             self._settle()
         finally:
             if self._lent is not None:
                 self._lent.close()
+
+    def _check_open(self, call: str) -> None:
+        if self._is_closed:
+            raise ManagerClosed(f"CheckpointManager.{call} was called after close().")
+
+    def _agreed(self, look: Callable[[], T]) -> T:
+        """What rank 0 finds, or raises, on every rank."""
+        with self._used_group() as group:
+            return look() if group is None else agree_on_first(group, look)
 
     @contextlib.contextmanager
     def _used_group(self) -> Iterator[Any]:

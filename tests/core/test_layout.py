@@ -8,7 +8,23 @@ from replicated_ckpt.core.layout import ShardName, checkpoint_id_under, is_check
 from replicated_ckpt.errors import ConfigInvalid
 
 
-@pytest.mark.parametrize("text", ["step-10", "run/step-10", "2026-11-21_19:33", "a.b", "x=1,y=2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step-10",
+        "run/step-10",
+        "2026-11-21_19:33",
+        "a.b",
+        "x=1,y=2",
+        "my run/step 10",
+        "größe/Größe",
+        "#1",
+        "it's",
+        "step (1)",
+        "実験/10",
+        "a&b;c!",
+    ],
+)
 def test_plain_names_are_ids(text: str) -> None:
     """An id is one or more plain parts."""
     assert is_checkpoint_id(text)
@@ -16,7 +32,10 @@ def test_plain_names_are_ids(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ".", "..", "../x", "a/../b", "a//b", "/", ".hidden", "a/.b", "latest", "node.json", "x\0", "a\n"]
+    "text",
+    ["", ".", "..", "../x", "a/../b", "a//b", "/", ".hidden", "a/.b", "latest", "node.json", "x\0", "a\n"]
+    + [" a", "a ", "-a", "~a", "a\u202eb", "a\u200bb", "a\ud800", "ü" * 101, "/".join(["ü" * 90] * 3)]
+    + [f"a{character}b" for character in '*?[]{}<>|"`\\^%$'],
 )
 def test_names_that_hide_or_climb_are_refused(text: str) -> None:
     """No id is hidden, leads upwards, or is a word of ours."""

@@ -41,6 +41,37 @@ def test_it_comes_back_as_it_was_written() -> None:
     assert json.loads(raw)["manifest"]["checkpoint_id"] == "run/step-10"
 
 
+@pytest.mark.parametrize("notes", [{"metrics": {"loss": 0.5, "bad": None}}, {"metadata": {"a": [1, {"b": "ü"}]}}, {}])
+def test_notes_come_back(notes: dict[str, object]) -> None:
+    """What a user keeps with a checkpoint is read as it was written; a manifest of before there were notes has none."""
+    assert decode_manifest(manifest(notes=notes).encoded(), "here").notes == notes
+    fields = json.loads(manifest().encoded())["manifest"]
+    del fields["notes"]
+    body = json.dumps(fields)
+    raw = f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n'.encode()
+    assert decode_manifest(raw, "here").notes == {}
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        None,
+        [],
+        {"other": {}},
+        {"metrics": []},
+        {"metrics": {"loss": "0.5"}},
+        {"metrics": {"loss": float("inf")}},
+        {"metrics": {"loss": True}},
+        {"metadata": "text"},
+        {"metadata": {"x": "y" * (1 << 16)}},
+    ],
+)
+def test_notes_of_another_shape_are_not_believed(notes: object) -> None:
+    """Neither other fields, nor metrics that are no numbers, nor more of it than is ever written."""
+    with pytest.raises(ManifestInvalid):
+        decode_manifest(resealed(manifest().encoded(), {"notes": notes}), "here")
+
+
 def test_any_flipped_bit_is_noticed() -> None:
     """A manifest that was damaged anywhere is not believed, and nothing but a ManifestInvalid comes out."""
     raw = manifest().encoded()

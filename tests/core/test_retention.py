@@ -35,6 +35,38 @@ def candidate(
     return Candidate(of or f"step-{sequence}", save_id(sequence), sequence, whole, whole and protected, held)
 
 
+def scored(sequence: int, **metrics: float) -> Candidate:
+    return replace(candidate(sequence), metrics=metrics)
+
+
+def test_the_best_stays() -> None:
+    """By the smallest or the largest value; not one that is lost, without the metric, or NaN; of equals the newest."""
+    saves = [
+        scored(1, loss=3.0),
+        scored(2, loss=1.0),
+        scored(3, loss=1.0),
+        scored(4, loss=float("nan")),
+        scored(5),
+        scored(6),
+    ]
+    last_one = Retention(keep_last=1)
+    assert goes(saves, last_one) == {1, 2, 3, 4, 5}
+    assert goes(saves, replace(last_one, keep_best="loss")) == {1, 2, 4, 5}
+    assert goes(saves, replace(last_one, keep_best="loss", best_is="max")) == {2, 3, 4, 5}
+    assert goes(saves, replace(last_one, keep_best="accuracy")) == {1, 2, 3, 4, 5}
+    lost = [*saves[:2], replace(saves[2], is_whole=False, is_protected=False), *saves[3:]]
+    assert goes(lost, replace(last_one, keep_best="loss")) == {1, 3, 4, 5}
+
+
+def test_a_policy_names_the_best_to_other_nodes() -> None:
+    """As JSON and back; one of an agent that knows no best is read as one that names none."""
+    policy = Policy("", NODES, 3, Retention(keep_last=2, keep_best="loss", best_is="max"))
+    assert Policy.from_json(json.loads(json.dumps(policy.to_json()))) == policy
+    fields = policy.to_json()
+    fields["retention"] = {"keep_last": 2, "keep_every": None}
+    assert Policy.from_json(fields).retention == Retention(keep_last=2)
+
+
 def goes(candidates: Sequence[Candidate], retention: Retention) -> set[int]:
     return {verdict.sequence for verdict in judge(candidates, retention) if not verdict.is_kept}
 
@@ -118,7 +150,7 @@ def test_overwrites_and_equal_sequences_too(
 
 
 @pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_last": True}, {"keep_last": 1, "keep_every": 0}])
-def test_a_policy_that_keeps_nothing_is_refused(wrong: dict[str, int]) -> None:
+def test_a_policy_that_keeps_nothing_is_refused(wrong: dict[str, Any]) -> None:
     """Whole numbers from 1."""
     with pytest.raises(ConfigInvalid):
         Retention(**wrong)

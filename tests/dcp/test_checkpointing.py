@@ -58,20 +58,18 @@ def test_a_step_may_be_saved_again(tmp_path: Path) -> None:
         manager.save(1, state(1))
 
 
-@pytest.mark.parametrize("call", ["save", "async_save", "restore_latest", "wait", "close"])
+@pytest.mark.parametrize("call", ["save", "async_save", "restore", "latest_step", "all_steps", "wait", "close"])
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path: Path, call: str) -> None:
     """Whatever is called next raises what the save raised, once; nothing was saved, and the next save succeeds."""
     manager = CheckpointManager(tmp_path)
-    shard = tmp_path / "step-1"
-    shard.mkdir(parents=True)  # a directory that is no checkpoint is never replaced
-    (shard / "precious").touch()
+    (tmp_path / "step-1").touch()  # a plain file is never replaced
     manager.async_save(1, state(1))
-    arguments = {"save": (2, state(2)), "async_save": (2, state(2)), "restore_latest": (state(0),)}
+    arguments = {"save": (2, state(2)), "async_save": (2, state(2)), "restore": (state(0),)}
     with pytest.raises(CheckpointException, match="step-1"):
         getattr(manager, call)(*arguments.get(call, ()))
     assert [path.parent.name for path in tmp_path.glob("*/.metadata")] == []
-    manager.save(3, state(3))
-    manager.close()
+    with CheckpointManager(tmp_path) if call == "close" else manager as after:
+        after.save(3, state(3))
     assert [path.parent.name for path in tmp_path.glob("*/.metadata")] == ["step-3"]
 
 

@@ -21,7 +21,14 @@ from replicated_ckpt.drill.table import HEADER
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "examples/README.md", "benchmarks/README.md", ".github/**/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "examples/README.md",
+        "examples/stock/README.md",
+        "benchmarks/README.md",
+        ".github/**/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 GENERATED_PAGES = {"index.md", "examples.md", "benchmarks.md", "threat-model.md", "contributing.md", "changelog.md"}

@@ -61,6 +61,15 @@ def fails(context: Context, script: str, arguments: Sequence[str]) -> dict[str, 
     raise AssertionError("the example should have failed")
 
 
+def fails_in_stock(context: Context, script: str, arguments: Sequence[str]) -> str:
+    """Runs a program for stock DCP that must fail in a load, and returns what it said."""
+    try:
+        run(context, script, arguments)
+    except CheckpointException as exc:
+        return str(exc)
+    raise AssertionError("the program should have failed")
+
+
 # torch 2.7 joins gloo's threads with the GIL held; one that has the last reference to a tensor waits for it for ever.
 _destroy = dist.destroy_process_group
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 
-from replicated_ckpt import ReplicatedWriter, Retention
+from replicated_ckpt import CheckpointManager, ReplicatedWriter, Retention
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
 from tests.multiprocess.steps_state import OTHER_SEED, build_all, digests_of, save_fails
@@ -44,6 +44,25 @@ def save_keeping(context: Context, kinds: list[str], checkpoint_ids: list[str], 
         dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer)
         saved.append(digests_of(states))
     return saved
+
+
+def manage_steps(context: Context, steps: int) -> dict[str, Any]:
+    """Saves some steps with a manager; what it says of all that there are."""
+    losses = [0.5, 0.25, 0.75]
+    with CheckpointManager(context.root) as manager:
+        for step in range(1, steps + 1):
+            mine = {"loss": losses[step - 1]} if context.rank == 0 else {"loss": -1.0}
+            manager.async_save(step, {"w": torch.full((64,), float(step))}, metrics=mine)
+        found = {"w": torch.zeros(64)}
+        best = manager.best_step("loss")
+        manager.restore(found, best)
+        return {
+            "latest": manager.latest_step(),
+            "all": list(manager.all_steps()),
+            "best": best,
+            "losses": [manager.notes(step).metrics["loss"] for step in manager.all_steps()],
+            "restored": float(found["w"].mean()),
+        }
 
 
 def save_under_own_id(context: Context, kinds: list[str]) -> dict[str, Any]:

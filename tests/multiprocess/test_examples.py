@@ -68,6 +68,25 @@ def test_the_tutorials_checkpoint_loads_anywhere(cluster_of: ClusterOf) -> None:
 
 
 @pytest.mark.long
+def test_stock_programs_run_where_they_can(cluster_of: ClusterOf) -> None:
+    """With one directory for all ranks they save and load; with one for each node, as on local disks, they do not load."""
+    cluster = cluster_of(2, quick_exit=True)
+    calls = [
+        example("stock/getting_started", "save"),
+        example("stock/getting_started", "load"),
+        example("stock/ddp", "--steps", "2", "--save-every", "1"),
+        example("stock/ddp", "--steps", "3", "--save-every", "1"),
+    ]
+    done = [cluster.launch([each], nodes=[0], ranks=2).of(0) for each in calls]
+    assert done[1][0] == [done[0][0][0].replace("saved", "loaded")]
+    assert done[3][0][0].startswith("rank 0 loaded ")
+    cluster.launch([example("stock/getting_started", "save")], nodes=[0, 1])
+    load = call("examples.fails_in_stock", script="stock/getting_started.py", arguments=["load"])
+    missing = cluster.launch([load], nodes=[1, 0]).of(0)
+    assert all("FileNotFoundError" in text and ".metadata" in text for text in missing)
+
+
+@pytest.mark.long
 def test_a_timestamp_on_each_rank_is_found_or_overruled(cluster_of: ClusterOf) -> None:
     """Nothing is written under four ids; rank 0's holds them all, is read back by rank 0 alone, and outlives a node."""
     cluster = cluster_of(2)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from replicated_ckpt.cli.main import main
 from tests.agent.agents import wait_for
 from tests.multiprocess.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
@@ -73,6 +74,54 @@ def test_old_checkpoints_are_retired_on_every_node(cluster_of: ClusterOf) -> Non
     assert after.digests(1) == [saved[3] for saved in results.of(0)]
     wait_for(lambda: all(node.checkpoints() == {"step-4", "step-5"} for node in cluster.nodes), 30, "the same again")
     assert results.all_warnings == []
+
+
+def test_names_of_any_kind_work_on_all_nodes(cluster_of: ClusterOf, capsys: pytest.CaptureFixture[str]) -> None:
+    """Spaces, letters of any script and `# ' ( &`: saved, copied, listed, verified, retired, and loaded from a peer."""
+    ids = [f"läufe #1, it's (step {number}) & 実験" for number in range(1, 5)]
+    cluster = cluster_of(2)
+    results = cluster.launch([call("saving.save_keeping", kinds=KINDS, checkpoint_ids=ids, keep_last=2)], nodes=[0, 1])
+    wait_for(lambda: all(node.checkpoints() == set(ids[2:]) for node in cluster.nodes), 30, "two on each node")
+    cluster.nodes[1].lose()
+    after = cluster.launch([load(ids[3]), load("latest"), load(ids[2])], nodes=[0, 1])
+    saved = [digests[2:] for digests in results.of(0)]
+    assert [after.digests(step) for step in (0, 1, 2)] == [[one[place] for one in saved] for place in (1, 1, 0)]
+    wait_for(lambda: cluster.nodes[1].checkpoints() == set(ids[2:]), 30, "both on the new node")
+    root = str(cluster.nodes[0].root)
+    assert main(["ls", "--root", root]) == 0
+    listed = capsys.readouterr().out
+    assert all(checkpoint_id in listed for checkpoint_id in ids[2:])
+    main(["verify", "--root", root, "--checkpoint", ids[3]])  # the job is over, and its agents may have left
+    assert "intact" in capsys.readouterr().out
+    assert results.all_warnings == []
+
+
+def test_a_directory_that_is_there_on_some_nodes_is_saved_into(cluster_of: ClusterOf) -> None:
+    """A user's files on one node stay there through saves and retention, and no other node gets them."""
+    cluster = cluster_of(2)
+    for checkpoint_id in ("step-1", "step-3"):
+        folder = cluster.nodes[1].root / checkpoint_id / "tokenizer"
+        folder.mkdir(parents=True)
+        (folder / "vocab.txt").write_text(checkpoint_id)
+    ids = ["step-1", "step-2", "step-3"]
+    cluster.launch([call("saving.save_keeping", kinds=KINDS, checkpoint_ids=ids, keep_last=1)], nodes=[0, 1])
+    wait_for(lambda: all(node.checkpoints() == {"step-3"} for node in cluster.nodes), 30, "one on each node")
+    again = cluster.launch([save("step-3", seed=7, overwrite=True), load("step-3")], nodes=[0, 1])
+    assert again.digests(1) == again.of(0)
+    assert not (cluster.nodes[0].root / "step-1").exists()
+    for checkpoint_id in ("step-1", "step-3"):
+        assert (cluster.nodes[1].root / checkpoint_id / "tokenizer" / "vocab.txt").read_text() == checkpoint_id
+
+
+def test_every_rank_of_a_manager_sees_the_same_steps(cluster_of: ClusterOf) -> None:
+    """Steps, notes and the best one: alike on all ranks and from a blank node; rank 1's metrics count nowhere."""
+    cluster = cluster_of(2)
+    (saved,) = {str(found) for found in cluster.launch([call("saving.manage_steps", steps=3)], nodes=[0, 1]).of(0)}
+    cluster.nodes[0].lose()
+    (found,) = {str(found) for found in cluster.launch([call("saving.manage_steps", steps=0)], nodes=[0, 1]).of(0)}
+    assert (
+        found == saved == str({"latest": 3, "all": [1, 2, 3], "best": 2, "losses": [0.5, 0.25, 0.75], "restored": 2.0})
+    )
 
 
 def test_ids_that_differ_by_rank_are_refused(cluster_of: ClusterOf) -> None:

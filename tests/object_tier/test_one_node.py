@@ -81,6 +81,20 @@ def test_an_overwritten_checkpoint_is_replaced_in_the_bucket(root: Path, where: 
         assert_loads(dcp.FileSystemReader(root / "step-1"), str(root / "step-1"), number)
 
 
+def test_names_of_any_kind_work_in_the_bucket(root: Path, where: Mapping[str, Any]) -> None:
+    """Spaces, letters of any script and `# ' ( &`: uploaded, replaced, found by `latest`, and read by stock torch."""
+    name = "läufe #1/it's (step 1) & 実験"
+    writer = ReplicatedWriter(root, overwrite=True, **where)
+    for number in (1, 2):
+        save(writer, name, number)
+        assert writer.wait() == (name,)
+    stop_agent(root)
+    shutil.rmtree(root)
+    assert_loads(ReplicatedReader(root, **where), "latest", 2)
+    assert_loads(ReplicatedReader(**where), name, 2)
+    assert_loads(FsspecReader(f"{where['object_store']}/{name}", **where["storage_options"]), None, 2)
+
+
 @pytest.mark.long
 def test_only_every_nth_goes_to_the_bucket(root: Path, where: Mapping[str, Any]) -> None:
     """And `latest` is the newest of all tiers."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from email.message import Message
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -123,7 +124,7 @@ def test_file_systems_without_a_device_are_left_alone() -> None:
 def test_argument_then_environment_then_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writer and agent know one setting under one name, and refuse what it cannot be."""
 
-    def writers(mode: str | None) -> str:
+    def writers(mode: Any) -> str:
         return ReplicatedWriter("/x", direct_io=mode).config.direct_io
 
     monkeypatch.delenv("REPLICATED_CKPT_DIRECT_IO", raising=False)

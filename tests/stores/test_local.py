@@ -234,14 +234,14 @@ def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> No
     assert content(store) == b"fast"
 
 
-def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
-    """A user's directory, the parent of checkpoints and the inside of one are refused, overwrite or not."""
+def test_no_checkpoint_lies_in_another(tmp_path: Path) -> None:
+    """The parent of checkpoints and the inside of one are refused, overwrite or not, and the hint says what to do."""
     store = LocalStore(tmp_path)
-    (tmp_path / "logs").mkdir()
     store.commit(staged(store, 1, b"data", checkpoint_id="run/step-1"))
-    for taken in ("logs", "run", "run/step-1/more"):
-        with pytest.raises(CheckpointExists):
+    for taken in ("run", "run/step-1/more"):
+        with pytest.raises(ConfigInvalid) as raised:
             store.begin(Intent(save_id(2), taken, "s", overwrite=True))
+        assert "side by side" in raised.value.hint
     assert content(store, "run/step-1") == b"data"
 
 

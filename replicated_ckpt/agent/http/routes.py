@@ -24,6 +24,7 @@ from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import flush_file
 from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.replaceable import holds_checkpoint
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.unmanaged.adoption import check_announced
 
@@ -155,7 +156,7 @@ class Routes:
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
         check_announced(intent)
-        replaces = self._service.store.final(intent.checkpoint_id).exists()
+        replaces = holds_checkpoint(self._service.store.final(intent.checkpoint_id))
         histories, leftovers = self._service.begin(intent)
         if leftovers:
             with request.heartbeat:

@@ -8,11 +8,12 @@ from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.agent.state.upload_orders import OrderBook
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.bucket.upload_plan import UploadState
-from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
+from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.upkeep.policy import Standing, scope_of
 from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
-from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
     newest = histories.get(manifest.lineage)
     if retention is None or newest is None or manifest.sequence >= newest.sequence:
         return
-    own = Candidate(manifest.checkpoint_id, manifest.save_id, manifest.sequence)
-    for verdict in judge([own, *_there(bucket, manifest)], retention):
+    own = Candidate(manifest.checkpoint_id, manifest.save_id, manifest.sequence, metrics=metrics_of(manifest.notes))
+    for verdict in judge([own, *_there(bucket, manifest, retention)], retention):
         if verdict.save_id == manifest.save_id and not verdict.is_kept:
             raise SaveAborted(f"{bucket.client.target.url} would not keep {manifest.checkpoint_id!r}: {verdict.rule}.")
 
@@ -53,7 +54,7 @@ def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -
     if retention is None:
         return
     try:
-        for verdict in reversed(judge(_there(bucket, manifest), retention)):
+        for verdict in reversed(judge(_there(bucket, manifest, retention), retention)):
             if not verdict.is_kept:
                 _remove(bucket, verdict)
     except ReplicatedCkptError as exc:
@@ -65,11 +66,23 @@ def _retention(policies: PolicyBook, bucket: Bucket, manifest: Manifest) -> Rete
     return None if policy is None else policy.retention
 
 
-def _there(bucket: Bucket, manifest: Manifest) -> Sequence[Candidate]:
-    """The committed saves of the same run. Those without a mark are not ours: they neither count nor go."""
+def _there(bucket: Bucket, manifest: Manifest, retention: Retention) -> Sequence[Candidate]:
+    """The committed saves of the same run. Those without a mark are not ours: they neither count nor go.
+
+    Metrics lie in the manifests, which are read where the policy goes by one.
+
+    Raises:
+        ManifestInvalid, StoreError: one cannot be read; then the best is not known.
+    """
     scope = scope_of(manifest.checkpoint_id)
+
+    def metrics(save: BucketSave) -> Mapping[str, float]:
+        if retention.keep_best is None:
+            return {}
+        return metrics_of(decode_manifest(bucket.manifest_raw(save), bucket.client.target.url).notes)
+
     return [
-        Candidate(save.checkpoint_id, save.save_id, save.mark.sequence)
+        Candidate(save.checkpoint_id, save.save_id, save.mark.sequence, metrics=metrics(save))
         for save in bucket.saves()
         if save.mark is not None and scope_of(save.checkpoint_id) == scope and save.mark.lineage == manifest.lineage
     ]

@@ -1,7 +1,7 @@
 """Policies of retention as nodes know and tell them: which checkpoints they are for, and which of two is the later."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import index
 from posixpath import dirname
 from typing import Any
@@ -34,7 +34,7 @@ class Policy:
 
     def to_json(self) -> dict[str, Any]:
         kept = self.retention
-        fields = None if kept is None else {"keep_last": kept.keep_last, "keep_every": kept.keep_every}
+        fields = None if kept is None else asdict(kept)
         return {
             "scope": self.scope,
             "tier": self.tier,
@@ -51,7 +51,7 @@ class Policy:
             ValueError, KeyError, TypeError, ConfigInvalid: it is none; the caller names who said so.
         """
         kept = fields["retention"]
-        retention = None if kept is None else Retention(keep_last=kept["keep_last"], keep_every=kept["keep_every"])
+        retention = None if kept is None else _retention_from_json(kept)
         lineage = str(fields.get("lineage", ""))
         policy = cls(str(fields["scope"]), str(fields["tier"]), index(fields["revision"]), retention, lineage)
         if (
@@ -62,6 +62,12 @@ class Policy:
         ):
             raise ValueError(f"no valid policy: {policy!r}"[:500])
         return policy
+
+
+def _retention_from_json(fields: Mapping[str, Any]) -> Retention:
+    """An agent of an older version knows no best one."""
+    best = {name: fields[name] for name in ("keep_best", "best_is") if name in fields}
+    return Retention(keep_last=fields["keep_last"], keep_every=fields["keep_every"], **best)
 
 
 def scope_of(checkpoint_id: str) -> str:

@@ -1,13 +1,15 @@
 """Retention: which checkpoints a tier still keeps under a run's policy, and which it gives up, with the reason."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.protocol.seen_save import see_save
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, pending, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -18,7 +20,7 @@ class Candidate:
     """One committed save of a tier as retention sees it.
 
     `is_whole`: every shard has an intact copy there. `is_protected`: as many as are wanted. `held_back`: why it must not
-    go now, whatever the policy says; "" if it may.
+    go now, whatever the policy says; "" if it may. `metrics`: what was saved with it.
     """
 
     checkpoint_id: str
@@ -27,6 +29,7 @@ class Candidate:
     is_whole: bool = True
     is_protected: bool = True
     held_back: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     """What becomes of each save of one run in one tier, newest first.
 
     The newest `keep_last` whole checkpoints stay, and everything of a sequence that is not smaller than theirs; so do,
-    however old, multiples of `keep_every`, the newest with all its copies, and what is held back. While there are fewer
-    whole checkpoints than `keep_last`, everything stays.
+    however old, multiples of `keep_every`, the best by `keep_best`, the newest with all its copies, and what is held back.
+    While there are fewer whole checkpoints than `keep_last`, everything stays.
     """
     newest_whole: dict[str, int] = {}
     for candidate in candidates:
@@ -59,10 +62,26 @@ def judge(candidates: Sequence[Candidate], retention: Retention) -> tuple[Verdic
     oldest = last[-1] if len(last) == retention.keep_last else None
     protected = max((candidate.sequence for candidate in candidates if candidate.is_protected), default=None)
     ordered = sorted(candidates, key=lambda candidate: (-candidate.sequence, candidate.save_id))
-    return tuple(_judge_one(candidate, retention, oldest, protected) for candidate in ordered)
+    best = find_best(candidates, retention)
+    return tuple(_judge_one(candidate, retention, oldest, protected, best) for candidate in ordered)
 
 
-def _judge_one(candidate: Candidate, retention: Retention, oldest: int | None, protected: int | None) -> Verdict:
+def find_best(candidates: Iterable[Candidate], retention: Retention) -> Candidate | None:
+    """The best whole one by the metric that the policy names, of equals the newest; None: it names none, or none has it."""
+    sign = 1.0 if retention.best_is == "max" else -1.0
+    ranked = [
+        (sign * value, candidate.sequence, candidate.save_id, candidate)
+        for candidate in candidates
+        if candidate.is_whole
+        and (value := candidate.metrics.get(retention.keep_best or "")) is not None
+        and isfinite(value)
+    ]
+    return max(ranked, key=lambda entry: entry[:3])[3] if ranked else None
+
+
+def _judge_one(
+    candidate: Candidate, retention: Retention, oldest: int | None, protected: int | None, best: Candidate | None
+) -> Verdict:
     sequence, every = candidate.sequence, retention.keep_every
     is_kept = True
     if oldest is None:
@@ -71,6 +90,8 @@ def _judge_one(candidate: Candidate, retention: Retention, oldest: int | None, p
         rule = f"it is not older than the newest {retention.keep_last} whole checkpoints"
     elif every is not None and sequence % every == 0:
         rule = f"its sequence {sequence} is a multiple of {every}"
+    elif best is not None and candidate.save_id == best.save_id:
+        rule = f"it has the best {retention.keep_best!r} ({best.metrics[retention.keep_best or '']:g})"
     elif sequence == protected:
         rule = "it is the newest with all its copies"
     elif candidate.held_back:
@@ -183,6 +204,7 @@ def _candidates(
             is_whole=copies > 0,
             is_protected=copies >= max(1, min(manifest.copies, len(up))),
             held_back=held_back,
+            metrics=metrics_of(manifest.notes),
         )
 
 

@@ -2,15 +2,16 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, RankFailed, ReplicatedCkptError
 
+T = TypeVar("T")
 GROUPS_MAX = 512
 """Lent at once in one process; beyond that, they are not given back."""
 
@@ -76,3 +77,24 @@ def borrow_group() -> LentGroup | None:
     if world not in _POOLS:
         _POOLS[world] = _Pool()
     return _POOLS[world].lend()
+
+
+def agree_on_first(group: Any, look: Callable[[], T]) -> T:
+    """What rank 0 of a group of all ranks finds, given to all of them; what it raises, all raise."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            outcome[0] = look()
+        except BaseException as exc:
+            known = (
+                exc
+                if isinstance(exc, ReplicatedCkptError)
+                else RankFailed(f"Rank 0 failed with {type(exc).__name__}: {exc}.")
+            )
+            dist.broadcast_object_list([None, known], src=0, group=group)
+            raise
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    found: T = outcome[0]
+    return found

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlencode
 
 from replicated_ckpt.agent.peers.watch import Held, parse_held
 from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
@@ -107,7 +108,7 @@ class Surveyor:
         self._lineages: tuple[LineageFound, ...] = ()
         self._sequence_max = 0
         self._expected = {*expected, OBJECT_NODE}  # whom to miss if they do not answer: unlike old acquaintances
-        self._unreached: list[str] = []
+        self.unreached: list[str] = []
         self._bucket = bucket
         self._in_bucket: dict[str, BucketSave] = {}
         self._store = store
@@ -192,7 +193,7 @@ class Surveyor:
         self._remains += RemainsShelf(self._store, self._own_node).found(checkpoint_id)
         if not is_nowhere(self._store):
             self._searched[self._own_node] = f"node {self._own_node} at {self._store.root} (own store)"
-        path = "/v1/holdings" + (f"?checkpoint_id={checkpoint_id}" if checkpoint_id else "")
+        path = "/v1/holdings" + ("" if checkpoint_id is None else f"?{urlencode({'checkpoint_id': checkpoint_id})}")
 
         def asked(node: str) -> Held:
             with AgentClient(self._by_node[node], SURVEY_TIMEOUT_S) as client:
@@ -234,7 +235,7 @@ class Surveyor:
     def _not_reached(self, node: str, place: str) -> None:
         self._searched[node] = place
         if node in self._expected:
-            self._unreached.append(place)
+            self.unreached.append(place)
 
     def _manifest_raw(self, save: SaveFound) -> str | None:
         """The manifest of a save, from the first holder whose copy is believed."""
@@ -284,10 +285,10 @@ class Surveyor:
         if any(intent.checkpoint_id == checkpoint_id for intent in self._store.staged()):
             return CheckpointNotCommitted(
                 f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",
-                unreached=self._unreached,
+                unreached=self.unreached,
             )
         what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
-        return CheckpointNotFound(f"{what} was found. Searched: {where}.", unreached=self._unreached)
+        return CheckpointNotFound(f"{what} was found. Searched: {where}.", unreached=self.unreached)
 
 
 def shard_lost_error(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -43,6 +43,7 @@ from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import NOWHERE, LocalStore
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @make_tellable
@@ -139,6 +140,13 @@ class ReplicatedReader(StorageReader):
         try:
             world = world_of_call(self._process_group, self._no_dist)
             return look_up(self._store, world, checkpoint_id, self._opened_bucket, self.config.lineage)
+        finally:
+            self._close_bucket()
+
+    def listed(self, look: Callable[[LocalStore, Bucket | None, str], T]) -> T:
+        """What `look` finds in this reader's store, bucket and lineage. By this process alone: no rank meets another."""
+        try:
+            return look(self._store, self._opened_bucket(), self.config.lineage)
         finally:
             self._close_bucket()
 

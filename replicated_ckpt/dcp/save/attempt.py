@@ -4,7 +4,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.standing import check_gives_way
 from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
 from replicated_ckpt.dcp.runtime.callback import call_back
@@ -29,13 +30,13 @@ from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
 from replicated_ckpt.dcp.save.held_save import HeldSave
-from replicated_ckpt.dcp.save.nodes import Cluster, LoneNode, cluster_of
+from replicated_ckpt.dcp.save.nodes import Cluster, LoneNode, Opened, cluster_of
 from replicated_ckpt.dcp.save.numbering import assign_sequence
 from replicated_ckpt.dcp.save.receipts import check_none_aborted, collect_receipts, receipt_post
 from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
-from replicated_ckpt.errors import AckNotReached, SaveAborted
+from replicated_ckpt.errors import AckNotReached, CheckpointExists, SaveAborted
 from replicated_ckpt.stores.local.store import LocalStore
 
 log = logging.getLogger(__name__)
@@ -69,14 +70,16 @@ class SaveAttempt:
         parts: WriterParts,
         world: World,
         given_id: str | os.PathLike[str] | None,
+        notes: Mapping[str, Any],
         keep_report: Callable[[SaveReport], None],
     ) -> None:
-        """`keep_report` takes what this rank did, once it has written, and again when the save is committed."""
+        """`notes` are kept in the manifest; the coordinator's count. `keep_report` takes what this rank did, once it has written, and again when the save is committed."""
         self._config = parts.config
         self._store = parts.store
         self._parts = parts
         self._world = world
         self._given_id = given_id
+        self._notes = notes
         self._started_at = time.monotonic()
         self._held = HeldSave()
         self._cluster: Cluster = LoneNode(parts.store)
@@ -112,13 +115,16 @@ class SaveAttempt:
         decision = decide(posts, config.copies, uuid.uuid4().hex, plans)
         if board is not None:
             self._cluster = cluster_of(decision, self._world.rank)
-        decision = replace(decision, session=self._world.session, overwrite=config.overwrite)
+        self._decision = replace(decision, session=self._world.session, overwrite=config.overwrite)
         failpoints.reach("coordinator.drawn")
-        with self._giving_up_on_error(decision.save_id):
-            opened = self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
+        with self._giving_up_on_error():
+            opened = self._open()
             failpoints.reach("coordinator.opened")
             seen = seen_lineage(self._store, scope_of(decision.checkpoint_id))
-            self._decision, problems = assign_sequence(decision, opened, self._parts.object_tier, seen)
+            overwrites = self._decision.overwrite
+            asked = replace(self._decision, overwrite=config.overwrite)  # what nodes have lost may lie in the bucket
+            placed, problems = assign_sequence(asked, opened, self._parts.object_tier, seen)
+            self._decision = replace(placed, overwrite=overwrites)
             self._warn(problems)
             if board is not None:
                 board.decide("save", raw_posts, self._decision.to_json())
@@ -136,7 +142,7 @@ class SaveAttempt:
             self._decision = SaveDecision.from_json(board.decision("save", self._nonce, DECISION_TIMEOUT_S))
             self._cluster = cluster_of(self._decision, self._world.rank)
         save_id = self._decision.save_id
-        with self._giving_up_on_error(save_id):
+        with self._giving_up_on_error():
             try:
                 results, self._receipt = self._write_shard(plan, planner)
             except SaveAborted as exc:
@@ -162,7 +168,7 @@ class SaveAttempt:
             SaveAborted, AckNotReached, StoreError: at the coordinator; DCP tells all ranks.
         """
         board, receipts, decision = self._world.blackboard, [self._receipt], self._decision
-        with self._giving_up_on_error(decision.save_id):
+        with self._giving_up_on_error():
             if board is not None:
                 own_node = decision.node_of(self._world.rank).node_id
                 receipts, self._cluster = collect_receipts(
@@ -171,7 +177,9 @@ class SaveAttempt:
             check_none_aborted(receipts, decision)
         self._receipts = receipts
         try:
-            problems = commit_save(self._store, self._cluster, decision, self._config, receipts, metadata, results)
+            problems = commit_save(
+                self._store, self._cluster, decision, self._config, receipts, metadata, results, self._notes
+            )
         finally:
             self.close()
         made = Version(decision.lineage, decision.sequence, 0.0, decision.save_id)
@@ -235,17 +243,36 @@ class SaveAttempt:
         self._warn(shard.missed)
         return shard.results, receipt
 
+    def _open(self) -> Opened:
+        """Opens the save on every node; once more, as another save, if what has its name is lost for good."""
+        decision = self._decision
+        try:
+            return self._begin(decision)
+        except CheckpointExists:
+            if decision.overwrite:
+                raise
+        own_node = decision.node_of(self._world.rank).node_id
+        addresses = [] if self._world.blackboard is None else [node.address for node in decision.nodes]
+        check_gives_way(self._store, own_node, addresses, decision.checkpoint_id)
+        log.warning("%s exists, and parts of it are lost: it is saved anew", decision.checkpoint_id)
+        self._cluster.abort(decision.save_id, "it is opened again, over a checkpoint that is lost")
+        self._decision = replace(decision, save_id=uuid.uuid4().hex, overwrite=True)
+        return self._begin(self._decision)
+
+    def _begin(self, decision: SaveDecision) -> Opened:
+        return self._cluster.begin(decision.intent, partial(self._hold_as_coordinator, decision.save_id))
+
     def _hold_as_coordinator(self, save_id: str) -> None:
         """However slow other nodes, or the planning, are: no agent takes this save for an abandoned one."""
         if self._world.blackboard is not None:
             self._held.hold(self._store, save_id)
 
     @contextmanager
-    def _giving_up_on_error(self, save_id: str) -> Iterator[None]:
+    def _giving_up_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException as exc:
-            self._cluster.abort(save_id, f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
+            self._cluster.abort(self._decision.save_id, f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
             self.close()
             raise
 

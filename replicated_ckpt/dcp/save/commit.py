@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
@@ -31,8 +32,9 @@ def commit_save(
     receipts: Sequence[Receipt],
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
+    notes: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Ends a save whose shards are all written. Returns what is weaker than wanted, in words.
+    """Ends a save whose shards are all written. Returns what is weaker than wanted, in words. The manifest keeps `notes`.
 
     Holds afterwards: the checkpoint is committed on every node that is not named in what is returned. If it raises
     before the decision, the save is given up everywhere; once the decision is durable it is never given up.
@@ -45,7 +47,7 @@ def commit_save(
     """
     try:
         with put_off():
-            raw_metadata, manifest = _describe(decision, config.copies, receipts, metadata, results)
+            raw_metadata, manifest = _describe(decision, config.copies, receipts, metadata, results, notes or {})
         raw_manifest = manifest.encoded()
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
@@ -69,6 +71,7 @@ def _describe(
     receipts: Sequence[Receipt],
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
+    notes: Mapping[str, Any],
 ) -> tuple[bytes, Manifest]:
     shards = _shard_entries(decision, receipts)
     metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
@@ -96,6 +99,7 @@ def _describe(
         shards=shards,
         upload=upload,
         lineage=decision.lineage,
+        notes=notes,
     )
     return raw_metadata, manifest
 

@@ -23,6 +23,7 @@ from replicated_ckpt.dcp.save.decision import SaveDecision
 from replicated_ckpt.dcp.save.relay_tree import RELAY_FROM_BYTES, Relay
 from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.replaceable import holds_checkpoint
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -190,7 +191,7 @@ class LoneNode:
         self._service = LoneService(store)
 
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
-        replaces = self._service.store.final(intent.checkpoint_id).exists()
+        replaces = holds_checkpoint(self._service.store.final(intent.checkpoint_id))
         histories, leftovers = self._service.begin(intent)
         on_own_open()
         settle(self._service, leftovers, ())

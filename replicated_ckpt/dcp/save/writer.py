@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from replicated_ckpt.config import Retention, WriterConfig
+from replicated_ckpt.config import Ack, BestIs, CheckpointIdFrom, DirectIO, OnDegraded, Retention, WriterConfig
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
@@ -68,9 +68,9 @@ class ReplicatedWriter(StorageWriter):
         root: str | os.PathLike[str],
         *,
         copies: int = 2,
-        ack: str = "peer",
+        ack: Ack = "peer",
         domain: str | None = None,
-        on_degraded: str = "warn",
+        on_degraded: OnDegraded = "warn",
         overwrite: bool = False,
         process_group: "dist.ProcessGroup | None" = None,
         object_store: str | None = None,
@@ -78,8 +78,8 @@ class ReplicatedWriter(StorageWriter):
         object_every: int = 1,
         retention: Retention | None = None,
         object_retention: Retention | None = None,
-        checkpoint_id_from: str = "all",
-        direct_io: str | None = None,
+        checkpoint_id_from: CheckpointIdFrom = "all",
+        direct_io: DirectIO | None = None,
         on_save: Callable[[SaveReport], object] | None = None,
     ) -> None:
         super().__init__()
@@ -97,25 +97,26 @@ class ReplicatedWriter(StorageWriter):
             checkpoint_id_from=checkpoint_id_from,
             direct_io=direct_io,
         )
-        target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
+        self._target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
         self.last_save: SaveReport | None = None
         self._process_group = process_group
         self._storage_options = storage_options
         self._on_save = on_save
-        self._parts = self._make_parts(target)
+        self._parts = self._make_parts()
         self._next_id: str | os.PathLike[str] | None = None
         self._given_id: str | os.PathLike[str] | None = None
         self._attempt: SaveAttempt | None = None
+        self._next_notes: Mapping[str, Any] = {}
         announce()
 
-    def _make_parts(self, target: ObjectTarget | None) -> WriterParts:
+    def _make_parts(self) -> WriterParts:
         store = LocalStore(self.config.root)
         return WriterParts(
             self.config,
             store,
             ShardWriter(store, self.config.direct_io),
-            ObjectTier(store, target, self.config.object_every),
-            Retaining(store, self.config, target),
+            ObjectTier(store, self._target, self.config.object_every),
+            Retaining(store, self.config, self._target),
             find_line(),
             self._on_save,
         )
@@ -126,6 +127,20 @@ class ReplicatedWriter(StorageWriter):
 
     def __setstate__(self, arguments: dict[str, Any]) -> None:
         ReplicatedWriter.__init__(self, **arguments)
+
+    def note(self, notes: Mapping[str, Any]) -> None:
+        """Keeps notes (core.notes) with the next save. The coordinator's count."""
+        self._next_notes = notes
+
+    def keep_best(self, metric: str, best_is: BestIs) -> None:
+        """From the next save on, what retention keeps includes the best checkpoint by this metric."""
+        tiers = {name: getattr(self.config, name) for name in ("retention", "object_retention")}
+        kept = {
+            name: replace(each, keep_best=metric, best_is=best_is) for name, each in tiers.items() if each is not None
+        }
+        self.config = replace(self.config, **kept)
+        retaining = Retaining(self._parts.store, self.config, self._target)
+        self._parts = replace(self._parts, config=self.config, retaining=retaining)
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
 
@@ -147,6 +162,7 @@ class ReplicatedWriter(StorageWriter):
         """
         del args
         self._given_id, self._next_id = self._next_id, None
+        notes, self._next_notes = self._next_notes, {}
         if self._attempt is not None:
             self._attempt.close()
         if not kwargs.get("use_collectives", True):
@@ -161,7 +177,7 @@ class ReplicatedWriter(StorageWriter):
                 "Pass ReplicatedWriter(process_group=...) the group that is passed to dcp.save, and leave the "
                 "coordinator_rank of the deprecated save_state_dict at 0.",
             )
-        self._attempt = SaveAttempt(self._parts, world, self._given_id, self._keep_report)
+        self._attempt = SaveAttempt(self._parts, world, self._given_id, notes, self._keep_report)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Presents this rank to the coordinator. The plan is not changed."""

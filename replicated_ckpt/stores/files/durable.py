@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from replicated_ckpt import failpoints
@@ -15,7 +15,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError, StoreFull
 
 _AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _IS_SHARED = stat.S_ISGID | stat.S_IRGRP | stat.S_IXGRP
 SHARED_MODE = 0o2750
 """Of a directory that a group may read; what is made in it is of that group, too."""
@@ -168,11 +168,19 @@ def read_exactly(fd: int, target: memoryview, offset: int) -> int:
     return done
 
 
-def publish_directory(staged: Path, final: Path, before: Path, *, is_kept: bool) -> None:
+def publish_directory(
+    staged: Path,
+    final: Path,
+    before: Path,
+    *,
+    is_kept: bool,
+    carry: Callable[[Path, Path], None] = lambda *_: None,
+) -> None:
     """Gives the directory `staged` the name `final` in one step; what had that name goes to `before`, durably if `is_kept`.
 
     At every instant, and after a crash, `final` names the whole old or the whole new directory. Where the file system
     cannot exchange names there is an instant at which `final` names nothing; recovery then completes the publication.
+    `carry` moves what outlives the old directory to the new one, before the old one leaves the places where it is found.
     """
     fsync_directory(staged)
     failpoints.reach("commit.staging-fsynced")
@@ -180,8 +188,10 @@ def publish_directory(staged: Path, final: Path, before: Path, *, is_kept: bool)
         staged.rename(final)
     elif _exchange(staged, final):
         failpoints.reach("commit.replaced")
+        carry(staged, final)
         staged.rename(before)
     else:
+        carry(final, staged)
         final.rename(before)
         failpoints.reach("commit.replaced")
         staged.rename(final)
@@ -193,11 +203,29 @@ def publish_directory(staged: Path, final: Path, before: Path, *, is_kept: bool)
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two names atomically; False where kernel or file system cannot. Source: Linux renameat2(2)."""
+    """Swaps two names atomically; False where kernel or file system cannot."""
+    return _renameat2(first, second, _RENAME_EXCHANGE)
+
+
+def rename_if_free(path: Path, target: Path) -> bool:
+    """Renames `path` unless `target` is there: False, and nothing changed, if it is."""
+    try:
+        if _renameat2(path, target, _RENAME_NOREPLACE):
+            return True
+    except FileExistsError:
+        return False
+    if os.path.lexists(target):
+        return False
+    path.rename(target)
+    return True
+
+
+def _renameat2(first: Path, second: Path, flags: int) -> bool:
+    """False where kernel or file system cannot. Source: Linux renameat2(2)."""
     renameat2 = getattr(_libc, "renameat2", None)
     if renameat2 is None:
         return False
-    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), flags) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):

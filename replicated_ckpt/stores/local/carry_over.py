@@ -2,37 +2,30 @@
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR, ShardName, is_checkpoint_file
+from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.files.durable import hash_file
 from replicated_ckpt.stores.local.committed import open_directory
 
-_BROKEN_OFF = re.compile(r"(.+?)(\.part|\.[0-9]+\.tmp)")
 Signature = list[int]
 
 
 def carry_over(root: Path, manifest: Manifest, staging: Path) -> None:
-    """Puts into the staged save what else lies in the directory that it is about to replace. May be done again.
+    """Looks at the directory that an adoption is about to replace. May be done again.
 
-    Other files go along under their names; shards that `.metadata` does not name are kept in the quarantine.
+    Shards that `.metadata` does not name are kept in the quarantine.
 
     Raises:
         SaveAborted: somebody has changed the checkpoint since it was staged; nothing is replaced.
     """
-    for leftover in list(staging.iterdir()):
-        match = _BROKEN_OFF.fullmatch(leftover.name)
-        if match is not None and is_checkpoint_file(match[1]):
-            leftover.unlink()
     final = root / manifest.checkpoint_id
     if not final.is_dir():
         return
-    link_others(final, staging)
     originals = _originals(root, manifest.save_id)
     for entry in list(os.scandir(final)):
         if entry.name == METADATA_NAME:
@@ -52,22 +45,6 @@ def _keep_aside(root: Path, checkpoint_id: str, name: str) -> None:
         directory.keep_aside(
             name, "the checkpoint was adopted, and this file is none of the shards that were taken over"
         )
-
-
-def link_others(directory: Path, staging: Path) -> None:
-    """Gives files that are none of DCP's a second name in the staged save, as they are now.
-
-    Raises:
-        OSError: the file system cannot.
-    """
-    for entry in list(os.scandir(directory)):
-        if is_checkpoint_file(entry.name):
-            continue
-        target = staging / entry.name
-        if target.exists() and not target.samefile(entry.path):
-            target.unlink()
-        if not target.exists():
-            os.link(entry.path, target, follow_symlinks=False)
 
 
 def signature(status: os.stat_result) -> Signature:

@@ -3,19 +3,27 @@
 import os
 from pathlib import Path
 
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid
 from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.others import others_in
+
+_DEPTH_MAX = 8
+_ONE_EACH = (
+    "An overwrite and the retention rename a checkpoint's whole directory, so no other checkpoint lies in it. "
+    "Name the two side by side: run/step_10 and run/step_10-ema, or run/step_10/model and run/step_10/ema."
+)
 
 _USE_ANOTHER = "Use another id; overwrite=True does not help."
 _MOVE_AWAY = "Use another id, or move that directory away on every node."
 
 
 def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
-    """Refuses to replace a checkpoint unless asked to, and anything else ever.
+    """Refuses to replace a checkpoint unless asked to, and to put one into another.
 
-    An adoption may replace a directory that has no manifest and holds nothing but plain files, all of which it keeps.
+    A directory that holds no checkpoint is none yet, whatever lies in it: that stays. An adoption may replace a directory
+    that has no manifest and holds nothing but plain files.
 
     Raises:
         CheckpointExists, ConfigInvalid
@@ -24,17 +32,62 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
     if leads_out(root, checkpoint_id):
         raise ConfigInvalid(f"{checkpoint_id!r} leads out of {root} by a symbolic link.", _USE_ANOTHER)
     for parent in list(final.relative_to(root).parents)[:-1]:
-        if (root / parent / METADATA_NAME).exists():
-            raise CheckpointExists(f"{checkpoint_id!r} would lie inside the checkpoint {str(parent)!r}.", _USE_ANOTHER)
+        if _is_checkpoint(root / parent):
+            raise ConfigInvalid(f"{checkpoint_id!r} would lie inside the checkpoint {str(parent)!r}.", _ONE_EACH)
     if not final.exists():
         return
     if intent.adopts:
         _check_adoptable(final)
         return
-    if not (final / METADATA_NAME).exists() and not (final / MANIFEST_NAME).exists():
-        raise CheckpointExists(f"{final} exists and is no checkpoint; it is not replaced.", _MOVE_AWAY)
-    if not intent.overwrite:
-        raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {root}.")
+    if holds_checkpoint(final):
+        if not intent.overwrite:
+            raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {root}.")
+    elif final.is_symlink() or not final.is_dir():
+        raise ConfigInvalid(f"{final} is no directory; it is not replaced.", _MOVE_AWAY)
+    _check_others(root, final)
+
+
+def holds_checkpoint(directory: Path) -> bool:
+    """Whether any file of a checkpoint lies there: one of ours, or of stock torch, whole or not."""
+    try:
+        return any(is_checkpoint_file(entry.name) for entry in os.scandir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    return (directory / METADATA_NAME).exists() or (directory / MANIFEST_NAME).exists()
+
+
+def _check_others(root: Path, final: Path) -> None:
+    """What else lies in the directory goes along with it: no checkpoint is among it, and it can be moved."""
+    for entry in others_in(final):
+        if not entry.is_dir(follow_symlinks=False):
+            continue
+        if os.path.ismount(entry.path) or not os.access(entry.path, os.W_OK | os.X_OK):
+            raise ConfigInvalid(
+                f"{entry.path} cannot be moved, as it is mounted or may not be written: it could not stay with the "
+                "checkpoint.",
+                "Move it out of the checkpoint's directory, or use another id.",
+            )
+        inside = _checkpoint_below(Path(entry.path), 1)
+        if inside is not None:
+            found = inside.relative_to(root)
+            raise ConfigInvalid(
+                f"{str(final.relative_to(root))!r} would hold the checkpoint {str(found)!r}.", _ONE_EACH
+            )
+
+
+def _checkpoint_below(directory: Path, depth: int) -> Path | None:
+    if _is_checkpoint(directory):
+        return directory
+    below = (Path(entry.path) for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
+    found = (
+        _checkpoint_below(path, depth + 1)
+        for path in below
+        if depth < _DEPTH_MAX and os.access(path, os.R_OK | os.X_OK)
+    )
+    return next((path for path in found if path is not None), None)
 
 
 def _check_adoptable(final: Path) -> None:

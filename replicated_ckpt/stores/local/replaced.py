@@ -3,17 +3,19 @@
 And the lock of those who read a version: it is not removed while one of them holds it.
 """
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
 
-from replicated_ckpt.core.layout import MANIFEST_NAME, REPLACED_DIR
+from replicated_ckpt.core.layout import MANIFEST_NAME, REPLACED_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree, translate_errors
 from replicated_ckpt.stores.local.catalog import Catalog
 from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.others import give_back_others
 
 
 def check_order(manifest: Manifest, before: Manifest | None, intent: Intent) -> None:
@@ -80,20 +82,27 @@ def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:
     for name in catalog.shard_sizes(f"{REPLACED_DIR}/{save_id}"):
         if not (staging / name).exists():
             (path / name).rename(staging / name)
+    manifest = catalog.manifest(f"{REPLACED_DIR}/{save_id}")
+    give_back_others(catalog.root, path, manifest.checkpoint_id)
     remove_tree(path)
 
 
-def keep_replaced(root: Path, staging: Path, save_id: str) -> bool:
-    """Keeps what save `save_id` has replaced where a crash left that under the save's staged name; False if none did."""
-    try:
+def keep_replaced(root: Path, staging: Path, save_id: str, *, is_published: bool) -> bool:
+    """Keeps what save `save_id` has replaced where a crash left that under the save's staged name; False if none did.
+
+    What has no manifest that is believed can only be that if the save is published.
+    """
+    before: Manifest | None = None
+    with contextlib.suppress(OSError, ManifestInvalid):
         before = decode_manifest((staging / MANIFEST_NAME).read_bytes(), str(staging))
-    except (OSError, ManifestInvalid):
+    if before is None and not (is_published and any(ShardName.parse(path.name) for path in staging.iterdir())):
         return False
-    if before.save_id == save_id:
+    if before is not None and before.save_id == save_id:
         return False
     path = replaced_path(root, before, save_id)
     staging.rename(path)
     fsync_directory(path.parent)
+    fsync_directory(staging.parent)
     return True
 
 

@@ -1,5 +1,6 @@
 """Retiring a committed checkpoint: it goes in one step, durably, and only then its files; a crash leaves all or nothing."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from replicated_ckpt import failpoints
@@ -14,6 +15,7 @@ from replicated_ckpt.stores.files.durable import (
     translate_errors,
 )
 from replicated_ckpt.stores.local.catalog import Catalog
+from replicated_ckpt.stores.local.others import remove_trash
 from replicated_ckpt.stores.local.replaced import is_read
 
 
@@ -21,7 +23,7 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
     """Removes a committed checkpoint; False, and nothing changed, if it is read, not here, or of another save by now.
 
     At every instant, and after a crash at any point, the checkpoint is there with all its files, or it is no checkpoint.
-    Files of it that are open stay readable.
+    Files of it that are open stay readable. What is not ours in its directory stays there.
 
     Raises:
         ConfigInvalid: no checkpoint id. StoreError
@@ -37,10 +39,10 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
                 return False
             trash = root / TRASH_DIR / save_id
             make_directory(trash.parent)
-            remove_moved(trash, place.parent, staging)
+            remove_trash(root, trash, place.parent, staging)
             place.rename(trash)
             failpoints.reach("retire.trashed")
-            remove_moved(trash, place.parent)
+            remove_trash(root, trash, place.parent)
     return True
 
 
@@ -56,7 +58,15 @@ def _place_of(root: Path, checkpoint_id: str, save_id: str) -> Path | None:
     return root / directory
 
 
-def origins(root: Path) -> list[Path]:
+def empty_trash(root: Path, origins: Sequence[Path]) -> None:
+    """Removes the trash, with what a crash has left there, once it is sure to have left `origins` and its own places."""
+    trash, left = root / TRASH_DIR, {*origins, *_origins(root)}
+    for path in list(trash.glob("*")):
+        remove_trash(root, path, *left)
+    remove_moved(trash, *left)
+
+
+def _origins(root: Path) -> list[Path]:
     """The directories out of which what lies in the trash has come, as far as its manifests tell.
 
     They are fsynced before it is removed. One whose manifest is gone was being removed already.

@@ -5,6 +5,7 @@ import fcntl
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from replicated_ckpt import failpoints
@@ -37,7 +38,6 @@ from replicated_ckpt.stores.files.durable import (
     make_directories,
     make_directory,
     publish_directory,
-    remove_moved,
     remove_tree,
     translate_errors,
     write_file,
@@ -48,9 +48,10 @@ from replicated_ckpt.stores.local.carry_over import carry_over
 from replicated_ckpt.stores.local.catalog import Catalog
 from replicated_ckpt.stores.local.identity import ensure_identity, read_identity
 from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.others import bring_others, give_back_others, move_others, remove_trash
 from replicated_ckpt.stores.local.place import PlaceNotes
 from replicated_ckpt.stores.local.replaceable import check_replaceable
-from replicated_ckpt.stores.local.retire import origins
+from replicated_ckpt.stores.local.retire import empty_trash
 
 PART_SUFFIX = ".part"
 NOWHERE = "/proc/self/replicated-ckpt-nowhere"
@@ -210,18 +211,16 @@ class LocalStore:
             before = self.published(manifest.checkpoint_id)
             replaced.check_order(manifest, before, intent)
             failpoints.reach("commit.checked")
+            bring_others(self.root, final, staging)
             if intent.adopts:
                 carry_over(self.root, manifest, staging)
-            else:
-                for leftover in (path for path in staging.iterdir() if not is_checkpoint_file(path.name)):
-                    leftover.unlink()
             make_directories(final.parent, self.root)
             trash = self._trash(save_id)
-            remove_moved(trash, final.parent, staging.parent)
+            remove_trash(self.root, trash, final.parent, staging.parent)
             replaced.take_back(self.catalog, save_id, staging)
             is_over = replaced.holds_all_shards(staging, manifest) and not replaced.is_read(final)
             place = trash if is_over else replaced.replaced_path(self.root, before, save_id)
-            publish_directory(staging, final, place, is_kept=not is_over)
+            publish_directory(staging, final, place, is_kept=not is_over, carry=partial(move_others, self.root))
             failpoints.reach("commit.durable")
             remove_tree(trash)  # a part of it that came back under this save's staged name would be no decision of it
             self._forget(save_id)
@@ -270,9 +269,9 @@ class LocalStore:
             path = self.root / REPLACED_DIR / name
             if path.is_dir() and not replaced.is_read(path):
                 trash = self._trash(name)
-                remove_tree(trash)
+                remove_trash(self.root, trash)
                 path.rename(trash)
-                remove_moved(trash, path.parent)
+                remove_trash(self.root, trash, path.parent)
             return not path.is_dir()
 
     def _trash(self, save_id: str) -> Path:
@@ -338,25 +337,24 @@ class LocalStore:
                 self._discard(save_id)
 
     def _discard(self, save_id: str) -> None:
-        staging = self.staging(save_id)
-        for place in self._places([self.intent_of(save_id)]):
+        staging, intent = self.staging(save_id), self.intent_of(save_id)
+        for place in self._places([intent]):
             fsync_directory(place)  # a commit that was cut off may be seen and not be durable: the intent goes last
-        if staging.is_dir() and replaced.keep_replaced(self.root, staging, save_id):
-            fsync_directory(staging.parent)
-        elif staging.is_dir():
-            trash = self._trash(save_id)
-            remove_moved(trash, staging.parent)
-            staging.rename(trash)
-            failpoints.reach("abort.trashed")
-            remove_moved(trash, staging.parent)
+        if staging.is_dir():
+            give_back_others(self.root, staging, intent.checkpoint_id)
+            if not replaced.keep_replaced(self.root, staging, save_id, is_published=self._is_published(save_id)):
+                trash = self._trash(save_id)
+                remove_trash(self.root, trash, staging.parent)
+                staging.rename(trash)
+                failpoints.reach("abort.trashed")
+                remove_trash(self.root, trash, staging.parent)
         self._forget(save_id)
 
     def empty_trash(self) -> None:
         """Removes what a crash kept from being removed, and what it kept from getting into a checkpoint."""
-        with translate_errors(str(self.root), "remove", TRASH_DIR):
+        with translate_errors(str(self.root), "remove", TRASH_DIR), exclusive(self.root / STAGING_DIR):
             remove_tree(self.root / INCOMING_DIR)
-            trash = self.root / TRASH_DIR
-            remove_moved(trash, trash, *self._places(self.staged()), *origins(self.root))
+            empty_trash(self.root, self._places(self.staged()))
 
     def _places(self, intents: Iterable[Intent]) -> list[Path]:
         """The directories in which these saves may have moved names: the staging area, and where their checkpoints lie."""

@@ -18,10 +18,11 @@ from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors, write_file
-from replicated_ckpt.stores.local.carry_over import Signature, link_others, originals_path, signature
+from replicated_ckpt.stores.local.carry_over import Signature, originals_path, signature
 from replicated_ckpt.stores.local.committed import open_directory
 from replicated_ckpt.stores.local.inspection import Paced, at_once
 from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.others import link_others
 from replicated_ckpt.stores.local.shard_file import FileSink
 
 PIECE_BYTES = 4 << 20
@@ -87,7 +88,7 @@ def stage_shards(
     if not names:
         return {}
     with translate_errors(str(root), "link", checkpoint_id):
-        link_others(root / checkpoint_id, staging)
+        link_others(root, root / checkpoint_id, staging)
     with translate_errors(str(root), "read", METADATA_NAME):
         ranges = item_ranges((staging / METADATA_NAME).read_bytes())
     tables: dict[str, BlockTable] = {}

@@ -1,0 +1,103 @@
+"""DDP: every rank has the whole state; it is saved once per job, the work spread over the ranks, and all ranks load it.
+
+What differs from the program for stock DCP, in examples/stock, is marked <-. DCP has no use for
+`if rank == 0: torch.save(...)`, the barrier after it, and `torch.load(..., map_location=...)`.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Training:
+    """Model, optimizer and step, as DCP's `Stateful`."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(7)
+        layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        self.model = DistributedDataParallel(layers.to(device), device_ids=None if device.type == "cpu" else [device])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.device = device
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)  # names without DDP's "module."
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.step = state["step"]
+
+    def train_step(self) -> float:
+        generator = torch.Generator().manual_seed(1000 * self.step + dist.get_rank())
+        inputs = torch.randn(16, 64, generator=generator).to(self.device)
+        loss = self.model(inputs).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.step += 1
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return float(mean) / dist.get_world_size()
+
+    def weights(self) -> float:
+        return sum(float(parameter.detach().double().sum()) for parameter in self.model.parameters())
+
+
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    """From the newest checkpoint to `--steps`."""
+    rank = dist.get_rank()
+    training = Training(device)
+    newest = max(arguments.root.glob("step-*"), key=lambda path: int(path.name[5:]), default=None)
+    if newest is not None:
+        be_late(arguments)
+        dcp.load({"training": training}, checkpoint_id=newest)
+        print(f"rank {rank} loaded {newest} onto {device.type}: {training.weights():.17g}", flush=True)
+    while training.step < arguments.steps:
+        loss = training.train_step()
+        if rank == 0:
+            print(f"step {training.step}: loss {loss:.9g}", flush=True)
+        if training.step % arguments.save_every == 0:
+            be_late(arguments)
+            dcp.save({"training": training}, checkpoint_id=arguments.root / f"step-{training.step}")
+            written = (arguments.root / f"step-{training.step}" / f"__{rank}_0.distcp").stat().st_size
+            print(f"rank {rank} saved {written} bytes: {training.weights():.17g}", flush=True)
+
+
+def be_late(arguments: argparse.Namespace) -> None:
+    """One rank may come much later than the others: they wait for it, and nothing else happens."""
+    if dist.get_rank() == arguments.late_rank:
+        time.sleep(arguments.late_s)
+
+
+def main() -> None:
+    """One rank, started by torchrun."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, required=True, help="this node's store: a directory on a node-local disk")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--late-rank", type=int, help="this rank comes late to each save and load")
+    parser.add_argument("--late-s", type=float, default=5.0)
+    arguments = parser.parse_args()
+    use_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if use_gpu else "cpu")
+    if use_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpu else "gloo")
+    try:
+        train(arguments, device)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Notes: what a user keeps with a checkpoint besides its state, metrics and a little metadata, as the manifest holds it."""
+
+import json
+from collections.abc import Mapping
+from math import isfinite, nan
+from typing import Any
+
+from replicated_ckpt.errors import ConfigInvalid
+
+NOTES_BYTES_MAX = 1 << 16
+_KEYS = {"metrics", "metadata"}
+
+
+def encode_notes(metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Notes as a manifest keeps them. Metrics are numbers, or tensors of one element; what is not finite is kept as NaN.
+
+    Raises:
+        ConfigInvalid: a metric is no number, the metadata is no JSON, or both together are more than NOTES_BYTES_MAX.
+    """
+    try:
+        numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+        notes = {
+            **(
+                {"metrics": {name: value if isfinite(value) else None for name, value in numbers.items()}}
+                if numbers
+                else {}
+            ),
+            **({"metadata": json.loads(json.dumps(dict(metadata), allow_nan=False))} if metadata else {}),
+        }
+        return check_notes(notes)
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+        RuntimeError,
+    ) as exc:  # a tensor of several elements is a RuntimeError
+        raise ConfigInvalid(
+            f"metrics and metadata cannot be kept with the checkpoint: {type(exc).__name__}: {exc}.",
+            f"metrics are numbers by name, metadata is what JSON can say; both together at most {NOTES_BYTES_MAX} bytes.",
+        ) from exc
+
+
+def check_notes(notes: Any) -> Mapping[str, Any]:
+    """The notes of a manifest, validated.
+
+    Raises:
+        ValueError, TypeError: they are none.
+    """
+    if not isinstance(notes, dict) or not notes.keys() <= _KEYS:
+        raise ValueError(f"no notes: {str(notes)[:200]}")
+    metrics, metadata = notes.get("metrics", {}), notes.get("metadata", {})
+    if not isinstance(metrics, dict) or not isinstance(metadata, dict):
+        raise TypeError("metrics and metadata are objects")
+    for name, value in metrics.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)):
+            raise ValueError(f"metric {str(name)[:80]!r} is {str(value)[:80]}")
+    size = len(json.dumps(notes))
+    if size > NOTES_BYTES_MAX:
+        raise ValueError(f"they have {size} bytes, and at most {NOTES_BYTES_MAX} are kept")
+    return notes
+
+
+def metrics_of(notes: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics in notes that were validated."""
+    return {name: nan if value is None else float(value) for name, value in notes.get("metrics", {}).items()}

@@ -1,0 +1,80 @@
+"""May a checkpoint that a save must not overwrite give way all the same: only if it is certain that it is not whole."""
+
+from collections.abc import Iterable
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.core.protocol.settlement import Answer
+from replicated_ckpt.dcp.find.survey import Survey, Surveyor
+from replicated_ckpt.errors import CheckpointAmbiguous, CheckpointExists, CheckpointNotFound, ShardLost
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+_ASK_TIMEOUT_S = 3.0
+_OVER = (Answer.PUBLISHED.value, Answer.ABSENT.value)
+
+
+def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddress], checkpoint_id: str) -> None:
+    """Looks whether what has a checkpoint's name can still be loaded. `nodes` are those of the save that wants the name.
+
+    It gives way only if every node that may hold a part of it has answered, none of them still publishes it, and a part
+    is missing all the same. A node that does not answer may have that part.
+
+    Raises:
+        CheckpointExists: it stays; says why.
+    """
+    met = {peer.node_id: peer for peer in PeerBook(store.agent_directory()).known()}
+    peers = {**met, **{address.node_id: address for address in nodes}}
+    surveyor = Surveyor(store, own_node, peers.values(), expected=peers)
+    missing = "the manifest"
+    try:
+        survey = surveyor.surveyed(checkpoint_id)
+    except (CheckpointNotFound, ShardLost):
+        unreached = list(surveyor.unreached)
+    except CheckpointAmbiguous as exc:
+        raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {store.root}. {exc.message}") from exc
+    else:
+        _check_may_go(survey, checkpoint_id, store)
+        missing = ", ".join(_missing(survey)) or "the metadata"
+        unreached = [*surveyor.unreached, *_unreached_of_manifest(survey, own_node), *_publishing(survey, own_node)]
+    if unreached:
+        raise CheckpointExists(
+            f"Checkpoint {checkpoint_id!r} exists and is not whole as far as can be seen: {missing} is missing, and may "
+            f"lie where nothing was seen: {'; '.join(unreached)}.",
+            "Bring that back, or save with ReplicatedWriter(..., overwrite=True) to give the old one up.",
+        )
+
+
+def _check_may_go(survey: Survey, checkpoint_id: str, store: LocalStore) -> None:
+    """What is whole, what stock torch wrote and what may lie in a bucket stays."""
+    if survey.is_whole or survey.unmanaged_warning:
+        raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {store.root}.")
+    upload = survey.manifest.upload
+    if upload is not None:
+        raise CheckpointExists(
+            f"Checkpoint {checkpoint_id!r} exists; the nodes hold a part of it, and {upload.url} may hold all of it.",
+            "Load it from there, or save with ReplicatedWriter(..., overwrite=True) to give the old one up.",
+        )
+
+
+def _missing(survey: Survey) -> tuple[str, ...]:
+    return survey.found.lacking({name: entry.size_bytes for name, entry in survey.manifest.shards.items()})
+
+
+def _unreached_of_manifest(survey: Survey, own_node: str) -> list[str]:
+    """Nodes of the checkpoint that nobody here has an address of, or that did not answer."""
+    answered = {own_node, *(address.node_id for address in survey.addresses)}
+    return [f"node {node.node_id} ({node.host})" for node in survey.manifest.nodes if node.node_id not in answered]
+
+
+def _publishing(survey: Survey, own_node: str) -> list[str]:
+    """Nodes on which the save is still staged: it may get whole."""
+    by_node = {address.node_id: address for address in survey.addresses if address.node_id != own_node}
+
+    def ask(node: str) -> str:
+        with AgentClient(by_node[node], _ASK_TIMEOUT_S) as client:
+            return str(client.call("GET", f"/v1/saves/{survey.manifest.save_id}").get("state"))
+
+    outcome = FanOut[str, str]().run(by_node, ask)
+    staged = [by_node[node].label for node, state in outcome.results.items() if state not in _OVER]
+    return [*staged, *(f"{by_node[node].label}: {error.message}" for node, error in outcome.errors.items())]

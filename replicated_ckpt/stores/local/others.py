@@ -1,0 +1,135 @@
+"""Files of others in a checkpoint's directory (a tokenizer, a `config.json`): they outlive every version of the checkpoint.
+
+A version is replaced or removed by renaming whole directories. So what is not ours moves to the directory that has the
+checkpoint's name: at once where names are exchanged, and before the directory that it lay in is removed. A crash between
+the two leaves it in the staging area or in the trash, whence the next settling or start gives it back.
+"""
+
+import contextlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from replicated_ckpt.core.layout import MANIFEST_NAME, QUARANTINE_DIR, is_checkpoint_file, is_checkpoint_id
+from replicated_ckpt.core.manifest import decode_manifest
+from replicated_ckpt.errors import ManifestInvalid
+from replicated_ckpt.stores.files.durable import (
+    fsync_directory,
+    make_directories,
+    remove_moved,
+    rename_if_free,
+    write_file,
+)
+
+_BROKEN_OFF = re.compile(r"(.+?)(\.part|\.[0-9]+\.tmp)")
+
+
+def is_broken_off(name: str) -> bool:
+    """Whether it is what a process left of a checkpoint's file when it died while it wrote it."""
+    match = _BROKEN_OFF.fullmatch(name)
+    return match is not None and is_checkpoint_file(match[1])
+
+
+def others_in(directory: Path) -> Iterator["os.DirEntry[str]"]:
+    """What lies there and is no part of a checkpoint."""
+    for entry in list(os.scandir(directory)):
+        if not is_checkpoint_file(entry.name) and not is_broken_off(entry.name):
+            yield entry
+
+
+def bring_others(root: Path, final: Path, staging: Path) -> None:
+    """Prepares a staged save for its publication: what broke off goes, and others' files are there under both names.
+
+    What cannot have a second name is moved once the new version has the checkpoint's name.
+    """
+    for path in list(staging.iterdir()):
+        if is_broken_off(path.name):
+            path.unlink()
+    if final.is_dir():
+        with contextlib.suppress(OSError):
+            link_others(root, final, staging)
+
+
+def link_others(root: Path, directory: Path, staging: Path) -> None:
+    """Gives others' files a second name in the staged save, as they are now. Directories have one name: they move later.
+
+    Raises:
+        OSError: the file system cannot.
+    """
+    for entry in others_in(directory):
+        if entry.is_dir(follow_symlinks=False):
+            continue
+        path, target = Path(entry.path), staging / entry.name
+        if _is_there(target) and not _is_same(path, target):
+            _set_aside(root, target)
+        if not _is_there(target):
+            os.link(path, target, follow_symlinks=False)
+
+
+def move_others(root: Path, source: Path, target: Path) -> None:
+    """Moves what is not ours from one version's directory to another's, durably. May be done again.
+
+    A second name of what lies at the target goes. Where something else has the name there, the one from `source` is kept
+    in the quarantine.
+    """
+    moved = list(others_in(source))
+    for entry in moved:
+        path, place = Path(entry.path), target / entry.name
+        if rename_if_free(path, place):
+            continue
+        if _is_same(path, place):
+            path.unlink()
+        else:
+            _set_aside(root, path)
+    if moved:
+        fsync_directory(target)
+        fsync_directory(source)
+
+
+def give_back_others(root: Path, directory: Path, checkpoint_id: str) -> None:
+    """Moves what is not ours out of a directory that is about to be removed, to where its checkpoint is or was.
+
+    Where that is not known, it is kept in the quarantine.
+    """
+    others = list(others_in(directory))
+    if others and is_checkpoint_id(checkpoint_id):
+        make_directories(root / checkpoint_id, root)
+        move_others(root, directory, root / checkpoint_id)
+        return
+    for entry in others:
+        _set_aside(root, Path(entry.path))
+
+
+def remove_trash(root: Path, path: Path, *origins: Path) -> None:
+    """Removes a version from the trash, if it is there, once its move there is durable. What is not ours is given back."""
+    if path.is_dir():
+        give_back_others(root, path, _checkpoint_id_in(path))
+        remove_moved(path, *origins)
+
+
+def _checkpoint_id_in(directory: Path) -> str:
+    try:
+        return decode_manifest((directory / MANIFEST_NAME).read_bytes(), str(directory)).checkpoint_id
+    except (OSError, ManifestInvalid):
+        return ""
+
+
+def _is_there(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _is_same(first: Path, second: Path) -> bool:
+    """Whether both are names of one file."""
+    return os.path.samestat(first.lstat(), second.lstat())
+
+
+def _set_aside(root: Path, path: Path) -> None:
+    """Keeps in the quarantine what cannot have its name back, with a note of where it was."""
+    folder = root / QUARANTINE_DIR / "others"
+    make_directories(folder, root)
+    target = folder / f"{path.name}.{uuid.uuid4().hex[:8]}"
+    path.rename(target)
+    write_file(target.with_name(f"{target.name}.json"), json.dumps({"was": str(path), "name": path.name}).encode())

@@ -1,0 +1,125 @@
+"""A name that is taken: what is not whole for certain gives way to a save, and everything else stays."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ReplicatedCkptError
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import running_agent
+from tests.agent.checkpoints import checkpointed, held, introduced, shard
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+EACH_ITS_OWN = {shard(0): (0,), shard(1): (1,)}
+
+
+def save(root: Path, checkpoint_id: str = "step-1", value: float = 2.0) -> None:
+    state = {"w": torch.full((8,), value)}
+    dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=ReplicatedWriter(root, copies=1))
+
+
+def loaded(root: Path, checkpoint_id: str = "step-1") -> float:
+    state = {"w": torch.zeros(8)}
+    dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=ReplicatedReader(root))
+    return float(state["w"][0])
+
+
+def refusal(root: Path, checkpoint_id: str = "step-1") -> ReplicatedCkptError:
+    with pytest.raises(CheckpointException) as raised:
+        save(root, checkpoint_id)
+    error = raised.value.failures[0][0]
+    assert isinstance(error, ReplicatedCkptError)
+    return error
+
+
+@pytest.mark.parametrize("gone", [["__0_0.distcp"], [".metadata"], [".metadata", ".manifest.json"], [".manifest.json"]])
+def test_a_checkpoint_that_is_lost_does_not_block_its_name(tmp_path: Path, gone: list[str]) -> None:
+    """A part that the only node has lost cannot come back: the save needs no `overwrite`, and loads."""
+    save(tmp_path, value=1.0)
+    for name in gone:
+        (tmp_path / "step-1" / name).unlink()
+    if gone == [".manifest.json"]:  # what stock torch's files show is all there
+        assert isinstance(refusal(tmp_path), CheckpointExists)
+        return
+    save(tmp_path, value=2.0)
+    assert loaded(tmp_path) == 2.0
+
+
+def test_a_save_of_stock_torch_that_died_does_not_block_its_name(tmp_path: Path) -> None:
+    """Shards without `.metadata`, which stock torch writes last, are no checkpoint; with it they are, and stay."""
+    folder = tmp_path / "step-1"
+    dcp.save({"w": torch.ones(8)}, checkpoint_id=folder)
+    assert isinstance(refusal(tmp_path), CheckpointExists)
+    state = {"w": torch.zeros(8)}
+    dcp.load(state, storage_reader=FileSystemReader(folder))
+    assert state["w"][0] == 1.0
+    (folder / ".metadata").unlink()
+    save(tmp_path)
+    assert loaded(tmp_path) == 2.0
+
+
+def test_a_node_that_does_not_answer_may_hold_what_is_missing(tmp_path: Path) -> None:
+    """Half a checkpoint stays while the node of the other half is away, and the error names that node and the way out."""
+    stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
+    checkpointed(stores, 1, EACH_ITS_OWN, copies=1)
+    error = refusal(stores[0].root)
+    assert isinstance(error, CheckpointExists)
+    assert f"{shard(1)} is missing" in error.message
+    assert f"node {stores[1].node_id()} (host1)" in error.message
+    assert "overwrite=True" in error.hint
+    assert held(stores[0]) == {shard(0)}
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoints of several runs")  # the one made by hand has no lineage
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_nodes_that_answer_say_whether_a_checkpoint_is_whole(tmp_path: Path, is_lost: bool) -> None:
+    """With all its nodes there it stays if they hold all of it together, and gives way if a shard is on none."""
+    stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
+    checkpointed(stores, 1, EACH_ITS_OWN, copies=1)
+    if is_lost:
+        (stores[1].root / "step-1" / shard(1)).unlink()
+    with running_agent(stores[0].root) as first, running_agent(stores[1].root) as second:
+        introduced(stores[0], [first.endpoint.address(), second.endpoint.address()])
+        if not is_lost:
+            assert isinstance(refusal(stores[0].root), CheckpointExists)
+            return
+        save(stores[0].root)
+        assert loaded(stores[0].root) == 2.0
+
+
+def test_what_is_being_published_stays(tmp_path: Path) -> None:
+    """A save that one node has published and another still stages gets whole: it is not taken for lost."""
+    stores = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
+    manifest = checkpointed(stores, 1, EACH_ITS_OWN, copies=1, on=[0])
+    with running_agent(stores[0].root) as first, running_agent(stores[1].root) as second:
+        introduced(stores[0], [first.endpoint.address(), second.endpoint.address()])
+        with second.client() as client:
+            document = {"checkpoint_id": "step-1", "session": "other", "overwrite": False, "peers": []}
+            client.call("POST", f"/v1/saves/{manifest.save_id}", document)
+        error = refusal(stores[0].root)
+        assert isinstance(error, CheckpointExists)
+        assert f"node {stores[1].node_id()} at" in error.message
+
+
+def test_what_may_lie_in_a_bucket_stays(tmp_path: Path) -> None:
+    """A checkpoint that was to be uploaded may be whole there, though no node holds all of it."""
+    store = LocalStore(tmp_path)
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1, url="s3://bucket/run")
+    (tmp_path / "step-1" / shard(0)).unlink()
+    error = refusal(tmp_path)
+    assert isinstance(error, CheckpointExists)
+    assert "s3://bucket/run may hold all of it" in error.message
+
+
+@pytest.mark.parametrize(("first", "second"), [("step-1/ema", "step-1"), ("step-1", "step-1/ema")])
+def test_one_checkpoint_in_another_is_refused_and_says_how_else(tmp_path: Path, first: str, second: str) -> None:
+    """In either order the first one stays, and the hint names them side by side."""
+    save(tmp_path, first, 1.0)
+    error = refusal(tmp_path, second)
+    assert isinstance(error, ConfigInvalid)
+    assert "side by side" in error.hint
+    assert loaded(tmp_path, first) == 1.0

@@ -1,0 +1,59 @@
+"""The errors of stock DCP that people search for stand in the pages as this torch says them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from replicated_ckpt import ReplicatedReader
+from replicated_ckpt.errors import ShardLost
+from tests.docs.test_docs import text_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+ADDED_LATER = {"w": torch.zeros(3), "scheduler_state": {"last_epoch": 1}}
+
+
+def failure(folder: Path, state: dict[str, Any], **reader: Any) -> str:
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(state, **(reader or {"checkpoint_id": folder}))
+    return str(raised.value)
+
+
+def test_errors_that_people_search_for_are_explained(tmp_path: Path) -> None:
+    """Each is provoked with FileSystemReader, and the page on migrating has its words."""
+    page, folder = text_of("docs/migrating.md"), tmp_path / "step-1"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=folder)
+    said = "Missing key in checkpoint state_dict: scheduler_state.last_epoch."
+    assert said in page
+    assert said in failure(folder, dict(ADDED_LATER))
+    assert said in failure(folder, dict(ADDED_LATER), checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
+    said = "Size mismatch between saved torch.Size([3]) and current: torch.Size([4])"
+    assert said in page
+    assert said in failure(folder, {"w": torch.zeros(4)})
+    (folder / "__0_0.distcp").unlink()
+    assert "FileNotFoundError: [Errno 2] No such file or directory: '.../__2_0.distcp'" in page
+    assert f"FileNotFoundError: [Errno 2] No such file or directory: '{folder}/__0_0.distcp'" in failure(
+        folder, {"w": torch.zeros(3)}
+    )
+    ours = failure(folder, {"w": torch.zeros(3)}, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
+    assert ShardLost.__name__ in ours
+    assert "__0_0.distcp" in ours
+    (folder / ".metadata").unlink()
+    assert ".metadata" in failure(folder, {"w": torch.zeros(3)})
+    assert "/.metadata'" in page
+
+
+def test_what_the_planner_misses_may_be_left_out(tmp_path: Path) -> None:
+    """The remedy that the page names works."""
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1")
+    state = {"w": torch.zeros(3), "scheduler_state": {"last_epoch": 1}}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path), planner=planner)
+    assert state["w"].tolist() == [1, 1, 1]  # type: ignore[attr-defined]
+    assert state["scheduler_state"] == {"last_epoch": 1}

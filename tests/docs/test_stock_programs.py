@@ -1,0 +1,47 @@
+"""Programs for stock DCP beside the examples: a patch of a few lines makes each the example that the other tests run."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LINES_ADDED = {"fsdp1_fashion_mnist": 5, "getting_started": 4, "ddp": 6, "timestamped_output": 7}
+
+
+@pytest.mark.parametrize("name", LINES_ADDED)
+def test_a_patch_of_a_few_lines_makes_the_example(tmp_path: Path, name: str) -> None:
+    """Applied to the program it gives the example, byte for byte; each line that it adds is marked there."""
+    program, patch = EXAMPLES / "stock" / f"{name}.py", EXAMPLES / "stock" / f"{name}.patch"
+    assert "replicated_ckpt" not in program.read_text(encoding="utf-8")
+    shutil.copy(program, tmp_path)
+    subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, check=True, timeout=30)
+    example = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    assert (tmp_path / f"{name}.py").read_text(encoding="utf-8") == example
+    added = [line[1:] for line in patch.read_text(encoding="utf-8").splitlines() if re.match(r"\+(?!\+\+ ).", line)]
+    assert len(added) == LINES_ADDED[name]
+    assert added == [line for line in example.splitlines() if "# <-" in line]
+
+
+def test_every_program_has_its_patch() -> None:
+    """And nothing else lies there."""
+    found = {path.name for path in (EXAMPLES / "stock").iterdir() if path.is_file()}
+    assert found == {f"{name}.{kind}" for name in LINES_ADDED for kind in ("py", "patch")} | {"README.md"}
+
+
+def test_the_shortest_job_needs_the_package_alone() -> None:
+    """A user can copy it: it imports the front door and torch, and nothing of the drill."""
+    text = (EXAMPLES / "fashion_mnist.py").read_text(encoding="utf-8")
+    modules = set(re.findall(r"^ *(?:from|import) ([\w.]+)", text, flags=re.MULTILINE))
+    assert {module for module in modules if module.startswith("replicated_ckpt")} == {"replicated_ckpt"}
+    assert {module.partition(".")[0] for module in modules} == {
+        "argparse",
+        "gzip",
+        "os",
+        "pathlib",
+        "replicated_ckpt",
+        "torch",
+        "typing",
+    }
