@@ -73,7 +73,10 @@ class SaveAttempt:
         notes: Mapping[str, Any],
         keep_report: Callable[[SaveReport], None],
     ) -> None:
-        """`notes` are kept in the manifest; the coordinator's count. `keep_report` takes what this rank did, once it has written, and again when the save is committed."""
+        """`notes` are kept in the manifest; the coordinator's count.
+
+        `keep_report` takes what this rank did, once it has written, and again when the save is committed.
+        """
         self._config = parts.config
         self._store = parts.store
         self._parts = parts
