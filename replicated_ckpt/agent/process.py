@@ -35,7 +35,7 @@ from replicated_ckpt.agent.state.endpoint import (
 )
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
-from replicated_ckpt.config import AgentConfig, check_direct_io
+from replicated_ckpt.config import PORT_ENV, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
@@ -192,13 +192,19 @@ class Agent:
             self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set
         )
         tls = server_context(*self._certificate) if self._certificate else None
-        ports = [self.config.port] if self.config.port or not identity.port else [identity.port, 0]
+        allowed = parse_ports(self.config.port)
+        ports = list(allowed) or [0]
+        if identity.port and (not allowed or identity.port in allowed):
+            ports.insert(0, identity.port)  # where its peers look for it
         for port in ports:
             try:
                 return AgentServer((self.config.host, port), identity.tokens, routes, tls)
             except OSError as exc:
                 problem = exc
-        raise AgentUnavailable(f"Cannot listen on {self.config.host}:{self.config.port}: {problem}.")
+        raise AgentUnavailable(
+            f"Cannot listen on {self.config.host}, port {self.config.port or 'any'}: {problem}.",
+            f"`ss -ltnp` names the process that has a port. Name a free one, or a range, with --port or {PORT_ENV}.",
+        )
 
     def _reached_at(self, server: AgentServer, identity: Identity) -> Endpoint:
         return Endpoint(
