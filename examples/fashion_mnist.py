@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +56,11 @@ def train(arguments: argparse.Namespace, images: Images, device: torch.device) -
 def images_in_turn(data: Path | None) -> Images:
     """The data set, a node's first rank first: if it must be downloaded, one rank does."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    with tempfile.TemporaryDirectory() as scratch:
-        if local_rank == 0:
-            images = fashion_mnist(data, Path(scratch))
-        dist.barrier()
-        if local_rank != 0:
-            images = fashion_mnist(data, Path(scratch))
+    if local_rank == 0:
+        images = fashion_mnist(data)
+    dist.barrier()
+    if local_rank != 0:
+        images = fashion_mnist(data)
     return images
 
 
