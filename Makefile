@@ -13,7 +13,7 @@
 #   make compat [ARGS="2.13.0 2.15.0"]                 checkpoints written under each version of torch, read under all
 #   make audit [ARGS="-s osv"]                         known vulnerabilities of the pinned dependencies, where the index knows
 #   make docs                                          the documentation's site into build/site; a warning is an error
-#   make dist                                          wheel and sdist, checked, and README's ten lines from the wheel alone
+#   make dist [TORCH=2.13.0] [ARGS="--extras s3"]      wheel and sdist, checked, and what works with the wheel alone
 #   make check                                         linters, types and the fast tests
 PYTHON ?= python3
 TORCH  ?=
@@ -27,7 +27,7 @@ REAL_SEEDS ?= $(shell expr $(SEEDS) / 10)
 
 # Another torch gets an environment of its own, without torchvision: its wheels want exactly the torch they were built for.
 VENV    := .venv$(if $(TORCH),-$(TORCH))
-EXTRAS  := $(if $(TORCH),,drill,)s3,test,dev
+EXTRAS  := drill,s3,test,dev
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/installed
 FAST    := not multiprocess and not fault and not long and not radosgw
@@ -96,8 +96,7 @@ docs:
 dist:
 	@rm -rf dist .venv-dist .venv-wheel && $(PYTHON) -m venv .venv-dist && .venv-dist/bin/pip install --quiet build twine
 	@.venv-dist/bin/python -m build --outdir dist . && .venv-dist/bin/twine check --strict dist/*
-	@$(PYTHON) -m venv .venv-wheel && .venv-wheel/bin/pip install --quiet dist/*.whl
-	@cd .venv-wheel && bin/python ../tools/ten_lines.py ../README.md
+	@$(PYTHON) tools/wheel_alone.py dist/*.whl $(if $(TORCH),--torch $(TORCH)) $(ARGS)
 
 check: lint types fast
 
@@ -126,7 +125,7 @@ ifdef TORCH
 else
 	@cp constraints.txt $(VENV)/constraints.txt
 endif
-	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]' $(if $(TORCH),,torchvision)
 	@touch $@
 
 clean:

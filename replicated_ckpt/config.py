@@ -17,6 +17,7 @@ BestIs = Literal["min", "max"]
 DIRECT_IO_ENV = "REPLICATED_CKPT_DIRECT_IO"
 HOST_ENV = "REPLICATED_CKPT_HOST"
 PLAIN_ENV = "REPLICATED_CKPT_PLAIN"
+PORT_ENV = "REPLICATED_CKPT_PORT"
 TLS_CERT_ENV = "REPLICATED_CKPT_TLS_CERT"
 TLS_KEY_ENV = "REPLICATED_CKPT_TLS_KEY"
 JOB_SECRET_ENV = "REPLICATED_CKPT_JOB_SECRET"  # noqa: S105 - where it stands, not what it is
@@ -25,6 +26,7 @@ JOB_SECRET_FILE_ENV = "REPLICATED_CKPT_JOB_SECRET_FILE"  # noqa: S105
 NEWEST_LINEAGE = "newest"
 REFUSE_LINEAGES = "refuse"
 _COPIES_MAX = 16
+_PORT_MAX = 65535
 
 
 def _check_root(root: str | os.PathLike[str]) -> str:
@@ -44,6 +46,23 @@ def check_direct_io(mode: str | None) -> DirectIO:
     if mode not in get_args(DirectIO):
         raise ConfigInvalid(f"direct_io (or {DIRECT_IO_ENV}) must be one of {get_args(DirectIO)}, not {mode!r}.")
     return mode  # type: ignore[return-value]  # checked above
+
+
+def parse_ports(text: str) -> range:
+    """The ports that "29600" or "29600-29631" names; empty where the text names none: any port may be taken.
+
+    Raises:
+        ConfigInvalid: it is neither.
+    """
+    if text in ("", "0"):
+        return range(0)
+    match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last <= _PORT_MAX:
+        raise ConfigInvalid(
+            f"port (or {PORT_ENV}) must be a port from 1 to {_PORT_MAX} or a range such as 29600-29631, not {text!r}."
+        )
+    return range(first, last + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +213,8 @@ class ManagerConfig:
 class AgentConfig:
     """How an agent runs.
 
-    `port` 0: the one that this root's agent had last, or any free one. `idle_exit_s` None: it stays until it is told to
+    `port`: one, or a range of which it takes the first free one; before that, and where it is empty, the one that this
+    root's agent had last; at last, where it is empty, any free one. `idle_exit_s` None: it stays until it is told to
     stop. `lost_after_s`: so long a peer that fell silent is taken to hold its copies; `away_after_s`: the same for one
     that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`, `upload_mib_per_s`: pace of re-protection, scrub and
     uploads to the object store, in MiB a second; `scrub_every_s`: pause between two passes of the scrub;
@@ -205,7 +225,7 @@ class AgentConfig:
 
     root: str
     host: str = "127.0.0.1"
-    port: int = 0
+    port: str = ""
     idle_exit_s: float | None = None
     lost_after_s: float = 30.0
     away_after_s: float = 3600.0
@@ -219,8 +239,7 @@ class AgentConfig:
     direct_io: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigInvalid(f"port must be from 0 (any free one) to 65535, not {self.port}.")
+        parse_ports(self.port)
         if self.idle_exit_s is not None and not self.idle_exit_s > 0:
             raise ConfigInvalid(f"idle_exit_s must be positive, not {self.idle_exit_s}.")
         for name in (

@@ -7,7 +7,7 @@ from typing import get_args
 
 from replicated_ckpt.agent.process import Agent
 from replicated_ckpt.agent.state.log_file import BoundedLog
-from replicated_ckpt.config import DIRECT_IO_ENV, PLAIN_ENV, TLS_CERT_ENV, TLS_KEY_ENV, AgentConfig, DirectIO
+from replicated_ckpt.config import DIRECT_IO_ENV, PLAIN_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV, AgentConfig, DirectIO
 from replicated_ckpt.stores.files.ownership import GROUP_ENV
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -30,7 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)"
     )
     add = parser.add_argument
-    add("--port", type=int, default=0, help="port to listen on (default: the one that it had last, or any free one)")
+    add(
+        "--port",
+        default=os.environ.get(PORT_ENV, ""),
+        metavar="PORTS",
+        help="port to listen on, or a range such as 29600-29631 to take a free one of "
+        f"(default: {PORT_ENV}, or the port that it had last, or any free one)",
+    )
     add("--idle-exit-s", type=float, help="leave after this long without client or work (default: stay)")
     add(
         "--lost-after-s", type=float, help="take a silent peer's copies for lost after this long (default: %(default)s)"

@@ -37,7 +37,7 @@ from replicated_ckpt.agent.state.endpoint import (
 from replicated_ckpt.agent.state.listeners import describe_listeners
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
-from replicated_ckpt.config import AgentConfig, check_direct_io
+from replicated_ckpt.config import PORT_ENV, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
@@ -104,7 +104,8 @@ def _cannot_listen(host: str, port: int, problem: OSError) -> AgentUnavailable:
     if problem.errno == errno.EADDRINUSE:
         holder = describe_listeners(port) or "a process that cannot be seen from here (another container?)"
         hint = (
-            f"End that process, or pass another --port; without --port the agent takes a free one. {_WHO.format(port)}"
+            f"End that process, or pass another --port, or a range of them, there or in {PORT_ENV}; "
+            f"without both the agent takes a free one. {_WHO.format(port)}"
         )
         return AgentUnavailable(f"{why}. The port is taken by {holder}.", hint)
     if problem.errno in (errno.EACCES, errno.EPERM):
@@ -220,13 +221,16 @@ class Agent:
             self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set
         )
         tls = server_context(*self._certificate) if self._certificate else None
-        ports = [self.config.port] if self.config.port or not identity.port else [identity.port, 0]
+        allowed = parse_ports(self.config.port)
+        ports = list(allowed) or [0]
+        if identity.port and (not allowed or identity.port in allowed):
+            ports.insert(0, identity.port)  # where its peers look for it
         for port in ports:
             try:
                 return AgentServer((self.config.host, port), identity.tokens, routes, tls)
             except OSError as exc:
                 problem = exc
-        raise _cannot_listen(self.config.host, self.config.port, problem) from problem
+        raise _cannot_listen(self.config.host, ports[-1], problem) from problem
 
     def _reached_at(self, server: AgentServer, identity: Identity) -> Endpoint:
         return Endpoint(

@@ -2,10 +2,12 @@
 
 import argparse
 import gzip
+import math
 import os
-import shutil
 import socket
+import struct
 import sys
+import zlib
 from pathlib import Path
 
 import torch
@@ -15,72 +17,74 @@ from replicated_ckpt.drill.evidence import write_json
 from replicated_ckpt.drill.workload import CLASSES, SIDE, Images
 
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
-FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+IMAGES_FILE, LABELS_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 DOWNLOAD_LIMIT_S = 10.0  # without an answer from a mirror
 MADE_UP_IMAGES = 2048
 
 
-def fashion_mnist(data: Path | None, scratch: Path, *, debian_dir: Path = DEBIAN_DIR) -> Images:
-    """FashionMNIST from `data` if given, else from Debian's package, else downloaded, else something made up.
+def fashion_mnist(data: Path | None, *, debian_dir: Path = DEBIAN_DIR) -> Images:
+    """FashionMNIST from `data` if given, else from Debian's package, else downloaded by torchvision, else random images.
 
-    `scratch` is a folder for unpacked files. The `source` of what is returned says in one line what it is.
+    Reading needs no torchvision. The `source` of what is returned says in one line what it is.
 
-    Raises: DatasetUnusable when `data` is given and there is no FashionMNIST in it.
+    Raises: DatasetUnusable when `data` is given and there is no FashionMNIST in it, or a file of it is damaged.
     """
-    try:
-        from torchvision import datasets
-    except (ImportError, RuntimeError, OSError) as exc:  # a wheel for another torch fails in all three ways
-        if data is not None:
-            raise DatasetUnusable(f"torchvision cannot be imported to read {data}: {exc}") from exc
-        return _random_images("no torchvision beside this torch")
-    root = _torchvision_root(data, scratch) if data else _torchvision_root(debian_dir, scratch)
-    if root is None and data is not None:
+    folder = _folder_of_files(data or debian_dir)
+    if folder is not None:
+        return _read_images(folder, f"FashionMNIST from {data or debian_dir}")
+    if data is not None:
         raise DatasetUnusable(f"There is no FashionMNIST in {data}.")
-    if root is not None:
-        return _real_images(datasets.FashionMNIST(root), f"FashionMNIST from {data or debian_dir}")
     try:
-        socket.setdefaulttimeout(DOWNLOAD_LIMIT_S)
-        return _real_images(datasets.FashionMNIST(_cache(), download=True), "FashionMNIST, downloaded")
-    except (OSError, RuntimeError) as exc:  # no network; or all mirrors failed
+        folder = _download()
+    except (ImportError, OSError, RuntimeError) as exc:  # a torchvision for another torch, no network, mirrors failed
         print(f"FashionMNIST cannot be downloaded: {exc}", file=sys.stderr)
-        return _fake_images(datasets)
+        return _random_images("no FashionMNIST on disk, none to download")
+    return _read_images(folder, "FashionMNIST, downloaded")
 
 
-def _torchvision_root(given: Path, scratch: Path) -> Path | None:
-    """A folder that torchvision accepts, made in `scratch` if `given` has the plain or gzipped files; else None."""
-    for raw in (given / "FashionMNIST" / "raw", given / "raw", given):
-        if all((raw / name).exists() or (raw / f"{name}.gz").exists() for name in FILES):
-            break
-    else:
-        return None
-    target = scratch / "FashionMNIST" / "raw"
-    target.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        if (raw / name).exists():
-            shutil.copyfile(raw / name, target / name)
-        else:
-            with gzip.open(raw / f"{name}.gz") as packed, (target / name).open("wb") as plain:
-                shutil.copyfileobj(packed, plain)
-    return scratch
+def _folder_of_files(given: Path) -> Path | None:
+    """Where below `given` the training files lie, plain or gzipped; None if they do not."""
+    for folder in (given / "FashionMNIST" / "raw", given / "raw", given):
+        if all((folder / name).exists() or (folder / f"{name}.gz").exists() for name in (IMAGES_FILE, LABELS_FILE)):
+            return folder
+    return None
+
+
+def _read_images(folder: Path, source: str) -> Images:
+    pixels = _read_idx(folder, IMAGES_FILE, (SIDE, SIDE))
+    labels = _read_idx(folder, LABELS_FILE, ())
+    if len(pixels) != len(labels):
+        raise DatasetUnusable(f"{folder}: {len(pixels)} images and {len(labels)} labels.")
+    return Images(pixels, labels.long(), source)
+
+
+def _read_idx(folder: Path, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """One file of unsigned bytes: [count, *shape] uint8. Its header is 0x08, the number of dimensions, and each of them."""
+    path = folder / name
+    try:
+        body = path.read_bytes() if path.exists() else gzip.decompress((folder / f"{name}.gz").read_bytes())
+    except (OSError, EOFError, zlib.error) as exc:
+        raise DatasetUnusable(f"{path} cannot be read: {exc}") from exc
+    header = 4 + 4 * (1 + len(shape))
+    if len(body) >= header:
+        magic, count, *sides = struct.unpack(f">{header // 4}I", body[:header])
+        if magic == 0x800 + 1 + len(shape) and tuple(sides) == shape and len(body) - header == count * math.prod(shape):
+            return torch.frombuffer(bytearray(body[header:]), dtype=torch.uint8).reshape(count, *shape)
+    raise DatasetUnusable(f"{path} is not a file of FashionMNIST, or not a whole one.")
+
+
+def _download() -> Path:
+    """Lets torchvision download into this user's cache."""
+    from torchvision import datasets
+
+    socket.setdefaulttimeout(DOWNLOAD_LIMIT_S)
+    datasets.FashionMNIST(_cache(), download=True)
+    return _cache() / "FashionMNIST" / "raw"
 
 
 def _cache() -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "replicated-ckpt" / "datasets"
-
-
-def _real_images(dataset: "torch.utils.data.Dataset[object]", source: str) -> Images:
-    pixels, labels = dataset.data, dataset.targets  # type: ignore[attr-defined]
-    return Images(pixels, labels, source)
-
-
-def _fake_images(datasets: object) -> Images:
-    from torchvision.transforms.functional import pil_to_tensor
-
-    fake = datasets.FakeData(MADE_UP_IMAGES, (1, SIDE, SIDE), CLASSES)  # type: ignore[attr-defined]
-    pixels = torch.stack([pil_to_tensor(image)[0] for image, _ in fake])
-    labels = torch.tensor([int(label) for _, label in fake])
-    return Images(pixels, labels, "torchvision's FakeData (no FashionMNIST on disk, none to download)")
 
 
 def _random_images(why: str) -> Images:
@@ -98,7 +102,7 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:
-        images = fashion_mnist(arguments.data, arguments.out)
+        images = fashion_mnist(arguments.data)
     except DatasetUnusable as exc:
         print(exc)
         return 1

@@ -170,7 +170,8 @@ class VerifiedShard(ABC):
         problem = None
         for _ in range(2):
             span = self._reuse(end - start)
-            self._fill(span, start)
+            if span:
+                self._fill(span, start)
             problem = _first_bad_block(span, table, first)
             if problem is None:
                 return span[offset - start : offset - start + length]

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -88,6 +89,15 @@ def test_what_an_older_torch_says_of_a_tensor_is_read_here(monkeypatch: pytest.M
     found = entry_of(decode_metadata(raw, "here")).properties
     assert found == TensorProperties(dtype=torch.float32)
     assert getattr(found, "strides", None) is None
+
+
+def test_what_torch_2_6_says_of_the_storage_is_read_here() -> None:
+    """It has no `modules`: without them the checkpoint is as good."""
+    metadata = described(torch.ones(3, 2))
+    metadata.storage_meta = StorageMeta("step-1", "save")
+    vars(metadata.storage_meta).pop("modules", None)
+    found = decode_metadata(pickle.dumps(metadata), "here").storage_meta
+    assert found == StorageMeta("step-1", "save")
 
 
 def test_fields_of_the_whole_that_this_torch_lacks_are_left_out() -> None:

@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +16,16 @@ import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from tests.agent.agents import stop_agent
-from tests.docs.test_docs import DOCUMENTS, text_of
+from tests.docs.test_docs import DOCUMENTS, ROOT, text_of
 
-RUN_HERE = {"README.md", "docs/getting-started.md", "docs/object-store.md", "docs/conversions.md", "docs/runbook.md"}
+RUN_HERE = {
+    "README.md",
+    "docs/conversions.md",
+    "docs/getting-started.md",
+    "docs/object-store.md",
+    "docs/own-tier.md",
+    "docs/runbook.md",
+}
 HELD_ELSEWHERE = {  # document -> the test that runs its commands
     "examples/README.md": "tests/multiprocess/test_examples.py",
     "benchmarks/README.md": "tests/benchmarks",
@@ -126,6 +136,30 @@ def test_the_conversions_from_python_run(tmp_path: Path) -> None:
     """The example exports, imports and loads on one process."""
     run("docs/conversions.md", tmp_path)
     assert {"model.pth", "weights.pth"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_tier_of_ones_own_keeps_the_contract(tmp_path: Path) -> None:
+    """The client on the page, of sixty lines or so, passes the suite as a user runs it, and a worse one does not."""
+    (code,) = runnable_code("docs/own-tier.md")
+    assert code.partition("class SqliteClient")[2].partition("class Rows")[0].count("\n") <= 70
+    assert "passed" in run_pytest(tmp_path, code, ends_with=0)
+    worse = code.replace('if "".join(', 'if False and "".join(')
+    assert worse != code
+    said = run_pytest(tmp_path, worse, ends_with=1)
+    assert "1 failed" in said
+    assert "test_a_mark_is_put_only_over_what_was_seen" in said
+
+
+def run_pytest(folder: Path, code: str, *, ends_with: int) -> str:
+    """Runs a file of tests in a pytest of its own, without the settings of this one; returns what it said."""
+    (folder / "test_tier.py").write_text(code)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), "test_tier.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == ends_with, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize(("damage", "said"), [(False, "intact"), (True, "MISSING OR DAMAGED")])

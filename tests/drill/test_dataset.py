@@ -2,22 +2,29 @@
 
 import gzip
 import struct
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from replicated_ckpt.drill.dataset import FILES, fashion_mnist
+from replicated_ckpt.drill.dataset import IMAGES_FILE, LABELS_FILE, fashion_mnist
 from replicated_ckpt.drill.errors import DatasetUnusable
 
-pytest.importorskip("torchvision", reason="torchvision is not installed beside this torch", exc_type=ImportError)
 IMAGES = 3
+
+
+@pytest.fixture(autouse=True)
+def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's torch is one for which no torchvision is installed."""
+    monkeypatch.setitem(sys.modules, "torchvision", None)
 
 
 def idx_files(folder: Path, *, packed: bool) -> Path:
     """FashionMNIST in small: image i is all i, label i is i."""
     folder.mkdir(parents=True)
-    for name in FILES:
+    for name in (IMAGES_FILE, LABELS_FILE):
         body = struct.pack(">II", 0x801, IMAGES) + bytes(range(IMAGES))
         if "images" in name:
             pixels = b"".join(bytes([number]) * 28 * 28 for number in range(IMAGES))
@@ -32,9 +39,9 @@ def idx_files(folder: Path, *, packed: bool) -> Path:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("below", ["", "FashionMNIST/raw"])
 def test_given_files_are_used(tmp_path: Path, *, packed: bool, below: str) -> None:
-    """--data takes torchvision's layout and a plain folder, gzipped or not."""
+    """--data takes torchvision's layout and a plain folder, gzipped or not, and needs no torchvision."""
     idx_files(tmp_path / "data" / below, packed=packed)
-    images = fashion_mnist(tmp_path / "data", tmp_path / "scratch")
+    images = fashion_mnist(tmp_path / "data")
     assert images.labels.tolist() == [0, 1, 2]
     assert torch.equal(images.pixels[2], torch.full((28, 28), 2, dtype=torch.uint8))
     assert str(tmp_path / "data") in images.source
@@ -43,21 +50,51 @@ def test_given_files_are_used(tmp_path: Path, *, packed: bool, below: str) -> No
 def test_a_folder_without_the_files_is_an_error(tmp_path: Path) -> None:
     """What was asked for is never replaced in silence."""
     with pytest.raises(DatasetUnusable, match="no FashionMNIST"):
-        fashion_mnist(tmp_path, tmp_path / "scratch")
+        fashion_mnist(tmp_path)
 
 
-def test_without_any_source_the_data_is_made_up_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No files, no network: FakeData, in one line."""
-    from torchvision import datasets
+@pytest.mark.parametrize(
+    ("packed", "keep"),
+    [(True, 0), (True, 7), (True, -1), (False, 0), (False, 7), (False, 4 * 4 + 28 * 28), (False, -1)],
+)
+def test_a_file_that_is_not_whole_is_an_error(tmp_path: Path, *, packed: bool, keep: int) -> None:
+    """Nothing is trained on a torn download, and no traceback is shown."""
+    file = idx_files(tmp_path / "data", packed=packed) / f"{IMAGES_FILE}{'.gz' if packed else ''}"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(DatasetUnusable, match=IMAGES_FILE):
+        fashion_mnist(tmp_path / "data")
 
-    def no_network(*_args: object, **_keywords: object) -> None:
-        raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
 
-    monkeypatch.setattr(datasets.FashionMNIST, "download", no_network)
-    images = fashion_mnist(None, tmp_path, debian_dir=tmp_path / "nothing")
+def test_images_without_as_many_labels_are_an_error(tmp_path: Path) -> None:
+    """Two files that do not belong together are not used."""
+    data = idx_files(tmp_path / "data", packed=False)
+    (data / LABELS_FILE).write_bytes(struct.pack(">II", 0x801, 2) + bytes(2))
+    with pytest.raises(DatasetUnusable, match="3 images and 2 labels"):
+        fashion_mnist(data)
+
+
+def test_without_any_source_the_data_is_made_up_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No files, no torchvision: seeded random images, in one line."""
+    images = fashion_mnist(None, debian_dir=tmp_path / "nothing")
     assert images.pixels.shape[1:] == (28, 28)
     assert len(images.labels) == len(images.pixels)
-    assert "FakeData" in images.source
+    assert "random images" in images.source
     assert "cannot be downloaded" in capsys.readouterr().err
+
+
+def test_torchvision_downloads_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a torchvision that fits, its download is what is read; one that fails leads to random images."""
+    monkeypatch.delitem(sys.modules, "torchvision")
+    datasets = pytest.importorskip("torchvision.datasets", exc_type=ImportError)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def download(dataset: Any) -> None:
+        folder = idx_files(Path(dataset.raw_folder), packed=False)
+        for name in ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+            (folder / name).touch()  # torchvision wants them, too
+
+    monkeypatch.setattr(datasets.FashionMNIST, "download", download)
+    monkeypatch.setattr(datasets.FashionMNIST, "_load_data", lambda _: (torch.zeros(1), torch.zeros(1)))
+    images = fashion_mnist(None, debian_dir=tmp_path / "nothing")
+    assert images.labels.tolist() == [0, 1, 2]
+    assert images.source == "FashionMNIST, downloaded"

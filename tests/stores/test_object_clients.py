@@ -1,4 +1,4 @@
-"""The contract of ObjectClient, kept by every client there is; and what only a bucket of checkpoints can promise."""
+"""What a bucket of checkpoints promises, over every client there is; their own contract is in test_contracts.py."""
 
 import os
 import time
@@ -15,8 +15,6 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
 from replicated_ckpt.errors import (
     ConfigInvalid,
-    ObjectCorrupt,
-    ObjectMissing,
     SaveAborted,
     StoreDenied,
     StoreError,
@@ -80,29 +78,6 @@ def brought(bucket: Bucket, saved: tuple[LocalStore, Manifest], tmp_path: Path, 
             bucket.put_shard(manifest, name, source, free)
 
 
-def test_what_is_put_can_be_read(client: ObjectClient) -> None:
-    """Whole, by ranges, listed level by level, replaced and deleted; and what is not there is said to be missing."""
-    client.put("a/b/one", b"0123456789")
-    client.put("a/two", b"xyz")
-    client.put("a/two", b"abcd")
-    piece = bytearray(4)
-    client.read("a/b/one", 3, memoryview(piece))
-    assert piece == b"3456"
-    assert client.size_bytes("a/two") == 4
-    listing = client.listed("a/")
-    assert (listing.sizes, listing.directories) == ({"two": 4}, ("b",))
-    assert client.listed("").directories == ("a",)
-    assert client.listed("nothing/").sizes == {}
-    with pytest.raises(ObjectMissing):
-        client.read("a/none", 0, memoryview(piece))
-    with pytest.raises((ObjectCorrupt, ObjectMissing)):
-        client.read("a/two", 2, memoryview(piece))
-    with pytest.raises(ObjectMissing):
-        client.size_bytes("a/none")
-    client.delete(["a/two", "a/none"])
-    assert client.listed("a/").sizes == {}
-
-
 def test_shards_arrive_as_they_were_saved(
     client: ObjectClient, saved: tuple[LocalStore, Manifest], tmp_path: Path
 ) -> None:
@@ -156,20 +131,6 @@ def test_a_save_never_mixes_with_the_one_it_replaces(client: ObjectClient, tmp_p
     assert set(client.listed("step-1/").sizes) == {".metadata"}
     with pytest.raises(SaveAborted):
         bucket.commit(manifests[0], manifests[0].encoded(), METADATA)
-
-
-def test_a_flipped_byte_on_the_disk_is_not_uploaded(
-    client: ObjectClient, saved: tuple[LocalStore, Manifest], tmp_path: Path
-) -> None:
-    """It is found before it leaves, and no object is made of it."""
-    store, manifest = saved
-    path = store.root / "step-1" / shard(0)
-    raw = bytearray(path.read_bytes())
-    raw[100_000] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(ObjectCorrupt):
-        brought(Bucket(client), saved, tmp_path, shard(0))
-    assert Bucket(client).arrived(manifest) == set()
 
 
 @pytest.fixture
@@ -259,18 +220,6 @@ def test_a_mark_is_believed_only_whole() -> None:
     assert decode_mark(os.urandom(MARK_BYTES)) is None
     for created in (-1e300, -1.0, float("nan"), float("inf")):  # no time that could be shown or compared
         assert decode_mark(replace(mark, created_unix_s=created).encoded()) is None
-
-
-def test_a_mark_is_put_only_over_what_was_seen(moto: Server) -> None:
-    """Where the store can: two who have seen the same cannot both write, and what is there is not taken for nothing."""
-    client = S3Client(s3_target(moto))
-    assert client.version("a") == ""
-    assert client.put_over("a", b"one", "")
-    assert not client.put_over("a", b"two", "")
-    seen = client.version("a")
-    assert client.put_over("a", b"three", seen)
-    assert not client.put_over("a", b"four", seen)
-    assert Bucket(client).small("a", 5) == b"three"
 
 
 def test_a_read_outlives_a_moment_of_bad_weather(moto: Server) -> None:

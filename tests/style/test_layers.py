@@ -117,6 +117,12 @@ def test_arrows_between_rooms_go_one_way(source: Source) -> None:
     assert list(forbidden_arrows(source)) == []
 
 
+def test_only_the_contracts_need_pytest() -> None:
+    """A user of the package has none; who writes a tier has."""
+    rooms = {s.room for s in package_sources() for _, name in imported_names(s) if name.partition(".")[0] == "pytest"}
+    assert rooms == {"testing"}
+
+
 @pytest.mark.parametrize("source", [s for s in package_sources() if s.room == "core"], ids=lambda source: source.path)
 def test_core_is_pure(source: Source) -> None:
     """Nothing in core can touch a disk, a network, a clock, a thread, chance or torch."""
@@ -141,6 +147,8 @@ def test_torch_free_rooms_import_without_torch() -> None:
         ("replicated_ckpt/agent/http/server.py", "from replicated_ckpt import ReplicatedWriter"),
         ("replicated_ckpt/errors.py", "import replicated_ckpt.config"),
         ("replicated_ckpt/dcp/save/writer.py", "from replicated_ckpt.cli import main"),
+        ("replicated_ckpt/stores/tee.py", "from replicated_ckpt.testing import MemorySink"),
+        ("replicated_ckpt/testing/memory.py", "from replicated_ckpt.agent.saves.service import NodeService"),
         ("replicated_ckpt/attic/old.py", ""),
     ],
 )

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import MISSING
 from dataclasses import fields as fields_of
 from pathlib import PosixPath, PurePosixPath
 from typing import Any, TypeVar
@@ -82,13 +83,15 @@ def build_metadata(tree: Any, size_bytes: int, registered: Mapping[Key, type]) -
     return _Builder(size_bytes, registered).metadata(tree)
 
 
-def _check_whole(found: Any) -> None:
-    """Each field of an instance of DCP's is there: what shows or writes it relies on that."""
-    missing = (
-        [one.name for one in fields_of(found) if not hasattr(found, one.name)] if type(found) is StorageMeta else []
-    )
-    if missing:
-        raise PickleUnsafe(f"has a StorageMeta without {missing[0]!r}")
+def _complete(found: Any) -> None:
+    """Each field of an instance of DCP's is there, as what shows or writes it relies on that: an older torch had fewer."""
+    if type(found) is not StorageMeta:
+        return
+    for one in fields_of(found):
+        if not hasattr(found, one.name):
+            if one.default_factory is MISSING:
+                raise PickleUnsafe(f"has a StorageMeta without {one.name!r}")
+            setattr(found, one.name, one.default_factory())
 
 
 class _Builder(Values):
@@ -156,7 +159,7 @@ class _Builder(Values):
         for name, node in fields.items():
             with suppress(UnknownName) if name not in _METADATA_FIELDS else nullcontext():
                 attributes[name] = self._anything(node)
-        _check_whole(attributes.get("storage_meta"))
+        _complete(attributes.get("storage_meta"))
         self._check_positions(attributes.get("planner_data"))
         attributes["state_dict_metadata"] = {name: self._entry(name, node) for name, node in _pairs(described)}
         attributes["storage_data"] = {self._index(key): self._info(info) for key, info in _pairs(places)}

@@ -19,7 +19,7 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
 
     Nothing is announced where DCP has kept back a plan because it is the one of the save before (`enable_plan_caching`).
     """
-    if not all(plan.usable for plan in plans):
+    if not all(getattr(plan, "usable", True) for plan in plans):  # torch 2.6 keeps none back, and has no such field
         return NOTHING_ANNOUNCED
     sizes = [_shard_bytes_max(plan) for plan in plans]
     return Announced(max(sizes, default=0), sum(sizes))

@@ -240,7 +240,7 @@ class S3Client:
             return StoreDenied(store, op, key, detail, _DENIED_HINT)
         if code in _BUSY or status in (408, 429) or status >= 500:
             return StoreUnavailable(store, op, key, detail, _AWAY_HINT)
-        if code in ("BadDigest", "XAmzContentChecksumMismatch"):
+        if code in ("BadDigest", "XAmzContentChecksumMismatch", "InvalidRange"):  # the last: it ends before the range
             return ObjectCorrupt(store, op, key, detail)
         return StoreError(store, op, key, detail)
 

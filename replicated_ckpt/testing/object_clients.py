@@ -1,0 +1,218 @@
+"""The contract of an ObjectClient, what the object tier needs of a bucket: inherit, and give it a client."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreUnavailable
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.client import PART_BYTES, ObjectClient
+from replicated_ckpt.testing.saved_checkpoints import METADATA, save_to_bucket
+from replicated_ckpt.testing.shard_files import add_footer, expect, flip_bit, make_data, open_source
+
+KEY = "step-1/__0_0.distcp"
+ODD_KEYS = ("a b/c d", "ü/ß", "a+b/c%20d", "a#b/c#d", "it's/(one)")
+THREADS = 8
+
+
+class RawObjects(Protocol):
+    """The bucket under the client's prefix, past the client: so that `put` and `read` are each held against the truth."""
+
+    def __getitem__(self, key: str) -> bytes:
+        """Raises KeyError where there is no such object."""
+
+    def __setitem__(self, key: str, data: bytes) -> None: ...
+
+
+class ObjectClientContract:
+    """Inherit, and override the fixtures `client`, an empty bucket, and `raw`, the same bucket past the client.
+
+    `has_conditions`: `put_over` writes only over the version that was seen. Without, it always writes, and of two agents
+    that commit at once the later one wins, which the mark that it reads back tells it.
+    `is_paced`: `put_shard` asks before it sends; without, a node's limit of its upload rate does not hold.
+    `listed_objects`: so many are listed at once; stores that answer in pages mostly have pages of 1,000.
+    """
+
+    has_conditions = True
+    is_paced = True
+    listed_objects = 1100
+
+    @pytest.fixture
+    def client(self) -> ObjectClient:
+        """A client of a bucket in which nothing lies."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def raw(self, client: ObjectClient) -> RawObjects:
+        """The objects that the client's calls are about."""
+        raise NotImplementedError
+
+    def test_what_is_put_lies_there(self, client: ObjectClient, raw: RawObjects) -> None:
+        """Every byte, also of an empty object, and a shorter one leaves nothing of a longer one before it."""
+        for data in (b"0123456789", b"abc", b""):
+            client.put("a/b/one", data)
+            assert raw["a/b/one"] == data
+
+    def test_what_lies_there_is_read(self, client: ObjectClient, raw: RawObjects) -> None:
+        """By any range, and nothing beyond the memory that was given is touched."""
+        raw["a/one"] = b"0123456789"
+        for offset, length in ((0, 10), (3, 4), (9, 1), (4, 0)):
+            memory = bytearray(b"_" * (length + 2))
+            client.read("a/one", offset, memoryview(memory)[1 : length + 1])
+            assert memory == b"_" + b"0123456789"[offset : offset + length] + b"_"
+        assert client.size_bytes("a/one") == 10
+
+    @pytest.mark.parametrize(("offset", "length"), [(8, 4), (10, 1), (100, 1)])
+    def test_a_range_past_the_end_is_never_filled_up(
+        self, client: ObjectClient, raw: RawObjects, offset: int, length: int
+    ) -> None:
+        """A short object is an error, not a short read."""
+        raw["a/one"] = b"0123456789"
+        with pytest.raises((ObjectCorrupt, ObjectMissing)):
+            client.read("a/one", offset, memoryview(bytearray(length)))
+
+    def test_what_is_not_there_is_missing(self, client: ObjectClient) -> None:
+        """The one error that lets a load go on elsewhere at once; it names the bucket and the key."""
+        with pytest.raises(ObjectMissing, match="a/none"):
+            client.read("a/none", 0, memoryview(bytearray(1)))
+        with pytest.raises(ObjectMissing) as raised:
+            client.size_bytes("a/none")
+        assert raised.value.store == client.target.url
+
+    def test_a_listing_is_of_one_level(self, client: ObjectClient, raw: RawObjects) -> None:
+        """Sizes of the objects there, names of the directories below; nothing of a name that only begins alike."""
+        for key, data in {"a/two": b"xyz", "a/b/one": b"0", "a/b/c/d": b"", "ab": b"1", "a-b/x": b""}.items():
+            raw[key] = data
+        listing = client.listed("a/")
+        assert (dict(listing.sizes), set(listing.directories)) == ({"two": 3}, {"b"})
+        top = client.listed("")
+        assert (dict(top.sizes), set(top.directories)) == ({"ab": 1}, {"a", "a-b"})
+
+    def test_a_directory_without_objects_is_empty(self, client: ObjectClient) -> None:
+        """No error: it is how a bucket is asked whether a name is free."""
+        listing = client.listed("nothing/")
+        assert (dict(listing.sizes), set(listing.directories)) == ({}, set())
+
+    def test_a_long_listing_is_whole(self, client: ObjectClient, raw: RawObjects) -> None:
+        """Also where the store answers in pages."""
+        names = {f"__{number}_0.distcp" for number in range(self.listed_objects)}
+        for name in names:
+            raw[f"step-1/{name}"] = b"x"
+        assert set(client.listed("step-1/").sizes) == names
+
+    @pytest.mark.parametrize("key", ODD_KEYS)
+    def test_odd_names_are_names_like_others(self, client: ObjectClient, raw: RawObjects, key: str) -> None:
+        """What is put under a name is there under this name, is listed so, read, and deleted."""
+        directory, _, name = key.partition("/")
+        client.put(key, b"data")
+        assert raw[key] == b"data"
+        assert client.listed("").directories == (directory,)
+        assert dict(client.listed(f"{directory}/").sizes) == {name: 4}
+        memory = bytearray(4)
+        client.read(key, 0, memoryview(memory))
+        assert memory == b"data"
+        client.delete([key])
+        with pytest.raises(KeyError):
+            raw[key]
+
+    def test_what_is_deleted_is_gone_and_nothing_else(self, client: ObjectClient, raw: RawObjects) -> None:
+        """Of several keys at once; one that is not there is no error, and hinders no other."""
+        for key in ("a/one", "a/one-more", "a/two"):
+            raw[key] = b"x"
+        client.delete(["a/one", "a/none", "a/two"])
+        assert set(client.listed("a/").sizes) == {"one-more"}
+        client.delete([])
+
+    def test_a_mark_is_put_only_over_what_was_seen(self, client: ObjectClient, raw: RawObjects) -> None:
+        """Two agents that have seen the same cannot both write; without conditions, each of them does."""
+        assert client.version("a") == ""
+        assert client.put_over("a", b"one", "")
+        assert client.put_over("a", b"two", "") is not self.has_conditions
+        seen = client.version("a")
+        assert seen or not self.has_conditions
+        assert client.put_over("a", b"three", seen)
+        assert client.put_over("a", b"four", seen) is not self.has_conditions
+        assert raw["a"] == (b"three" if self.has_conditions else b"four")
+
+    @pytest.mark.parametrize("size_bytes", [0, 700_000, PART_BYTES * 2 + 12345])
+    def test_a_shard_arrives_whole(
+        self, client: ObjectClient, raw: RawObjects, tmp_path: Path, size_bytes: int
+    ) -> None:
+        """In one part or several, over whatever lay there; and the pace was asked for every byte."""
+        raw[KEY] = b"of an earlier save"
+        whole, _ = add_footer(make_data(size_bytes))
+        asked: list[int] = []
+        with open_source(tmp_path, whole) as source:
+            client.put_shard(KEY, source, asked.append)
+        assert raw[KEY] == whole
+        assert not self.is_paced or sum(asked) >= len(whole)
+
+    @pytest.mark.parametrize("position", [100, -3])
+    def test_a_flipped_bit_on_the_disk_is_not_uploaded(
+        self, client: ObjectClient, tmp_path: Path, position: int
+    ) -> None:
+        """It is found before it leaves, in data and footer, and no object is made of it."""
+        whole, _ = add_footer(make_data())
+        with pytest.raises(ObjectCorrupt), open_source(tmp_path, flip_bit(whole, position), expect(whole)) as source:
+            client.put_shard(KEY, source, allow)
+        assert dict(client.listed("step-1/").sizes) == {}
+
+    def test_an_upload_that_is_broken_off_is_no_object(self, client: ObjectClient, tmp_path: Path) -> None:
+        """The pace raises when the agent ends; then nothing is there that could be taken for the shard."""
+
+        def stop(size_bytes: int) -> None:
+            raise StoreUnavailable("the pace", "wait", KEY, f"{size_bytes} bytes: the agent ends")
+
+        if not self.is_paced:
+            pytest.skip("it does not ask for a pace")
+        whole, _ = add_footer(make_data(PART_BYTES * 2))
+        with open_source(tmp_path, whole) as source:
+            with pytest.raises(StoreUnavailable, match="the agent ends"):
+                client.put_shard(KEY, source, stop)
+            assert dict(client.listed("step-1/").sizes) == {}
+            client.put_shard(KEY, source, allow)  # what it left behind hinders no later try
+        assert client.size_bytes(KEY) == len(whole)
+
+    def test_ending_what_is_unfinished_leaves_what_is_finished(self, client: ObjectClient, raw: RawObjects) -> None:
+        """It is about uploads that never became objects."""
+        raw[KEY] = b"data"
+        assert client.end_unfinished("step-1/", 0) == 0
+        assert raw[KEY] == b"data"
+
+    def test_threads_share_a_client(self, client: ObjectClient, raw: RawObjects) -> None:
+        """Each gets what it asked for, however many ask at once."""
+
+        def put_and_read(number: int) -> None:
+            data = make_data(20_000, seed=number)
+            client.put(f"a/{number}", data)
+            memory = bytearray(len(data))
+            client.read(f"a/{number}", 0, memoryview(memory))
+            assert memory == data
+            client.listed("a/")
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(put_and_read, range(4 * THREADS)))
+        assert raw["a/0"] == make_data(20_000, seed=0)
+
+    def test_a_checkpoint_is_committed_found_and_removed(self, client: ObjectClient, tmp_path: Path) -> None:
+        """What the agents do with a bucket: shards, manifest, mark; and the mark goes first when it is removed."""
+        bucket = Bucket(client)
+        assert bucket.is_empty("step-1")
+        manifest = save_to_bucket(bucket, tmp_path, sequence=1)
+        (found,) = bucket.saves()
+        assert found.save_id == manifest.save_id
+        assert bucket.manifest_raw(found) == manifest.encoded()
+        assert bucket.small("step-1/.metadata", found.metadata_bytes) == METADATA
+        assert all(bucket.is_intact(manifest, name) for name in manifest.shards)
+        newer = save_to_bucket(bucket, tmp_path, sequence=2)
+        (found,) = bucket.saves()
+        assert found.save_id == newer.save_id
+        bucket.remove(found)
+        assert bucket.saves() == ()
+
+
+def allow(size_bytes: int) -> None:
+    """A pace without a limit."""
+    del size_bytes

@@ -1,0 +1,45 @@
+"""Whole shard files, data and footer, to test stores with."""
+
+import os
+import random
+from pathlib import Path
+
+from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES, BlockTable, crc32c, table_of
+from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.verified import Expected
+
+DATA_BYTES = 2 * BLOCK_BYTES + 12345
+"""Three blocks, the last of them short."""
+
+
+def make_data(size_bytes: int = DATA_BYTES, *, seed: int = 1) -> bytes:
+    """The same bytes for the same seed."""
+    return random.Random(seed).randbytes(size_bytes)  # noqa: S311 - reproducible, not secret
+
+
+def add_footer(data: bytes) -> tuple[bytes, BlockTable]:
+    """A shard file of this data, and its block table."""
+    table = table_of([data])
+    return data + table.encoded(), table
+
+
+def expect(raw: bytes) -> Expected:
+    """What a manifest says of a shard file."""
+    return Expected(len(raw), crc32c(raw))
+
+
+def open_source(folder: Path, raw: bytes, expected: Expected | None = None) -> UploadSource:
+    """A shard file on its way to a bucket; `expected` is what was saved, if the file has changed since."""
+    path = folder / "__0_0.distcp"
+    path.write_bytes(raw)
+    resume_path = folder / "__0_0.distcp.resume"
+    return UploadSource(
+        os.open(path, os.O_RDONLY | os.O_CLOEXEC), "node", path.name, expected or expect(raw), resume_path=resume_path
+    )
+
+
+def flip_bit(raw: bytes, position: int) -> bytes:
+    """The same bytes but for one bit; a negative position counts from the end."""
+    changed = bytearray(raw)
+    changed[position] ^= 1
+    return bytes(changed)

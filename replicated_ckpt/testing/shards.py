@@ -1,0 +1,94 @@
+"""The contract of a VerifiedShard, one shard at one source of a load: inherit, and name a source."""
+
+import pytest
+
+from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
+from replicated_ckpt.errors import ObjectCorrupt
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
+from replicated_ckpt.testing.shard_files import DATA_BYTES, add_footer, expect, flip_bit, make_data
+
+RANGES = ((0, DATA_BYTES), (0, 1), (BLOCK_BYTES - 1, 2), (BLOCK_BYTES, BLOCK_BYTES), (DATA_BYTES - 1, 1), (7, 0))
+
+
+class ShardContract:
+    """Inherit, and override `shard_for`."""
+
+    def shard_for(self, raw: bytes, expected: Expected) -> VerifiedShard:
+        """A source that has a file of these bytes, not opened yet. Called several times in one test."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize(("offset", "length"), RANGES)
+    def test_any_range_is_read(self, offset: int, length: int) -> None:
+        """Also across blocks."""
+        data = make_data()
+        raw, table = add_footer(data)
+        shard = self.shard_for(raw, expect(raw)).open()
+        assert shard.table == table
+        assert shard.read(offset, length) == data[offset : offset + length]
+        shard.close()
+
+    @pytest.mark.parametrize(("offset", "length"), [(0, DATA_BYTES + 1), (DATA_BYTES, 1), (-1, 1), (0, -1)])
+    def test_a_range_outside_the_data_is_refused(self, offset: int, length: int) -> None:
+        """The footer is no data, and nothing is made up."""
+        raw, _ = add_footer(make_data())
+        shard = self.shard_for(raw, expect(raw)).open()
+        with pytest.raises(ObjectCorrupt):
+            shard.read(offset, length)
+        shard.close()
+
+    def test_a_flipped_bit_costs_one_block(self) -> None:
+        """Its block is refused, and the others are still read."""
+        data = make_data()
+        raw, _ = add_footer(data)
+        shard = self.shard_for(flip_bit(raw, BLOCK_BYTES + 5), expect(raw)).open()
+        with pytest.raises(ObjectCorrupt):
+            shard.read(BLOCK_BYTES, 1)
+        with pytest.raises(ObjectCorrupt):
+            shard.read(0, DATA_BYTES)
+        assert shard.read(0, BLOCK_BYTES) == data[:BLOCK_BYTES]
+        assert shard.read(2 * BLOCK_BYTES, 100) == data[2 * BLOCK_BYTES :][:100]
+        shard.close()
+
+    @pytest.mark.parametrize("position", [-1, -10, -20, -30])
+    def test_a_damaged_footer_is_refused_and_can_be_done_without(self, position: int) -> None:
+        """With the table of another source, or one made anew from the data, the shard is read all the same."""
+        data = make_data()
+        raw, table = add_footer(data)
+        bad, wanted = flip_bit(raw, position), expect(raw)
+        with pytest.raises(ObjectCorrupt):
+            self.shard_for(bad, wanted).open()
+        lent = Expected(wanted.size_bytes, wanted.crc32c, table=table)
+        rebuilt = Expected(wanted.size_bytes, wanted.crc32c, is_footless=True)
+        for expected in (lent, rebuilt):
+            shard = self.shard_for(bad, expected).open()
+            assert shard.read(0, DATA_BYTES) == data
+            shard.close()
+
+    def test_damage_in_footer_and_data_is_not_rebuilt(self) -> None:
+        """A table is made anew only of data that is what was saved."""
+        raw, _ = add_footer(make_data())
+        wanted = expect(raw)
+        with pytest.raises(ObjectCorrupt):
+            footless = Expected(wanted.size_bytes, wanted.crc32c, is_footless=True)
+            self.shard_for(flip_bit(flip_bit(raw, 5), -1), footless).open()
+
+    @pytest.mark.parametrize("missing_bytes", [1, BLOCK_BYTES, DATA_BYTES])
+    def test_a_file_that_was_cut_short_is_refused(self, missing_bytes: int) -> None:
+        """As a full disk or a lost machine leaves it."""
+        raw, _ = add_footer(make_data())
+        with pytest.raises(ObjectCorrupt):
+            self.shard_for(raw[:-missing_bytes], expect(raw)).open()
+
+    def test_another_saves_file_is_refused(self) -> None:
+        """Whole and intact in itself, and of the same size: it is not what the manifest names."""
+        raw, _ = add_footer(make_data(seed=1))
+        other, _ = add_footer(make_data(seed=2))
+        with pytest.raises(ObjectCorrupt):
+            self.shard_for(other, expect(raw)).open()
+
+    def test_a_shard_without_data_is_opened(self) -> None:
+        """A rank without tensors has one."""
+        raw, _ = add_footer(b"")
+        shard = self.shard_for(raw, expect(raw)).open()
+        assert bytes(shard.read(0, 0)) == b""
+        shard.close()

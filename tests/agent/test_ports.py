@@ -1,0 +1,81 @@
+"""Which port an agent takes: one of those that it was told of, and of those the one that its peers know."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.config import PORT_ENV, AgentConfig, parse_ports
+from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import running_agent, stop_agent
+
+
+@pytest.fixture
+def free_ports() -> Iterator[int]:
+    """The first of three ports in a row that are free now."""
+    for first in range(29600, 32000, 3):
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + 3):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+        yield first
+        return
+
+
+def test_an_agent_takes_the_first_free_port_of_its_range(tmp_path: Path, free_ports: int) -> None:
+    """Two agents on one node share a range, and a firewall needs to know no more than that."""
+    ports = f"{free_ports}-{free_ports + 2}"
+    with (
+        running_agent(tmp_path / "a", "--port", ports) as first,
+        running_agent(tmp_path / "b", "--port", ports) as second,
+    ):
+        assert (first.endpoint.port, second.endpoint.port) == (free_ports, free_ports + 1)
+
+
+def test_an_agent_comes_back_on_the_port_that_it_had(tmp_path: Path, free_ports: int) -> None:
+    """Its peers have it in their address books; it leaves it only where its range no longer has it."""
+    with running_agent(tmp_path, "--port", str(free_ports + 1)):
+        pass
+    with running_agent(tmp_path, "--port", f"{free_ports}-{free_ports + 2}") as again:
+        assert again.endpoint.port == free_ports + 1
+    with running_agent(tmp_path, "--port", str(free_ports)) as moved:
+        assert moved.endpoint.port == free_ports
+
+
+def test_an_agent_that_ranks_start_takes_a_port_of_the_environments(
+    tmp_path: Path, free_ports: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank has no option for it."""
+    monkeypatch.setenv(PORT_ENV, f"{free_ports}-{free_ports + 2}")
+    try:
+        assert ensure_agent(LocalStore(tmp_path), "127.0.0.1").port == free_ports
+    finally:
+        stop_agent(tmp_path)
+
+
+def test_no_free_port_says_what_to_do(tmp_path: Path, free_ports: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never one outside the range, where a firewall would drop what the peers send."""
+    monkeypatch.setenv(PORT_ENV, str(free_ports))
+    with socket.create_server(("127.0.0.1", free_ports)), pytest.raises(AgentUnavailable, match=f"port {free_ports}"):
+        ensure_agent(LocalStore(tmp_path), "127.0.0.1")
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "65536", "2-1", "1-65536", "29600-", "0-5", "29600,29601", "²"])
+def test_what_is_no_port_is_refused(text: str) -> None:
+    """With the text that was given."""
+    with pytest.raises(ConfigInvalid, match="29600-29631"):
+        AgentConfig("/x", port=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "ports"), [("", range(0)), ("0", range(0)), ("7", range(7, 8)), ("7-9", range(7, 10))]
+)
+def test_a_port_or_a_range_is_read(text: str, ports: range) -> None:
+    """0 is any port, as everywhere."""
+    assert parse_ports(text) == ports

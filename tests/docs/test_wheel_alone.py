@@ -1,0 +1,94 @@
+"""The package with what it declares, the rest of this environment hidden. `make dist` does the same with the wheel."""
+
+import tomllib
+import venv
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tools.wheel_alone import AloneError, check_bucket, check_main_job
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NAME = PROJECT["name"]
+
+
+def needs_of(name: str, extra: str) -> list[Requirement]:
+    """What a package declares; our own is as pyproject.toml says now, not as it was when it was installed."""
+    if canonicalize_name(name) == NAME:
+        texts = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"].get(extra, [])]
+    else:
+        try:
+            texts = list(distribution(name).requires or [])
+        except PackageNotFoundError:
+            return []  # what nothing here needs, or a test below misses
+    needs = [Requirement(text) for text in texts]
+    return [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+
+
+def declared(name: str, extras: set[str]) -> set[str]:
+    """The names of a package and of all that it needs with these extras."""
+    seen: set[tuple[str, str]] = set()
+    wanted = [(canonicalize_name(name), extra) for extra in ("", *extras)]
+    while wanted:
+        one = wanted.pop()
+        if one not in seen:
+            seen.add(one)
+            wanted += [(canonicalize_name(need.name), extra) for need in needs_of(*one) for extra in ("", *need.extras)]
+    return {found for found, _ in seen}
+
+
+def top_level_of(name: str) -> Iterator[Path]:
+    """The files and folders that a package has in site-packages."""
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        return
+    for first in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
+        yield Path(str(found.locate_file(first)))
+
+
+def environment_with(where: Path, names: set[str]) -> Path:
+    """The interpreter of an environment that has these packages of this one, and this package's files."""
+    venv.EnvBuilder(with_pip=False, symlinks=True).create(where)
+    (site,) = where.glob("lib/python*/site-packages")
+    for name in names - {NAME}:
+        for path in top_level_of(name):
+            if not (site / path.name).exists():
+                (site / path.name).symlink_to(path)
+    (site / "replicated_ckpt").symlink_to(ROOT / "replicated_ckpt")
+    return where / "bin" / "python"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+def test_the_main_job_needs_what_is_declared(tmp_path: Path) -> None:
+    """Ten lines, two ranks that save and load, and the command line: no package is missing from `dependencies`."""
+    check_main_job(environment_with(tmp_path / "alone", declared(NAME, set())))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+def test_a_bucket_needs_what_the_extra_declares(tmp_path: Path) -> None:
+    """`[s3]` saves to S3 and loads from there; `[drill]` has the server for it."""
+    alone = environment_with(tmp_path / "s3", declared(NAME, {"s3"}))
+    check_bucket(alone, server=environment_with(tmp_path / "drill", declared(NAME, {"drill"})))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+def test_a_package_that_is_not_declared_is_missed(tmp_path: Path) -> None:
+    """The tests above can fail: without numpy, the save of two ranks does."""
+    with pytest.raises(AloneError, match=r"Numpy is not available|No module named 'numpy'"):
+        check_main_job(environment_with(tmp_path / "alone", declared(NAME, set()) - {"numpy"}))
+
+
+@pytest.mark.parametrize("extra", ["s3", "drill", "test", "dev", "referee"])
+def test_no_extra_can_replace_the_users_torch(extra: str) -> None:
+    """Nothing that an extra adds names torch: torchvision, for one, wants exactly the torch that it was built for."""
+    added = declared(NAME, {extra}) - declared(NAME, set())
+    assert [name for name in added if any(need.name == "torch" for need in needs_of(name, ""))] == []

@@ -1,0 +1,196 @@
+"""The wheel with what it declares and nothing else: README's ten lines, two ranks that save and load, the command line.
+
+    make dist [TORCH=2.13.0]                                      builds the wheel, then runs this
+    python tools/wheel_alone.py dist/NAME.whl [--torch VERSION] [--extras s3,drill,test]
+
+The wheel is installed into an empty environment. Each extra gets one that sees the first and holds what the extra adds:
+there the same must work, what the extra is for must work, and torch must be the one that was there.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+HERE = Path(__file__).resolve().parents[1]
+# Not here: `frameworks` and `bench-peers`, of which the former is judged by `make frameworks` and the latter is installed
+# without what it declares; `docs`, which needs neither this package nor torch.
+EXTRAS = ("drill", "s3", "test", "dev", "referee")
+RUN_TIMEOUT_S = 600
+INSTALL_TIMEOUT_S = 3600
+SITE_CODE = "import site; print(site.getsitepackages()[0])"
+TORCH_CODE = "import torch; print(torch.__version__, torch.__file__)"
+CLI_CODE = "import sys; from replicated_ckpt.cli.main import main; sys.exit(main())"
+BUCKET_CODE = """
+import os, sys, torch, torch.distributed.checkpoint as dcp
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+where = {"object_store": "s3://bucket/run", "storage_options": {"client_kwargs": {"endpoint_url": sys.argv[2]},
+                                                                "key": "alone", "secret": "alone-secret"}}
+writer = ReplicatedWriter(sys.argv[1], **where)
+dcp.save({"a": torch.arange(9)}, checkpoint_id="step-1", storage_writer=writer, no_dist=True)
+writer.wait()
+state = {"a": torch.zeros(9, dtype=torch.int64)}
+dcp.load(state, checkpoint_id="latest", storage_reader=ReplicatedReader(**where), no_dist=True)
+assert state["a"].tolist() == list(range(9)), state
+"""
+
+
+class AloneError(Exception):
+    """Something does not work with the wheel alone."""
+
+
+def main() -> int:
+    """Installs and checks; 1 if anything does not work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument(
+        "--torch", metavar="VERSION", help="the user's torch, installed first (default: what pip picks)"
+    )
+    parser.add_argument("--extras", default=",".join(EXTRAS), help="default: %(default)s")
+    arguments = parser.parse_args()
+    wheel = arguments.wheel.resolve(strict=True)
+    base = HERE / ".venv-wheel"
+    try:
+        _step("an empty environment", lambda: _install_base(base, wheel, arguments.torch))
+        _step("the wheel alone", lambda: check_main_job(base / "bin" / "python"))
+        for extra in filter(None, arguments.extras.split(",")):
+            python = base.with_name(f"{base.name}-{extra}") / "bin" / "python"
+            _step(f"[{extra}] installed", lambda python=python, extra=extra: _install_extra(python, base, wheel, extra))
+            _step(f"[{extra}] works", lambda python=python, extra=extra: check_extra(python, extra))
+    except AloneError as exc:
+        sys.stdout.write(f"{exc}\n")
+        return 1
+    return 0
+
+
+def _step(title: str, do: Callable[[], None]) -> None:
+    started = time.monotonic()
+    do()
+    sys.stdout.write(f"ok {title}, {time.monotonic() - started:.0f} s\n")
+    sys.stdout.flush()
+
+
+# Environments --------------------------------------------------------------------------------------------------------
+
+
+def _install_base(where: Path, wheel: Path, torch: str | None) -> None:
+    venv.create(where, with_pip=True, clear=True)
+    python = where / "bin" / "python"
+    if torch:
+        _pip(python, f"torch=={torch}")
+    _pip(python, str(wheel))
+
+
+def _install_extra(python: Path, base: Path, wheel: Path, extra: str) -> None:
+    """An environment that sees `base` behind its own packages.
+
+    Raises: AloneError if the extra brings another torch, or pip finds the whole in contradiction.
+    """
+    venv.create(python.parents[1], with_pip=True, clear=True)
+    site, shown = (Path(_run([each, "-c", SITE_CODE]).strip()) for each in (python, base / "bin" / "python"))
+    (site / "base.pth").write_text(f"{shown}\n")
+    before = _run([base / "bin" / "python", "-c", TORCH_CODE])
+    _pip(python, f"{wheel}[{extra}]")
+    _run([python, "-m", "pip", "check"])
+    after = _run([python, "-c", TORCH_CODE])
+    if after != before:
+        raise AloneError(f"[{extra}] replaces the user's torch: {before.strip()}, then {after.strip()}")
+
+
+def _pip(python: Path, what: str) -> None:
+    _run([python, "-m", "pip", "install", "--quiet", what], timeout_s=INSTALL_TIMEOUT_S)
+
+
+# Checks --------------------------------------------------------------------------------------------------------------
+
+
+def check_main_job(python: Path) -> None:
+    """What every user does first, with this interpreter's packages.
+
+    Raises: AloneError with the command and the end of its output.
+    """
+    with tempfile.TemporaryDirectory(prefix="wheel-alone-") as folder:
+        root = Path(folder) / "root"
+        _run([python, HERE / "tools" / "ten_lines.py", HERE / "README.md"], cwd=folder)
+        ranks = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        said = [
+            _run([*ranks, HERE / "examples" / "getting_started.py", action, "--root", root], cwd=folder)
+            for action in ("save", "load")
+        ]
+        saved, loaded = (text.strip().rpartition(": ")[2] for text in said)
+        if not saved or saved != loaded:
+            raise AloneError(f"two ranks saved a state with the sum {saved!r} and loaded {loaded!r}")
+        for verb in ("ls", "verify"):
+            _run([python, "-c", CLI_CODE, verb, "--root", root], cwd=folder)
+        command = python.with_name("replicated-ckpt")
+        if command.exists():
+            _run([command, "--version"], cwd=folder)
+
+
+def check_extra(python: Path, extra: str) -> None:
+    """The main job goes on working, and what the extra is for works.
+
+    Raises: AloneError
+    """
+    check_main_job(python)
+    if extra == "drill":
+        check_drill(python)
+    elif extra == "s3":
+        check_bucket(python, server=python.parents[1].with_name(".venv-wheel-drill") / "bin" / "python")
+    elif extra in IMPORTS:
+        _run([python, "-c", f"import {IMPORTS[extra]}"])
+
+
+IMPORTS: Mapping[str, str] = {
+    "test": "pytest, pytest_timeout, xdist, hypothesis, moto.server, kubernetes_validate, safetensors.torch",
+    "dev": "mypy.api, ruff",
+    "referee": "expecttest",
+}
+
+
+def check_drill(python: Path) -> None:
+    """The drill's scenario with a bucket needs all that the drill can need."""
+    drill = ["drill", "--nodes", "2", "--ranks-per-node", "1", "--scenario", "cluster", "--json"]
+    _run([python, "-c", CLI_CODE, *drill])
+
+
+def check_bucket(python: Path, *, server: Path) -> None:
+    """A save to S3 and a load from there alone; `server` is an interpreter with moto."""
+    command = [str(server), "-m", "replicated_ckpt.drill.moto_server", "bucket"]
+    with (
+        tempfile.TemporaryDirectory(prefix="wheel-alone-") as folder,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        if not urlsplit(url).port:
+            raise AloneError("moto did not start")
+        try:
+            _run([python, "-c", BUCKET_CODE, Path(folder) / "root", url], cwd=folder)
+        finally:
+            process.stdin.close()  # its end
+
+
+def _run(command: Sequence[object], *, cwd: object = None, timeout_s: float = RUN_TIMEOUT_S) -> str:
+    """What a command printed; this process's own packages are kept from it."""
+    words = [str(word) for word in command]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment |= {"OMP_NUM_THREADS": "1", "REPLICATED_CKPT_AGENT_IDLE_S": "2", "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=cwd, env=environment
+    )
+    if done.returncode:
+        said = (done.stdout + done.stderr)[-4000:]
+        raise AloneError(f"{' '.join(words)}\nended with {done.returncode}:\n{said}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
