@@ -68,8 +68,8 @@ class ShardContract:
         """A table is made anew only of data that is what was saved."""
         raw, _ = add_footer(make_data())
         wanted = expect(raw)
+        footless = Expected(wanted.size_bytes, wanted.crc32c, is_footless=True)
         with pytest.raises(ObjectCorrupt):
-            footless = Expected(wanted.size_bytes, wanted.crc32c, is_footless=True)
             self.shard_for(flip_bit(flip_bit(raw, 5), -1), footless).open()
 
     @pytest.mark.parametrize("missing_bytes", [1, BLOCK_BYTES, DATA_BYTES])
