@@ -30,6 +30,8 @@ class RepairRoutes:
         self._service = service
         self._reprotector = reprotector
         self._checks = checks
+        self._inspector: Inspector | None = None
+        self._bytes_to_read = 0
 
     def answer(self, verb: str, request: Request) -> Answer:
         """Answer to `POST /v1/{verb}`.
@@ -108,7 +110,11 @@ class RepairRoutes:
             raise ConfigInvalid(f"{str(checkpoint_id)[:200]!r} is no checkpoint id.")
         inspector = Inspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request):
-            findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id)]
+            self._bytes_to_read, self._inspector = inspector.sum_sizes(checkpoint_id), inspector
+            try:
+                findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id)]
+            finally:
+                self._inspector = None
         for holding in inspector.holdings:
             self._service.damage.note(holding)
         answer = json_answer(
@@ -121,6 +127,13 @@ class RepairRoutes:
             bytes_read=inspector.bytes_read,
         )
         return replace(answer, after=self._reprotector.wake) if findings else answer
+
+    def tell_how_far(self) -> Answer:
+        """Answer to `GET /v1/verify`: how far the check is that is under way; zeros where none is."""
+        inspector = self._inspector
+        if inspector is None:
+            return json_answer(bytes_read=0, size_bytes=0)
+        return json_answer(bytes_read=inspector.bytes_read, size_bytes=self._bytes_to_read)
 
     def _carry_out(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """Does this node's part of a plan, action by action, and says how each went. A peer may have nothing replaced."""

@@ -22,6 +22,7 @@ from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
 from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import flush_file
+from replicated_ckpt.stores.files.room import measure_room
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
 
@@ -81,6 +82,8 @@ class Routes:
                 return self._holdings(query.get("checkpoint_id"))
             case ("GET", "v1", "peers"):
                 return json_answer(peers=[peer.shown() for peer in self._service.peers.known()])
+            case ("GET", "v1", "verify"):
+                return self._repair.tell_how_far()
             case ("POST", "v1", "peers"):
                 return self._meet(request)
             case ("GET" | "HEAD", "v1", "files", save_id, name):
@@ -202,8 +205,8 @@ class Routes:
         remains = [found.to_json() for found in self._service.remains.found(checkpoint_id)]
         holdings = [holding.to_json() for holding in found]
         standing = self._objects.standing().to_json() if checkpoint_id is None else {}
-        node_id = self._service.node_id
-        return json_answer(node_id=node_id, holdings=holdings, remains=remains, standing=standing)
+        node_id, room = self._service.node_id, measure_room(self._service.store.root).to_json()
+        return json_answer(node_id=node_id, holdings=holdings, remains=remains, standing=standing, room=room)
 
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""
