@@ -93,7 +93,16 @@ class Routes:
             case (
                 "POST",
                 "v1",
-                "hello" | "bye" | "sequence" | "suspects" | "verify" | "repair" | "retention" | "give-up" as verb,
+                "hello"
+                | "bye"
+                | "sequence"
+                | "suspects"
+                | "verify"
+                | "repair"
+                | "retention"
+                | "give-up"
+                | "remove"
+                | "forget" as verb,
             ):
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):

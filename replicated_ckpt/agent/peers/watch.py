@@ -52,6 +52,8 @@ class PeerWatch:
     def looked(self) -> tuple[NodeView, ...]:
         """The other nodes, as of now."""
         addresses = {peer.node_id: peer for peer in self._peers.known()}
+        for node in self._silent_since.keys() - addresses.keys():  # the user has had it forgotten
+            del self._silent_since[node]
         outcome = FanOut[str, Held]().run(addresses, lambda node: ask_holdings(addresses[node]))
         return tuple(self._view(addresses[node], outcome.results) for node in sorted(addresses))
 

@@ -11,12 +11,14 @@ from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import HOLDINGS_TIMEOUT_S, describe_silence
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.agent.state.policies import PolicyBook
+from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing, agree
 from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.core.upkeep.retention import plan_retention, without_retired
@@ -163,7 +165,8 @@ class Auditor:
         self._own_bytes = inspector.sum_sizes(checkpoint_id)
         self._inspector = inspector
         findings = tuple(inspector.inspected(checkpoint_id))
-        standing = Standing(PolicyBook(self._store.root_agent_directory()).known())
+        directory = self._store.root_agent_directory()
+        standing = Standing(PolicyBook(directory).known(), removed=RemovalBook(directory).known())
         holdings, remains = tuple(inspector.holdings), tuple(inspector.remains)
         return NodeReading(self._node_id, findings, holdings, inspector.bytes_read, remains, standing)
 
@@ -187,7 +190,7 @@ class Auditor:
 def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:
     policies = agree(policy for view in views for policy in view.standing.policies)
     retired = plan_retention(manifests, views, policies).retired
-    return plan_repair(without_retired(manifests, retired), views)
+    return plan_repair(without_retired(manifests, retired | find_removed(views)), views)
 
 
 def _ask_agent(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:

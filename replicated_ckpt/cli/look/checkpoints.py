@@ -16,15 +16,8 @@ from replicated_ckpt.core.upkeep.remains import recognize
 from replicated_ckpt.stores.bucket.bucket import BucketSave
 
 HEADER = ("ID", "SAVED AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET")
-WHOLE, SHORT, NOT_SEEN, LOST, DAMAGED, UNMANAGED, IN_BUCKET = (
-    "whole",
-    "short",
-    "not seen",
-    "lost",
-    "manifest damaged",
-    "unmanaged",
-    "in the bucket",
-)
+WHOLE, SHORT, NOT_SEEN, LOST = "whole", "short", "not seen", "lost"
+DAMAGED, UNMANAGED, IN_BUCKET, REMOVED = "manifest damaged", "unmanaged", "in the bucket", "being removed"
 _HOSTS_MAX = 4
 _STEP = re.compile(r"(?:^|[^0-9])([0-9]{1,18})$")
 
@@ -34,8 +27,8 @@ class CheckpointSeen:
     """One save, or files of one, as `ls` lists it; what is not known is None.
 
     `state`: one of those above. `copies_seen`: of the shard that has fewest. `missing`: files without an intact copy that
-    was seen. `not_reached`: nodes that are meant to hold what is short, and did not answer. `bucket`: "there", "on its
-    way", "not there", "unknown", or "" where none is wanted.
+    was seen. `not_reached`: nodes that are meant to hold what is short, and did not answer. `removed_on`: nodes whose user
+    has removed it. `bucket`: "there", "on its way", "not there", "unknown", or "" where none is wanted.
     """
 
     checkpoint_id: str
@@ -50,6 +43,7 @@ class CheckpointSeen:
     copies_seen: int | None = None
     missing: tuple[str, ...] = ()
     not_reached: tuple[str, ...] = ()
+    removed_on: tuple[str, ...] = ()
     bucket: str = ""
     note: str = ""
 
@@ -62,7 +56,7 @@ class CheckpointSeen:
     @property
     def is_good(self) -> bool:
         """Whether nothing is to be done about it: every shard has its copies, as far as files' sizes tell."""
-        return self.state in (WHOLE, IN_BUCKET)
+        return self.state in (WHOLE, IN_BUCKET, REMOVED)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "step": self.step}
@@ -73,6 +67,8 @@ class CheckpointSeen:
             return self.note
         if self.state == IN_BUCKET:
             return "no node has it"
+        if self.state == REMOVED:
+            return f"removed on {seen.list_names(self.removed_on)}, still on other nodes"
         silent = [node for node in self.not_reached if node in seen.unreached]
         unknown = [node for node in self.not_reached if node not in seen.unreached]
         why = f": {seen.list_names(silent)} not reached" if silent else ""
@@ -157,9 +153,11 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     )
     state = WHOLE if least >= wanted else SHORT if least else NOT_SEEN if may_be_there else LOST
     nodes = tuple(sorted(node for node in save.holders if node in seen.held))
+    removed_on = tuple(sorted(node for node, held in seen.held.items() if row.save_id in held.standing.removed))
     return replace(
         row,
-        state=state,
+        removed_on=removed_on,
+        state=REMOVED if removed_on else state,
         nodes=nodes,
         copies_wanted=wanted,
         copies_seen=least,

@@ -9,8 +9,10 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import Held, describe_silence, parse_held
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
+from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -96,7 +98,8 @@ def _look_at_own(store: LocalStore, own: str) -> Held:
             return _ask(endpoint.local_address())
         except ReplicatedCkptError as exc:
             log.info("this process looks at the store itself: %s", exc)
-    return Held(store.catalog.holdings(own), RemainsShelf(store, own).found(), room=measure_room(store.root))
+    standing = Standing(removed=RemovalBook(store.root_agent_directory()).known())
+    return Held(store.catalog.holdings(own), RemainsShelf(store, own).found(), standing, measure_room(store.root))
 
 
 def _ask(address: AgentAddress) -> Held:
