@@ -122,3 +122,13 @@ def test_a_damaged_manifest_is_a_line(tmp_path: Path) -> None:
         assert "its manifest of step-3 is damaged; `repair` restores it" in done.stdout
         assert "manifest damaged" in line_of(done.stdout, "step-2")
         json.loads(command("ls", "--root", nodes[0].root, "--json").stdout)
+
+
+def test_too_few_nodes_are_no_fault_of_a_checkpoint(tmp_path: Path) -> None:
+    """Two copies are wanted and there is one node: said, and not counted as short, as `verify` does not."""
+    store = LocalStore(tmp_path / "node0")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=2)
+    done = command("ls", "--root", store.root)
+    assert "1 of 2, as there is 1 node" in line_of(done.stdout, "step-1")
+    assert "fewer copies" not in done.stdout
+    assert command("verify", "--root", store.root).returncode == ExitCode.OK

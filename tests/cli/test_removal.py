@@ -11,7 +11,7 @@ from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import peers_of, running_agent, wait_for
-from tests.agent.checkpoints import checkpointed, findings, shard
+from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.test_reprotect import PAIR, agents, stores
 from tests.agent.test_retention import meet, stays, there
 from tests.cli.commands import as_json, command
@@ -145,3 +145,19 @@ def test_a_silent_node_is_said_to_hold_it_still(tmp_path: Path) -> None:
         time.sleep(1)
         stays(nodes, *running)
         assert [there(store) for store in nodes] == [[2], [1, 2]]
+
+
+def test_a_peers_word_removes_nothing_also_not_what_it_has_brought(tmp_path: Path) -> None:
+    """A spare node got its copies from others: they stay there until its own user removes them."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes[:2], 1, PAIR, checkpoint_id="step-1", size_bytes=SMALL)
+    checkpointed(nodes[:2], 2, PAIR, checkpoint_id="step-2", size_bytes=SMALL)
+    with agents(nodes, *QUICK) as running:
+        running[1].signal(signal.SIGKILL)
+        running[1].process.wait()
+        spare = nodes[2]
+        wait_for(lambda: held(spare, "step-1") == held(spare, "step-2") == {shard(0), shard(1)}, 30, "the copies")
+        assert command("rm", "step-1", "--root", nodes[0].root).returncode == ExitCode.FAILED
+        assert there(nodes[0]) == [2]
+        stays([nodes[0], spare], running[0], running[2])
+        assert held(spare, "step-1") == {shard(0), shard(1)}

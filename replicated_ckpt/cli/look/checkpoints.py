@@ -58,6 +58,11 @@ class CheckpointSeen:
         """Whether nothing is to be done about it: every shard has its copies, as far as files' sizes tell."""
         return self.state in (WHOLE, IN_BUCKET, REMOVED)
 
+    @property
+    def has_few_nodes(self) -> bool:
+        """Whether it has fewer copies than wanted, and as many as there are nodes."""
+        return self.state == WHOLE and (self.copies_seen or 0) < (self.copies_wanted or 0)
+
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "step": self.step}
 
@@ -77,8 +82,9 @@ class CheckpointSeen:
         if self.state in (NOT_SEEN, LOST):
             return f"{count(len(self.missing), 'file')} {'lost' if self.state == LOST else 'not seen'}{why}"
         if self.state == SHORT:
-            return f"{count(self.copies_wanted or 0, 'copy').replace('copys', 'copies')}, {self.copies_seen} seen{why}"
-        return f"{self.copies_seen} of {self.copies_wanted}"
+            return f"{self.copies_wanted} copies, {self.copies_seen} seen{why}"
+        few = f", as there {'is' if seen.nodes_known == 1 else 'are'} {count(seen.nodes_known, 'node')}"
+        return f"{self.copies_seen} of {self.copies_wanted}" + (few if self.has_few_nodes else "")
 
     def cells(self, seen: NodesSeen) -> tuple[str, ...]:
         """Its line of the table."""
@@ -151,7 +157,7 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     may_be_there = all(save.assumed[shard] for shard in missing if shard != METADATA_NAME) and (
         METADATA_NAME not in missing or bool(save.assumed_metadata)
     )
-    state = WHOLE if least >= wanted else SHORT if least else NOT_SEEN if may_be_there else LOST
+    state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST
     nodes = tuple(sorted(node for node in save.holders if node in seen.held))
     removed_on = tuple(sorted(node for node, held in seen.held.items() if row.save_id in held.standing.removed))
     return replace(

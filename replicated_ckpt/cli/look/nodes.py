@@ -57,6 +57,11 @@ class NodesSeen:
         shared = [host for host in hosts.values() if host]
         return {node: host if shared.count(host) == 1 else f"{host}/{node}" for node, host in hosts.items()}
 
+    @property
+    def nodes_known(self) -> int:
+        """How many nodes there are to hold copies, those that do not answer included."""
+        return len(self.held) + len(self.unreached)
+
     def name(self, node: str) -> str:
         return self.names.get(node, node)
 

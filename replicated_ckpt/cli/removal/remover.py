@@ -190,6 +190,6 @@ _SHOWN_MAX = 5
 
 
 def _shorten(ids: Sequence[str]) -> str:
-    """The first of them, and how many there are besides."""
+    """The first of them, and how many more there are."""
     more = f" and {count(len(ids) - _SHOWN_MAX, 'more checkpoint')}" if len(ids) > _SHOWN_MAX else ""
     return ", ".join(ids[:_SHOWN_MAX]) + more

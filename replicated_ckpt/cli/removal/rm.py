@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = [row for row in listed if row.save_id]
     if listed and not chosen:
         path = store.root / arguments.id
-        hint = f"`repair` restores the manifest where another node has it; if nobody needs the files: `rm -r {path}`."
+        hint = f"`repair` restores the manifest where another node has it; if the files are not needed: `rm -r {path}`."
         raise ConfigInvalid(f"{arguments.id!r} has no manifest that is believed: its save cannot be told.", hint)
     if not chosen:
         where = "" if arguments.object_store else " Add --object-store URL if a bucket has it."

@@ -35,7 +35,7 @@ class Removable:
 def find_last_good(saves: Sequence[Removable], chosen: Collection[str]) -> tuple[str, ...]:
     """The checkpoints among the chosen saves without which their run has no whole one that was seen.
 
-    One with lost files is none that anybody could load: it may go. One whose nodes are silent may be whole.
+    One with lost files cannot be loaded whole: it may go. One whose nodes are silent may be whole.
     """
     kept = {save.run for save in saves if save.candidate.is_whole and save.candidate.save_id not in chosen}
     going = (save for save in saves if save.candidate.save_id in chosen)

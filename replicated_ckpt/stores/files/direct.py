@@ -68,6 +68,8 @@ def read_past_cache(fd: int, scratch: memoryview) -> Iterator[memoryview]:
             is_direct = switch_direct_io(fd, on=False)
             continue
         if count == 0:
+            if is_direct:
+                switch_direct_io(fd, on=False)
             return
         yield scratch[:count]
         if not is_direct:

@@ -22,7 +22,7 @@ class Room:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Room":
-        """Raises KeyError, TypeError, ValueError: it is none; the caller names who said so."""
+        """Raises KeyError, TypeError, ValueError: these fields say no room; the caller names the node that sent them."""
         room = cls(index(fields["free_bytes"]), index(fields["size_bytes"]))
         if not 0 <= room.free_bytes <= room.size_bytes:
             raise ValueError(f"no room of a file system: {room!r}"[:200])
