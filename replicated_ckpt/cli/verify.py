@@ -147,7 +147,7 @@ def _print(store: LocalStore, audit: Audit, seconds: float) -> None:
     for action in audit.plan.actions:
         print(f"repair would do: {action}")
     for row in list_checkpoints(seen):
-        if row.not_reached:
+        if seen.unreached.keys() & set(row.not_reached):
             print(f"{row.checkpoint_id}: {row.describe_copies(seen)}")
     for line in [*seen.describe_unreached(), *advise_on_silence(seen, store.root)]:
         print(line)

@@ -213,9 +213,11 @@ class Routes:
         found = self._service.holdings(checkpoint_id)
         remains = [found.to_json() for found in self._service.remains.found(checkpoint_id)]
         holdings = [holding.to_json() for holding in found]
-        standing = self._objects.standing().to_json() if checkpoint_id is None else {}
-        node_id, room = self._service.node_id, measure_room(self._service.store.root).to_json()
-        return json_answer(node_id=node_id, holdings=holdings, remains=remains, standing=standing, room=room)
+        answer = {"node_id": self._service.node_id, "holdings": holdings, "remains": remains}
+        if checkpoint_id is not None:
+            return json_answer(**answer, standing={})
+        room = measure_room(self._service.store.root).to_json()
+        return json_answer(**answer, standing=self._objects.standing().to_json(), room=room)
 
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""

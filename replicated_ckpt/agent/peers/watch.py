@@ -53,7 +53,8 @@ class PeerWatch:
         """The other nodes, as of now."""
         addresses = {peer.node_id: peer for peer in self._peers.known()}
         for node in self._silent_since.keys() - addresses.keys():  # the user has had it forgotten
-            del self._silent_since[node]
+            self._silent_since.pop(node)
+            self._held.pop(node, None)
         outcome = FanOut[str, Held]().run(addresses, lambda node: ask_holdings(addresses[node]))
         return tuple(self._view(addresses[node], outcome.results) for node in sorted(addresses))
 

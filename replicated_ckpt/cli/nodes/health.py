@@ -16,43 +16,63 @@ ROOM_SHARE_MIN = 0.05
 
 @dataclass(frozen=True)
 class Health:
-    """`reasons`: what is not as it should be, worst first; `code` is 0 (good), 1 (degraded), 4 (lost) or 5 (down)."""
+    """What is not as it should be, in words, by how bad it is."""
 
-    code: ExitCode
-    reasons: tuple[str, ...]
+    lost: tuple[str, ...] = ()
+    down: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
+
+    @property
+    def code(self) -> ExitCode:
+        """0 (good), 1 (degraded), 4 (lost) or 5 (down)."""
+        if self.lost:
+            return ExitCode.SHARD_LOST
+        if self.down:
+            return ExitCode.UNREACHABLE
+        return ExitCode.FAILED if self.degraded else ExitCode.OK
 
     @property
     def word(self) -> str:
-        words = {
-            ExitCode.OK: "good",
-            ExitCode.FAILED: "degraded",
-            ExitCode.SHARD_LOST: "files are lost",
-            ExitCode.UNREACHABLE: "down",
+        return _WORDS[self.code]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The worst first."""
+        return (*self.lost, *self.down, *self.degraded)
+
+    @property
+    def lines(self) -> list[str]:
+        """Each reason behind its word; the word alone if all is well."""
+        by_code = {
+            ExitCode.SHARD_LOST: self.lost,
+            ExitCode.UNREACHABLE: self.down,
+            ExitCode.FAILED: self.degraded,
         }
-        return words[self.code]
+        return [f"{_WORDS[code]}: {why}" for code, reasons in by_code.items() for why in reasons] or [self.word]
+
+
+_WORDS = {
+    ExitCode.OK: "good",
+    ExitCode.FAILED: "degraded",
+    ExitCode.SHARD_LOST: "files are lost",
+    ExitCode.UNREACHABLE: "down",
+}
 
 
 def judge_health(
     seen: NodesSeen, rows: Sequence[CheckpointSeen], agent: Mapping[str, Any] | None, why_down: str
 ) -> Health:
     """`agent` is the status of this node's agent; None: it gave none, and `why_down` says why."""
-    lost = [f"{row.checkpoint_id}: {row.describe_copies(seen)}" for row in rows if row.state == LOST]
-    down = [] if agent is not None else [f"this node's agent gives no answer: {why_down}"]
-    degraded = [*_short(seen, rows), *_silent(seen), *_crowded(seen), *([] if agent is None else _failing(agent))]
-    code = ExitCode.OK if not degraded else ExitCode.FAILED
-    code = ExitCode.UNREACHABLE if down else code
-    code = ExitCode.SHARD_LOST if lost else code
-    return Health(code, (*lost, *down, *degraded))
+    lost = tuple(f"{row.checkpoint_id}: {row.describe_copies(seen)}" for row in rows if row.state == LOST)
+    down = () if agent is not None else (f"this node's agent gives no answer: {why_down}",)
+    failing = () if agent is None else tuple(_failing(agent))
+    return Health(lost, down, (*_short(seen, rows), *seen.describe_unreached(), *_crowded(seen), *failing))
 
 
 def _short(seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> Iterator[str]:
     for row in rows:
         if not row.is_good and row.state != LOST:
             yield f"{row.checkpoint_id}: {row.describe_copies(seen)}"
-
-
-def _silent(seen: NodesSeen) -> Iterator[str]:
-    yield from seen.describe_unreached()
 
 
 def _crowded(seen: NodesSeen) -> Iterator[str]:

@@ -102,8 +102,7 @@ class _State:
         if self.agent is not None:
             lines += [f"re-protection: {describe_protection(self.agent)}", f"uploads: {describe_uploads(self.agent)}"]
         lines += [f"in the agent's log: {line}" for line in self.errors]
-        lines += [f"{self.health.word}: {reason}" for reason in self.health.reasons] or [self.health.word]
-        return "\n".join([*lines, *self._next_steps(store)])
+        return "\n".join([*lines, *self.health.lines, *self._next_steps(store)])
 
     def _next_steps(self, store: LocalStore) -> list[str]:
         start = [] if self.agent is not None else ["next step: --start-agents starts this node's agent, as does a load"]

@@ -70,12 +70,12 @@ def read_past_cache(fd: int, scratch: memoryview) -> Iterator[memoryview]:
         if count == 0:
             if is_direct:
                 switch_direct_io(fd, on=False)
+            else:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what was read ahead
             return
         yield scratch[:count]
         if not is_direct:
             os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
-        elif count % PAGE_BYTES:
-            is_direct = switch_direct_io(
-                fd, on=False
-            )  # the end; what another process has appended meanwhile is read, too
+        elif count % PAGE_BYTES:  # the end; what another process has appended meanwhile is read, too
+            is_direct = switch_direct_io(fd, on=False)
         offset += count
