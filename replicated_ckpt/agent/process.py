@@ -40,6 +40,7 @@ from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import PORT_ENV, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import AgentUnavailable
+from replicated_ckpt.stores.files.room import measure_room
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.tls import fingerprint, server_context
 from replicated_ckpt.stores.throttle import Pace
@@ -290,6 +291,7 @@ class Agent:
             "restoring": self._reprotector.is_busy,
             "protection": self._reprotector.status(),
             "scrub": self._scrubber.status(),
+            "room": measure_room(self._service.store.root).to_json(),
             "object_store": self._uploader.status(),
             "threads": threading.active_count(),
         }

@@ -8,6 +8,7 @@ from replicated_ckpt.errors import (
     ConfigInvalid,
     ReplicatedCkptError,
     ShardLost,
+    StoreDenied,
     StoreUnavailable,
 )
 
@@ -31,7 +32,7 @@ MEANING = {
     ExitCode.USAGE: "the command's arguments are wrong",
     ExitCode.NOT_FOUND: "no such checkpoint",
     ExitCode.SHARD_LOST: "no intact copy of a shard is left",
-    ExitCode.UNREACHABLE: "an agent or a store could not be reached",
+    ExitCode.UNREACHABLE: "an agent or a store could not be reached, or denied it",
     ExitCode.INTERNAL: "a defect of replicated-ckpt: please report it",
     ExitCode.INTERRUPTED: "interrupted from the keyboard",
 }
@@ -44,5 +45,6 @@ def exit_code_of(error: ReplicatedCkptError) -> ExitCode:
         ShardLost: ExitCode.SHARD_LOST,
         AgentUnavailable: ExitCode.UNREACHABLE,
         StoreUnavailable: ExitCode.UNREACHABLE,
+        StoreDenied: ExitCode.UNREACHABLE,
     }
     return next((code for kind, code in by_error.items() if isinstance(error, kind)), ExitCode.FAILED)

@@ -4,7 +4,7 @@ import argparse
 
 from replicated_ckpt.cli.conversion import Printer, add_key_arguments, describe, key_rules, stop_on_sigterm
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.verify import existing_store
+from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.errors import ConfigInvalid
 
 HELP = "Write one checkpoint as a torch file, as safetensors, or as a plain DCP directory."
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             "Where is the checkpoint?", "Name a node's store with --root, a bucket with --object-store."
         )
     if arguments.object_store is None:
-        existing_store(arguments.root)
+        open_store(arguments.root, of_any_user=True)
     from replicated_ckpt.dcp.convert.export import export_checkpoint
 
     with stop_on_sigterm(), Printer("export") as printer:

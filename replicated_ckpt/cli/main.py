@@ -5,13 +5,28 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from keyword import iskeyword
 
 from replicated_ckpt.cli.exit_codes import MEANING, ExitCode, exit_code_of
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.version import __version__
 
-VERBS = ("agent", "drill", "ls", "upload", "verify", "repair", "export", "import")
+VERBS = {
+    "agent": "agent",
+    "drill": "drill",
+    "ls": "ls",
+    "show": "show",
+    "status": "nodes.status",
+    "upload": "upload",
+    "verify": "verify",
+    "repair": "repair",
+    "rm": "removal.rm",
+    "prune": "removal.prune",
+    "forget": "nodes.forget",
+    "drain": "nodes.drain",
+    "export": "export",
+    "import": "import_",
+}
+"""The module of each."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,17 +39,12 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"replicated-ckpt {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name in VERBS:
-        module = import_module(f"replicated_ckpt.cli.{_module(name)}")
+    for name, place in VERBS.items():
+        module = import_module(f"replicated_ckpt.cli.{place}")
         verb = verbs.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(verb)
         verb.set_defaults(run=module.run)
     return top
-
-
-def _module(verb: str) -> str:
-    """`import` is no name that a module can have."""
-    return f"{verb}_" if iskeyword(verb) else verb
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,17 +12,16 @@ from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.cli.doubts import describe_loss, label_nodes, list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.start import bind_host, start_agent
 from replicated_ckpt.cli.unmanaged import Adoptions
-from replicated_ckpt.cli.verify import as_json, describe_short, existing_store
+from replicated_ckpt.cli.verify import as_json, describe_short
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.stores.peer.tls import is_loopback
 
-_GREETING_WAIT_S = 20.0
-_POLL_S = 0.05
 ROUNDS_MAX = 4
 """A manifest that is restored shows which files are damaged, so there is more to do then; a third round finds nothing."""
 HELP = "Set bad files aside, restore them from good copies, and make up for missing copies, on all nodes."
@@ -58,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointNotFound, StoreError, AgentUnavailable
     """
-    store = existing_store(arguments.root)
+    store = open_store(arguments.root)
     if not arguments.dry_run and any(store.catalog.without_manifest()):
         store.node_id()  # who holds shards must have a name
     audit = Auditor(store, arguments.lost).audited(arguments.checkpoint)
@@ -108,7 +106,7 @@ def _carry_out_all(store: LocalStore, plan: RepairPlan, adoptions: Adoptions, lo
     _carry_out_until_done(store, plan, lost, done)
     if adoptions.plans:
         peers = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in lost]
-        addresses = {peer.node_id: peer for peer in peers} | _own_address(store, peers)
+        addresses = {peer.node_id: peer for peer in peers} | _own_address(store)
         done.errors |= adoptions.carry_out(addresses, peers)
         done.actions += adoptions.plans
     for adopted in adoptions.plans:
@@ -142,10 +140,9 @@ def _join_plans(plans: Sequence[RepairPlan]) -> RepairPlan:
     )
 
 
-def _own_address(store: LocalStore, peers: list[AgentAddress]) -> dict[str, AgentAddress]:
+def _own_address(store: LocalStore) -> dict[str, AgentAddress]:
     """This node's agent, which is started if it does not run, and has told the others where it is."""
-    own = ensure_agent(store, _bind_host(peers)).local_address()
-    _wait_until_known(own)
+    own = start_agent(store)
     return {own.node_id: own}
 
 
@@ -155,7 +152,7 @@ def _carry_out(store: LocalStore, plan: RepairPlan) -> dict[str, str]:
     if not nodes:
         return {}
     addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).known()}
-    addresses |= _own_address(store, list(addresses.values()))
+    addresses |= _own_address(store)
 
     def told(node: str) -> dict[str, str]:
         with AgentClient(addresses[node]) as client:
@@ -167,24 +164,11 @@ def _carry_out(store: LocalStore, plan: RepairPlan) -> dict[str, str]:
     return {**errors, **{f"node {node}": error.message for node, error in outcome.errors.items()}}
 
 
-def _wait_until_known(own: AgentAddress) -> None:
-    """An agent that has just been started tells its peers where it is; they may have to fetch something from it."""
-    deadline = time.monotonic() + _GREETING_WAIT_S
-    with AgentClient(own) as client:
-        while not client.call("GET", "/v1/status").get("greeted") and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
-
 def _failures(answer: Mapping[str, Any], address: AgentAddress) -> dict[str, str]:
     try:
         return {str(result["action"]): str(result["error"]) for result in answer["results"] if result["error"]}
     except (KeyError, TypeError) as exc:
         raise PeerProtocolError(f"{address.label} answered repair wrongly: {exc}.") from exc
-
-
-def _bind_host(peers: list[AgentAddress]) -> str:
-    """Where an agent that has to be started listens: peers on other hosts must reach it."""
-    return "127.0.0.1" if all(is_loopback(peer.host) for peer in peers) else "0.0.0.0"  # noqa: S104 - a token guards it
 
 
 def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
@@ -206,7 +190,7 @@ def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     saves = list_staged_saves(store, store.known_node_id()) if lost else []
     if not saves:
         return {}
-    own = ensure_agent(store, _bind_host(list(PeerBook(store.root_agent_directory()).known()))).local_address()
+    own = ensure_agent(store, bind_host(PeerBook(store.root_agent_directory()).known())).local_address()
     errors = {}
     for save in saves:
         try:

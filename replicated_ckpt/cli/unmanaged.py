@@ -3,11 +3,12 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.unmanaged.adopter import Adopter
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAudit
 from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.checkpoints import UNMANAGED, CheckpointSeen
+from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
 from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint
 from replicated_ckpt.errors import (
@@ -21,20 +22,15 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 
-def list_rows(store: LocalStore, without: Iterable[str]) -> list[dict[str, Any]]:
+def list_rows(store: LocalStore, seen: NodesSeen, without: Iterable[str]) -> list[CheckpointSeen]:
     """A row of `ls` for each of them."""
-    look = UnmanagedLook(store, store.known_node_id(), PeerBook(store.root_agent_directory()).known())
+    look = UnmanagedLook(store, seen.own_node, seen.reached)
     return [_row(look, checkpoint) for checkpoint in look.checkpoints(None, without)]
 
 
-def _row(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> dict[str, Any]:
-    return {
-        "checkpoint_id": checkpoint.checkpoint_id,
-        "save_id": "",
-        "sequence": 0,
-        "nodes": [holding.node_id for holding in checkpoint.holdings],
-        "copies": _state(look, checkpoint),
-    }
+def _row(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> CheckpointSeen:
+    nodes = tuple(holding.node_id for holding in checkpoint.holdings)
+    return CheckpointSeen(checkpoint.checkpoint_id, UNMANAGED, nodes, note=_state(look, checkpoint))
 
 
 def _state(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> str:

@@ -6,7 +6,7 @@ import time
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.verify import existing_store
+from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.core.bucket.upload_plan import UploadState
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import (
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointNotFound, CheckpointExists, ConfigInvalid, UploadFailed, StoreError
     """
-    store = existing_store(arguments.root)
+    store = open_store(arguments.root)
     manifest = _manifest(store, arguments.id)
     url = arguments.to or (manifest.upload.url if manifest.upload else None)
     if url is None:

@@ -2,12 +2,22 @@
 
 import argparse
 import json
+import sys
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.watch import Held
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.checkpoints import list_checkpoints
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence
+from replicated_ckpt.cli.look.progress import ReadingProgress
+from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.start import add_start_argument, start_agent
+from replicated_ckpt.cli.look.table import count, format_bytes, format_duration
 from replicated_ckpt.cli.unmanaged import print_audits, worst_code
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.repair_plan import ShortShard
@@ -29,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="a node's store")
     parser.add_argument("--checkpoint", metavar="ID", help="only this checkpoint (default: all)")
     parser.add_argument("--object-store", metavar="URL", help="read what lies there, too, such as s3://bucket/prefix")
+    add_start_argument(parser)
+    parser.add_argument(
+        "--progress", action="store_true", help="say on standard error how far it is, also where that is no terminal"
+    )
     parser.add_argument("--json", action="store_true", help="the same for machines")
 
 
@@ -38,8 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointNotFound, StoreError
     """
-    store = existing_store(arguments.root)
-    audit = Auditor(store).audited(arguments.checkpoint)
+    store = open_store(arguments.root)
+    if arguments.start_agents:
+        start_agent(store)
+    began_at = time.monotonic()
+    audit = _audit(store, arguments)
+    seconds = time.monotonic() - began_at
     audits = UnmanagedAuditor(store).audited(arguments.checkpoint, audit.checkpoint_ids)
     there = _InBucket() if arguments.object_store is None else _read(arguments.object_store, arguments.checkpoint)
     if arguments.checkpoint and not audit.checkpoint_ids and not there.checkpoint_ids and not audits:
@@ -47,13 +65,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         in_bucket = {**asdict(there), "findings": [finding.to_json() for finding in there.findings]}
         in_unmanaged = [found.to_json() for found in audits]
-        print(json.dumps({**as_json(audit), "unmanaged": in_unmanaged, "object_store": in_bucket}, indent=2))
+        document = {**as_json(audit), "seconds": round(seconds, 3)}
+        print(json.dumps({**document, "unmanaged": in_unmanaged, "object_store": in_bucket}, indent=2))
     else:
-        _print(audit)
+        _print(store, audit, seconds)
         print_audits(audits)
         _print_bucket(there)
     codes = (exit_code(audit), worst_code(audits), ExitCode.FAILED if there.findings else ExitCode.OK)
     return next((code for code in _WORST_FIRST if code in codes), ExitCode.OK)
+
+
+def _audit(store: LocalStore, arguments: argparse.Namespace) -> Audit:
+    auditor = Auditor(store)
+    if not (arguments.progress or sys.stderr.isatty()):
+        return auditor.audited(arguments.checkpoint)
+    with ReadingProgress(auditor.look_how_far):
+        return auditor.audited(arguments.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -88,13 +115,6 @@ def _print_bucket(there: _InBucket) -> None:
         print(f"{len(there.checkpoint_ids)} checkpoints in {there.url}, {there.bytes_read} bytes read: {verdict}")
 
 
-def existing_store(root: str) -> LocalStore:
-    store = LocalStore(root)
-    if not store.root.is_dir():
-        raise CheckpointNotFound(f"{store.root} is no directory.", "Name the node's store with --root.")
-    return store
-
-
 def describe_short(short: ShortShard) -> str:
     return f"{'lost' if short.is_lost else 'in doubt' if short.is_in_doubt else 'too few copies'}: {short}"
 
@@ -118,17 +138,36 @@ def as_json(audit: Audit) -> dict[str, Any]:
     }
 
 
-def _print(audit: Audit) -> None:
+def _print(store: LocalStore, audit: Audit, seconds: float) -> None:
+    seen = see_audit(store, audit)
     for finding in audit.findings:
         print(finding)
     for short in audit.plan.short:
         print(describe_short(short))
     for action in audit.plan.actions:
         print(f"repair would do: {action}")
-    for line in audit.unreachable:
-        print(f"not reached: {line}")
+    for row in list_checkpoints(seen):
+        if seen.unreached.keys() & set(row.not_reached):
+            print(f"{row.checkpoint_id}: {row.describe_copies(seen)}")
+    for line in [*seen.describe_unreached(), *advise_on_silence(seen, store.root)]:
+        print(line)
     size = sum(reading.bytes_read for reading in audit.readings)
-    print(
-        f"{len(audit.checkpoint_ids)} checkpoints, {len(audit.readings)} nodes, {size} bytes read: "
-        f"{'intact' if audit.is_intact else 'NOT intact'}"
-    )
+    read = f"{format_bytes(size)} read in {format_duration(seconds)} ({format_bytes(size / max(seconds, 1e-9))}/s)"
+    nodes = f"{len(audit.readings)} of {count(len(audit.readings) + len(audit.silent), 'node')}"
+    print(f"{count(len(audit.checkpoint_ids), 'checkpoint')}, {nodes}, {read}: {_verdict(audit)}")
+
+
+def _verdict(audit: Audit) -> str:
+    if not audit.is_intact:
+        return "NOT intact"
+    if audit.silent:
+        return f"all that was read is as it was saved; {count(len(audit.silent), 'node')} did not answer"
+    return "intact" if audit.checkpoint_ids else "no checkpoint to verify"
+
+
+def see_audit(store: LocalStore, audit: Audit) -> NodesSeen:
+    """The nodes as the audit has found them."""
+    held = {found.node_id: Held(found.holdings, found.remains, found.standing) for found in audit.readings}
+    addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).known()}
+    unreached = {address.node_id: error for address, error in audit.silent.items()}
+    return NodesSeen(store.known_node_id(), held, addresses, unreached, audit.manifests)

@@ -86,7 +86,7 @@ def test_three_nodes_become_one_checkpoint_of_ours(tmp_path: Path, tell: Tell) -
         done = tell("repair", nodes[1])
         assert done.code == ExitCode.OK, done.out
         wait_for(protected(*running), 30, "copies")
-        assert "2 of 2 copies" in tell("ls", nodes[2]).out
+        assert " 2 of 2 " in tell("ls", nodes[2]).out
         assert tell("verify", nodes[0]).code == ExitCode.OK
         assert [findings(store) for store in nodes] == [[], [], []]
         _is_adopted(nodes, contents)

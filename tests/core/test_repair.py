@@ -375,3 +375,21 @@ def test_carrying_the_plan_out_leaves_nothing_to_do(
         have = sum(name in names for names in held.values())
         assert have == 0 or have >= min(wanted, len(held))
         assert (have == 0) == (name in {entry.shard for entry in again.lost})
+
+
+def test_a_node_that_leaves_gives_copies_and_takes_none() -> None:
+    """Its copies count for nothing: each is made where another node is left, from its own if there is no other."""
+    views = [
+        NodeView("a", UP, (holding("a", PAIR, *BOTH),), is_leaving=True),
+        NodeView("b", UP, (holding("b", PAIR, shard(0)),)),
+        NodeView("c", UP, ()),
+    ]
+    plan = plan_repair({PAIR.save_id: PAIR}, views)
+    made = {(copy.node_id, copy.shard) for copy in plan.copy}
+    assert "a" not in {node for node, _ in made}
+    assert {shard for _, shard in made} == set(PAIR.shards)
+    assert all("a" in copy.sources for copy in plan.copy)
+    assert plan.short == ()
+    alone = plan_repair({PAIR.save_id: PAIR}, views[:1])
+    assert alone.actions == ()
+    assert len(alone.short) == 2

@@ -42,7 +42,7 @@ class ObjectRoutes:
         match (request.method, *parts):
             case ("GET", "saves", save_id):
                 return self._state(save_id)
-            case ("POST", "target" | "probe" | "upload" | "again" as verb):
+            case ("POST", "target" | "probe" | "upload" | "again" | "remove" as verb):
                 return self._done(verb, request)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
@@ -65,6 +65,9 @@ class ObjectRoutes:
                         return json_answer(**self._probed(fields))
                 case "upload":
                     return self._ordered(fields)
+                case "remove":
+                    with request.heartbeat:
+                        return self._removed(fields)
                 case "again":
                     self._uploader.try_now(str(fields["save_id"]))
                     return json_answer()
@@ -77,6 +80,19 @@ class ObjectRoutes:
         if not is_checkpoint_id(fields["checkpoint_id"]):
             raise ConfigInvalid("probe: no checkpoint id.")
         return self._prober.probed(str(fields["url"]), fields["checkpoint_id"])
+
+    def _removed(self, fields: Mapping[str, Any]) -> Answer:
+        """Has a save removed from a bucket that this node's own user has named; whether it was there."""
+        checkpoint_id, save_id = fields["checkpoint_id"], fields["save_id"]
+        if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
+            raise ConfigInvalid("remove: no save of a checkpoint is named.")
+        self._uploader.orders.done(save_id)
+        bucket = self._targets.bucket(str(fields["url"]))
+        there = bucket.save_of(checkpoint_id)
+        if there is None or there.save_id != save_id:
+            return json_answer(is_removed=False)
+        bucket.remove(there)
+        return json_answer(is_removed=True)
 
     def _ordered(self, fields: Mapping[str, Any]) -> Answer:
         """Has a save of this node uploaded, by hand: what lies here, to a bucket that this node's own user has named."""

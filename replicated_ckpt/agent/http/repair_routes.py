@@ -8,6 +8,7 @@ from replicated_ckpt.agent.peers.greeting import heed_goodbye, heed_hello
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
+from replicated_ckpt.agent.saves.pins import PIN_S
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import give_up_lost
 from replicated_ckpt.agent.state.rights import Right
@@ -17,6 +18,7 @@ from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.local.inspection import Inspector
+from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 _PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
@@ -32,6 +34,8 @@ class RepairRoutes:
         self._service = service
         self._reprotector = reprotector
         self._checks = checks
+        self._inspector: Inspector | None = None
+        self._bytes_to_read = 0
 
     def answer(self, verb: str, request: Request) -> Answer:
         """Answer to `POST /v1/{verb}`.
@@ -48,6 +52,8 @@ class RepairRoutes:
             "repair": self._carry_out,
             "retention": self._retain,
             "give-up": self._give_up,
+            "remove": self._remove,
+            "forget": self._forget,
         }
         fields = request.document()
         try:
@@ -104,6 +110,26 @@ class RepairRoutes:
             waits_for = give_up_lost(self._service, save_id, lost)
         return replace(json_answer(waits_for=list(waits_for)), after=self._reprotector.wake)
 
+    def _remove(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """The user has this node's copy of a save removed for good; why it stays, if it does. `is_asked`: it would be."""
+        checkpoint_id, save_id, service = fields["checkpoint_id"], fields["save_id"], self._service
+        if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
+            raise ConfigInvalid("remove: no save of a checkpoint is named.")
+        if service.pins.is_pinned(save_id) and not fields.get("force"):
+            return json_answer(is_removed=False, why=f"a load reads it, or did in the last {PIN_S:.0f} s")
+        if fields.get("is_asked"):
+            return json_answer(is_removed=False, why="")
+        service.removals.take(save_id)  # first: after a crash the agent goes on with it, and no node brings it back
+        with request.heartbeat:
+            is_removed = retire(service.store.root, checkpoint_id, save_id)
+        return replace(json_answer(is_removed=is_removed, why=""), after=self._reprotector.wake)
+
+    def _forget(self, fields: Mapping[str, Any], request: Request) -> Answer:
+        """The user says that a node never comes back: it is taken out of the address book."""
+        del request
+        is_known = self._service.peers.forget(str(fields["node_id"]))
+        return replace(json_answer(is_known=is_known), after=self._reprotector.wake)
+
     def _verify(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """Reads everything here, or one checkpoint, and says what is wrong and what is intact.
 
@@ -114,7 +140,11 @@ class RepairRoutes:
             raise ConfigInvalid(f"{str(checkpoint_id)[:200]!r} is no checkpoint id.")
         inspector = Inspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request):
-            findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id)]
+            self._bytes_to_read, self._inspector = inspector.sum_sizes(checkpoint_id), inspector
+            try:
+                findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id)]
+            finally:
+                self._inspector = None
         for holding in inspector.holdings:
             self._service.damage.note(holding)
         answer = json_answer(
@@ -127,6 +157,13 @@ class RepairRoutes:
             bytes_read=inspector.bytes_read,
         )
         return replace(answer, after=self._reprotector.wake) if findings else answer
+
+    def tell_how_far(self) -> Answer:
+        """Answer to `GET /v1/verify`: how far the check is that is under way; zeros where none is."""
+        inspector = self._inspector
+        if inspector is None:
+            return json_answer(bytes_read=0, size_bytes=0)
+        return json_answer(bytes_read=inspector.bytes_read, size_bytes=self._bytes_to_read)
 
     def _carry_out(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """Does this node's part of a plan, action by action, and says how each went. A peer may have nothing replaced."""

@@ -23,6 +23,7 @@ from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import flush_file
+from replicated_ckpt.stores.files.room import measure_room
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.replaceable import holds_checkpoint
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -64,7 +65,7 @@ class Routes:
         self._status = status
         self._stop = stop
 
-    def answer(self, request: Request) -> Answer:  # noqa: PLR0911, C901 - one return a verb
+    def answer(self, request: Request) -> Answer:  # noqa: PLR0911, PLR0912, C901 - one return a verb
         """Answer to a request.
 
         Raises:
@@ -88,6 +89,8 @@ class Routes:
                 return self._holdings(query.get("checkpoint_id"))
             case ("GET", "v1", "peers"):
                 return json_answer(peers=[peer.shown() for peer in self._service.peers.known()])
+            case ("GET", "v1", "verify"):
+                return self._repair.tell_how_far()
             case ("POST", "v1", "peers"):
                 return self._meet(request)
             case ("GET" | "HEAD", "v1", "files", save_id, name):
@@ -97,7 +100,16 @@ class Routes:
             case (
                 "POST",
                 "v1",
-                "hello" | "bye" | "sequence" | "suspects" | "verify" | "repair" | "retention" | "give-up" as verb,
+                "hello"
+                | "bye"
+                | "sequence"
+                | "suspects"
+                | "verify"
+                | "repair"
+                | "retention"
+                | "give-up"
+                | "remove"
+                | "forget" as verb,
             ):
                 return self._repair.answer(verb, request)
             case ("POST", "v1", "shutdown"):
@@ -216,9 +228,11 @@ class Routes:
         found = self._service.holdings(checkpoint_id)
         remains = [found.to_json() for found in self._service.remains.found(checkpoint_id)]
         holdings = [holding.to_json() for holding in found]
-        standing = self._objects.standing().to_json() if checkpoint_id is None else {}
-        node_id = self._service.node_id
-        return json_answer(node_id=node_id, holdings=holdings, remains=remains, standing=standing)
+        answer = {"node_id": self._service.node_id, "holdings": holdings, "remains": remains}
+        if checkpoint_id is not None:
+            return json_answer(**answer, standing={})
+        room = measure_room(self._service.store.root).to_json()
+        return json_answer(**answer, standing=self._objects.standing().to_json(), room=room)
 
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""

@@ -53,6 +53,15 @@ class PeerBook:
         """Notes that a node's agent left in good order: its disk is as it was."""
         self._merge({}, returned=(), left={node_id})
 
+    def forget(self, node_id: str) -> bool:
+        """Takes a node out of the book, durably; whether it was in it. A job that has ranks there introduces it again."""
+        with self._lock:
+            known, away = self._read()
+            if known.pop(node_id, None) is None:
+                return False
+            self._write(known, away - {node_id})
+        return True
+
     def is_away(self, node_id: str) -> bool:
         return node_id in self._read()[1]
 
@@ -87,11 +96,14 @@ class PeerBook:
             still_away = (away | set(left)) - set(returned)
             if merged == known and still_away == away:
                 return
-            latest = list(merged.values())[-_PEERS_MAX:]
-            entries = [{**peer.to_json(), "away": peer.node_id in still_away} for peer in latest]
-            with translate_errors(str(self._path.parent), "write", _PEERS_NAME):
-                write_file(self._path, json.dumps(entries).encode(), mode=0o600)
-                fsync_directory(self._path.parent.parent)  # the directory may be as new as the file
+            self._write(merged, still_away)
+
+    def _write(self, peers: Mapping[str, AgentAddress], away: Collection[str]) -> None:
+        latest = list(peers.values())[-_PEERS_MAX:]
+        entries = [{**peer.to_json(), "away": peer.node_id in away} for peer in latest]
+        with translate_errors(str(self._path.parent), "write", _PEERS_NAME):
+            write_file(self._path, json.dumps(entries).encode(), mode=0o600)
+            fsync_directory(self._path.parent.parent)  # the directory may be as new as the file
 
     def _read(self) -> tuple[dict[str, AgentAddress], set[str]]:
         try:

@@ -10,7 +10,8 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, ReplicatedCkptError, StoreError
+from replicated_ckpt.stores.files.room import Room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -32,11 +33,12 @@ class Patience:
 
 @dataclass(frozen=True)
 class Held:
-    """What a node says that it holds, what it has without a manifest that it believes, and its standing."""
+    """What a node says that it holds, what it has without a manifest that it believes, its standing, and its room."""
 
     holdings: tuple[Holding, ...]
     remains: tuple[Remains, ...] = ()
     standing: Standing = NOTHING_SAID
+    room: Room | None = None
 
 
 class PeerWatch:
@@ -52,6 +54,9 @@ class PeerWatch:
     def looked(self) -> tuple[NodeView, ...]:
         """The other nodes, as of now."""
         addresses = {peer.node_id: peer for peer in self._peers.known()}
+        for node in self._silent_since.keys() - addresses.keys():  # the user has had it forgotten
+            self._silent_since.pop(node)
+            self._held.pop(node, None)
         outcome = FanOut[str, Held]().run(addresses, lambda node: ask_holdings(addresses[node]))
         return tuple(self._view(addresses[node], outcome.results) for node in sorted(addresses))
 
@@ -97,7 +102,17 @@ def parse_held(answer: Mapping[str, Any], address: AgentAddress) -> Held:
         found = tuple(Holding.from_json(fields) for fields in answer["holdings"])
         remains = tuple(Remains.from_json(fields) for fields in answer.get("remains", ()))
         standing = Standing.from_json(answer.get("standing", {}))
+        room = Room.from_json(answer["room"]) if "room" in answer else None
     except (KeyError, TypeError, ValueError, AttributeError, ConfigInvalid) as exc:
         raise PeerProtocolError(f"{address.label} listed its holdings wrongly: {exc}.") from exc
     holdings = tuple(holding for holding in found if holding.node_id == address.node_id)
-    return Held(holdings, tuple(one for one in remains if one.node_id == address.node_id), standing)
+    return Held(holdings, tuple(one for one in remains if one.node_id == address.node_id), standing, room)
+
+
+def describe_silence(error: ReplicatedCkptError) -> str:
+    """Why a node did not answer, in some words: its address and the request stand elsewhere."""
+    if isinstance(error.__cause__, ConnectionRefusedError):
+        return "no agent runs there"
+    if isinstance(error.__cause__, TimeoutError):
+        return "no answer in time"
+    return error.detail if isinstance(error, StoreError) else error.message

@@ -8,13 +8,17 @@ from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.manifests import ManifestBook
+from replicated_ckpt.agent.peers.watch import HOLDINGS_TIMEOUT_S, describe_silence
 from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.agent.state.policies import PolicyBook
+from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing, agree
 from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.core.upkeep.retention import plan_retention, without_retired
@@ -67,11 +71,20 @@ class NodeReading:
 
 @dataclass(frozen=True)
 class Audit:
-    """What all nodes found. `unreachable` says in words who was not reached: their copies are neither counted nor lost."""
+    """What all nodes found. The copies of `silent` nodes, which did not answer, are neither counted nor lost.
+
+    `manifests` are those of the saves that the others hold, by save id.
+    """
 
     readings: tuple[NodeReading, ...]
-    unreachable: tuple[str, ...]
+    silent: Mapping[AgentAddress, ReplicatedCkptError]
+    manifests: Mapping[str, Manifest]
     plan: RepairPlan
+
+    @property
+    def unreachable(self) -> tuple[str, ...]:
+        """In words, which nodes were not reached, and why."""
+        return tuple(f"{address.label}: {describe_silence(error)}" for address, error in self.silent.items())
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -107,6 +120,8 @@ class Auditor:
         self._node_id = store.known_node_id()
         self._lost = frozenset(lost)
         self._peers = PeerBook(store.root_agent_directory())
+        self._inspector: Inspector | None = None
+        self._own_bytes = 0
 
     def audited(self, checkpoint_id: str | None = None) -> Audit:
         """Audit of one checkpoint, or of all. `lost` nodes count for nothing, other silent ones hold what they should.
@@ -125,8 +140,19 @@ class Auditor:
         if self._node_id in outcome.errors:
             raise outcome.errors[self._node_id]
         readings = tuple(outcome.results[node] for node in sorted(outcome.results))
-        silent = tuple(f"{addresses[node].label}: {error.message}" for node, error in sorted(outcome.errors.items()))
-        return Audit(readings, silent, self._plan(readings, [addresses[node] for node in sorted(outcome.errors)]))
+        silent = {addresses[node]: error for node, error in sorted(outcome.errors.items())}
+        views = self._views(readings, list(silent))
+        manifests = ManifestBook(self._store, self._node_id, self._peers).of(views)
+        return Audit(readings, silent, manifests, _plan(manifests, views))
+
+    def look_how_far(self) -> Mapping[str, tuple[int, int]]:
+        """How many bytes each node has read that reads now, and of how many. While `audited` runs, from another thread."""
+        addresses = {peer.node_id: peer for peer in self._peers.known() if peer.node_id not in self._lost}
+        endpoint = listening_endpoint(self._store.root_agent_directory())
+        if endpoint is not None:
+            addresses[endpoint.node_id] = endpoint.local_address()
+        read = {} if self._inspector is None else {self._node_id: (self._inspector.bytes_read, self._own_bytes)}
+        return {**FanOut[str, tuple[int, int]]().run(addresses, lambda n: _ask_how_far(addresses[n])).results, **read}
 
     def _own_reading(self, checkpoint_id: str | None) -> NodeReading:
         endpoint = listening_endpoint(self._store.root_agent_directory())
@@ -136,12 +162,15 @@ class Auditor:
             except ReplicatedCkptError as exc:
                 log.info("this process reads the store itself: %s", exc)
         inspector = Inspector(self._store, self._node_id)
+        self._own_bytes = inspector.sum_sizes(checkpoint_id)
+        self._inspector = inspector
         findings = tuple(inspector.inspected(checkpoint_id))
-        standing = Standing(PolicyBook(self._store.root_agent_directory()).known())
+        directory = self._store.root_agent_directory()
+        standing = Standing(PolicyBook(directory).known(), removed=RemovalBook(directory).known())
         holdings, remains = tuple(inspector.holdings), tuple(inspector.remains)
         return NodeReading(self._node_id, findings, holdings, inspector.bytes_read, remains, standing)
 
-    def _plan(self, readings: Sequence[NodeReading], silent: Sequence[AgentAddress]) -> RepairPlan:
+    def _views(self, readings: Sequence[NodeReading], silent: Sequence[AgentAddress]) -> list[NodeView]:
         domains = {peer.node_id: peer.domain for peer in self._peers.known()}
         views = [
             NodeView(
@@ -155,13 +184,25 @@ class Auditor:
         for peer in silent:
             last = tuple(held[peer.node_id]) if peer.node_id in held else None
             views.append(NodeView(peer.node_id, Presence.ASSUMED, last, peer.domain))
-        manifests = ManifestBook(self._store, self._node_id, self._peers).of(views)
-        policies = agree(policy for view in views for policy in view.standing.policies)
-        retired = plan_retention(manifests, views, policies).retired
-        return plan_repair(without_retired(manifests, retired), views)
+        return views
+
+
+def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:
+    policies = agree(policy for view in views for policy in view.standing.policies)
+    retired = plan_retention(manifests, views, policies).retired
+    return plan_repair(without_retired(manifests, retired | find_removed(views)), views)
 
 
 def _ask_agent(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:
     document = {} if checkpoint_id is None else {"checkpoint_id": checkpoint_id}
     with AgentClient(address) as client:
         return NodeReading.from_json(client.call("POST", "/v1/verify", document), address.label)
+
+
+def _ask_how_far(address: AgentAddress) -> tuple[int, int]:
+    with AgentClient(address, HOLDINGS_TIMEOUT_S) as client:
+        answer = client.call("GET", "/v1/verify")
+    try:
+        return index(answer["bytes_read"]), index(answer["size_bytes"])
+    except (KeyError, TypeError) as exc:
+        raise PeerProtocolError(f"{address.label} told wrongly how far it has read: {exc}.") from exc

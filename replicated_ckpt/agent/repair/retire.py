@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Policy, agree, confirm
+from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan, plan_retention, without_retired
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.retire import retire
 
 log = logging.getLogger(__name__)
+
+BY_HAND = "this node's user has removed it"
 
 
 class Retirer:
@@ -43,7 +46,15 @@ class Retirer:
         if set(own) == set(told) and not in_doubt:
             by_own_word = plan_retention(manifests, views, confirm(agreed, own)).retired
             self.carry_out(plan.only(by_own_word | self._brought(manifests)))
-        return without_retired(manifests, plan.retired)
+        self._finish_removals()
+        return without_retired(manifests, plan.retired | find_removed(views))
+
+    def _finish_removals(self) -> None:
+        """Removes what this node's own user has removed and a crash, or a load that was reading it, has kept here."""
+        removed = self._service.removals.known()
+        for holding in self._service.holdings() if removed else ():
+            if holding.save_id in removed:
+                self._try(Removal(holding.node_id, holding.checkpoint_id, holding.save_id, BY_HAND))
 
     def _brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
         """The saves in which this node had no rank: what lies here of them, other nodes' word has brought."""
@@ -59,10 +70,13 @@ class Retirer:
         for removal in plan.of_node(self._service.node_id):
             if self._stopping.is_set():
                 return
-            try:
-                self._remove(removal)
-            except ReplicatedCkptError as exc:
-                log.warning("not removed: %s: %s", removal, exc)
+            self._try(removal)
+
+    def _try(self, removal: Removal) -> None:
+        try:
+            self._remove(removal)
+        except ReplicatedCkptError as exc:
+            log.warning("not removed: %s: %s", removal, exc)
 
     def _remove(self, removal: Removal) -> None:
         if self._service.pins.is_pinned(removal.save_id):

@@ -19,6 +19,7 @@ from replicated_ckpt.agent.saves.pins import Pins
 from replicated_ckpt.agent.saves.receive import Received, receive_file, receive_plain_file
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.state.policies import PolicyBook
+from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.inventory import Holding
@@ -53,6 +54,7 @@ class NodeService:
         self.remains = RemainsShelf(store, self.node_id)
         self.sequence_floor = SequenceFloor(store.agent_directory())
         self.policies = PolicyBook(store.agent_directory())
+        self.removals = RemovalBook(store.agent_directory())
         self.doubts = Doubts()
         self.pins = Pins()
         self.own_address: AgentAddress | None = None

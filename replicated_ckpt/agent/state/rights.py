@@ -68,7 +68,7 @@ def _are_same(given: str, known: str) -> bool:
 def needed_right(method: str, parts: Sequence[str]) -> Right:  # noqa: PLR0911 - one return a kind of verb
     """The least right that a request for this path needs. SECURITY.md says why."""
     match (method, *parts):
-        case ("GET", "metrics") | ("GET", "v1", "holdings" | "hello"):
+        case ("GET", "metrics") | ("GET", "v1", "holdings" | "hello" | "verify"):
             return Right.PEER
         case ("GET" | "HEAD", "v1", "files", _, _) | ("GET" | "HEAD", "v1", "unmanaged", *_):
             return Right.PEER

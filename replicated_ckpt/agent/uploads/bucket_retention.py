@@ -28,7 +28,7 @@ def standing_of(service: NodeService, orders: OrderBook, states: Mapping[str, Up
     }
     uploading = frozenset(wanted - over)
     ordered = frozenset(filter(orders.is_ordered, uploading))
-    return Standing(service.policies.known(), uploading, frozenset(wanted & over), ordered)
+    return Standing(service.policies.known(), uploading, frozenset(wanted & over), ordered, service.removals.known())
 
 
 def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:

@@ -105,12 +105,14 @@ class Standing:
 
     `uploading`: saves that it takes for not yet in the bucket. `uploaded`: those of which it knows that they are, or are
     not wanted there. `ordered`: those of `uploading` that somebody has ordered by hand, whatever else is known of them.
+    `removed`: saves that the node's own user has removed by hand.
     """
 
     policies: tuple[Policy, ...] = ()
     uploading: frozenset[str] = frozenset()
     uploaded: frozenset[str] = frozenset()
     ordered: frozenset[str] = frozenset()
+    removed: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -118,6 +120,7 @@ class Standing:
             "uploading": sorted(self.uploading),
             "uploaded": sorted(self.uploaded),
             "ordered": sorted(self.ordered),
+            "removed": sorted(self.removed),
         }
 
     @classmethod
@@ -125,7 +128,7 @@ class Standing:
         """As `to_json` wrote it; an agent of an older version says nothing. Raises as `Policy.from_json` does."""
         return cls(
             tuple(Policy.from_json(entry) for entry in fields.get("policies", ())),
-            *(_save_ids(fields.get(name, ())) for name in ("uploading", "uploaded", "ordered")),
+            *(_save_ids(fields.get(name, ())) for name in ("uploading", "uploaded", "ordered", "removed")),
         )
 
 

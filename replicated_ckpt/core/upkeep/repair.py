@@ -29,7 +29,8 @@ class Presence(Enum):
 class NodeView:
     """One node as the planner sees it. `holdings` None: it is assumed to hold what it was meant to.
 
-    `remains` are its directories without a manifest that is believed.
+    `remains` are its directories without a manifest that is believed. `is_leaving`: it gives copies, takes none, and those
+    that it has count for nothing, as it is to be taken down.
     """
 
     node_id: str
@@ -38,6 +39,7 @@ class NodeView:
     domain: str | None = None
     remains: tuple[Remains, ...] = ()
     standing: Standing = NOTHING_SAID
+    is_leaving: bool = False
 
     @property
     def unbelieved(self) -> tuple[str, ...]:
@@ -148,6 +150,7 @@ class _Planning:
         self._unsure = {node.node_id for node in nodes if node.node_id in there and node.holdings is None}
         self._there = there - self._unsure
         self._domains = {node.node_id: node.domain for node in nodes if node.domain is not None}
+        self._leaving = {node.node_id for node in nodes if node.is_leaving}
         self._bytes_by_node = dict.fromkeys(self._up, 0)
         self._published = _index_published(nodes)
         self.adopt: list[RestoreManifest] = []
@@ -193,7 +196,7 @@ class _Planning:
 
     def _add_save(self, save: SeenSave, takers: set[str], *, is_in_doubt: bool) -> None:
         """`takers` are the nodes whose directory is of this save, or is to be."""
-        found = save.found
+        found, takers = save.found, takers - self._leaving
         for node_id in sorted(takers):
             lacks_metadata = node_id not in save.with_metadata and bool(save.with_metadata)
             if node_id not in save.with_manifest or lacks_metadata:
@@ -210,8 +213,10 @@ class _Planning:
 
     def _add_copies(self, save: SeenSave, shard: str, takers: set[str], *, is_in_doubt: bool) -> None:
         entry, intact, damaged = save.manifest.shards[shard], save.intact[shard], save.damaged[shard]
-        held = intact | save.assumed[shard]
-        wanted = min(save.manifest.copies, len(self._there | self._unsure.intersection(entry.holders)))
+        held = (intact | save.assumed[shard]) - self._leaving
+        wanted = min(
+            save.manifest.copies, len((self._there | self._unsure.intersection(entry.holders)) - self._leaving)
+        )
         here = damaged & takers
         chosen = sorted(here) if save.can_give(shard) else []
         if save.can_give(shard):

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 PAGE_BYTES = 4096
@@ -48,3 +49,33 @@ def write_direct(fd: int, data: memoryview) -> int:
         if exc.errno != errno.EINVAL:
             raise
     return done
+
+
+def read_past_cache(fd: int, scratch: memoryview) -> Iterator[memoryview]:
+    """The bytes of a file from its start on, in pieces of at most `scratch`, which is page-aligned and of whole pages.
+
+    Where the file system lies on a block device and lets us, the page cache is left as it is: what other processes have
+    there stays. Elsewhere each piece is dropped from it once the caller asks for the next. The descriptor is not shared.
+    """
+    is_direct = os.major(os.fstat(fd).st_dev) != 0 and switch_direct_io(fd, on=True)
+    offset = 0
+    while True:
+        try:
+            count = os.preadv(fd, [scratch], offset)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL or not is_direct:
+                raise
+            is_direct = switch_direct_io(fd, on=False)
+            continue
+        if count == 0:
+            if is_direct:
+                switch_direct_io(fd, on=False)
+            else:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what was read ahead
+            return
+        yield scratch[:count]
+        if not is_direct:
+            os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
+        elif count % PAGE_BYTES:  # the end; what another process has appended meanwhile is read, too
+            is_direct = switch_direct_io(fd, on=False)
+        offset += count

@@ -39,6 +39,12 @@ def check_root(root: Path) -> None:
     _check_mode(root, resolved, status, "; or use a directory in it as the root, which is then made")
 
 
+def find_other_owner(root: Path) -> str | None:
+    """The user whose store it is, where that is not this process's; None where it is, or all users are believed."""
+    uid = root.stat().st_uid
+    return None if uid == os.geteuid() or _is_trusted() else _user(uid)
+
+
 def make_private(root: Path, directory: Path, checked: os.stat_result | None = None) -> os.stat_result:
     """Makes the agent's directory, and the root, where they are missing; what is there is checked first.
 

@@ -7,19 +7,20 @@ from functools import partial
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_DIR
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
-from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.direct import page_aligned, read_past_cache
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.committed import Committed, open_committed_save, open_directory
 from replicated_ckpt.stores.local.remains import crc_of_footer, read_remains, tell_crc
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 4 << 20
 Paced = Callable[[int], None]
 """Told how many bytes are read next; may wait."""
 
@@ -40,7 +41,7 @@ class Inspector:
         self._store = store
         self._node_id = node_id
         self._paced = paced
-        self._scratch = memoryview(bytearray(PIECE_BYTES))
+        self._scratch = page_aligned(PIECE_BYTES)
         self.holdings: list[Holding] = []
         self.remains: list[Remains] = []
         self.bytes_read = 0
@@ -64,6 +65,13 @@ class Inspector:
                     open_committed_save(self._store.root, *place) as (directory, _),
                 ):
                     yield from self._of_save(directory, manifest)
+
+    def sum_sizes(self, checkpoint_id: str | None = None) -> int:
+        """How many bytes `inspected` has to read, as the directory shows them now; for progress."""
+        catalog = self._store.catalog
+        ids = catalog.directories() if checkpoint_id is None else [checkpoint_id]
+        names = [f"{REPLACED_DIR}/{m.save_id}" for m in catalog.replaced() if checkpoint_id in (None, m.checkpoint_id)]
+        return sum(size for place in [*ids, *names] for size in catalog.shard_sizes(place).values())
 
     def _of_directory(self, directory: Committed) -> Iterator[Finding]:
         try:
@@ -192,15 +200,16 @@ class Inspector:
 
     def _hash_open(self, fd: int) -> tuple[int, int]:
         size = crc = 0
+        file_bytes = os.fstat(fd).st_size
+        pieces = read_past_cache(fd, self._scratch)
         while True:
-            self._paced(PIECE_BYTES)
-            count = read_exactly(fd, self._scratch, size)
-            crc = crc32c(self._scratch[:count], crc)
-            size += count
-            self.bytes_read += count
-            if count < len(self._scratch):
+            self._paced(max(0, min(PIECE_BYTES, file_bytes - size)))
+            piece = next(pieces, None)
+            if piece is None:
                 break
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            crc = crc32c(piece, crc)
+            size += len(piece)
+            self.bytes_read += len(piece)
         return size, crc
 
     def _finding(

@@ -1,0 +1,218 @@
+"""Each checkpoint that was seen as one line: when it was saved, how large it is, where its copies are, what it lacks."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.look.table import count, format_bytes, format_moment
+from replicated_ckpt.core.inventory import SaveFound, saves_found
+from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
+from replicated_ckpt.core.upkeep.policy import pending
+from replicated_ckpt.core.upkeep.remains import recognize
+from replicated_ckpt.stores.bucket.bucket import BucketSave
+
+HEADER = ("ID", "SAVED AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET")
+WHOLE, SHORT, NOT_SEEN, LOST = "whole", "short", "not seen", "lost"
+DAMAGED, UNMANAGED, IN_BUCKET, REMOVED = "manifest damaged", "unmanaged", "in the bucket", "being removed"
+_HOSTS_MAX = 4
+_STEP = re.compile(r"(?:^|[^0-9])([0-9]{1,18})$")
+
+
+@dataclass(frozen=True)
+class CheckpointSeen:
+    """One save, or files of one, as `ls` lists it; what is not known is None.
+
+    `state`: one of those above. `copies_seen`: of the shard that has fewest. `missing`: files without an intact copy that
+    was seen. `not_reached`: nodes that are meant to hold what is short, and did not answer. `removed_on`: nodes whose user
+    has removed it. `bucket`: "there", "on its way", "not there", "unknown", or "" where none is wanted.
+    """
+
+    checkpoint_id: str
+    state: str
+    nodes: tuple[str, ...]
+    save_id: str = ""
+    sequence: int = 0
+    lineage: str = ""
+    saved_unix_s: float = 0.0
+    size_bytes: int | None = None
+    copies_wanted: int | None = None
+    copies_seen: int | None = None
+    missing: tuple[str, ...] = ()
+    not_reached: tuple[str, ...] = ()
+    removed_on: tuple[str, ...] = ()
+    bucket: str = ""
+    note: str = ""
+
+    @property
+    def step(self) -> int | None:
+        """The number at the end of its id, as `step-100` has it."""
+        found = _STEP.search(self.checkpoint_id)
+        return int(found[1]) if found else None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is to be done about it: every shard has its copies, as far as files' sizes tell."""
+        return self.state in (WHOLE, IN_BUCKET, REMOVED)
+
+    @property
+    def has_few_nodes(self) -> bool:
+        """Whether it has fewer copies than wanted, and as many as there are nodes."""
+        return self.state == WHOLE and (self.copies_seen or 0) < (self.copies_wanted or 0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "step": self.step}
+
+    def describe_copies(self, seen: NodesSeen) -> str:
+        """How many copies were seen of those wanted, and whose answer would tell more."""
+        if self.state in (DAMAGED, UNMANAGED):
+            return self.note
+        if self.state == IN_BUCKET:
+            return "no node has it"
+        if self.state == REMOVED:
+            return f"removed on {seen.list_names(self.removed_on)}, still on other nodes"
+        silent = [node for node in self.not_reached if node in seen.unreached]
+        unknown = [node for node in self.not_reached if node not in seen.unreached]
+        why = f": {seen.list_names(silent)} not reached" if silent else ""
+        if unknown and not silent:
+            why = f": {seen.list_names(unknown)} not known to this node"
+        if self.state in (NOT_SEEN, LOST):
+            return f"{count(len(self.missing), 'file')} {'lost' if self.state == LOST else 'not seen'}{why}"
+        if self.state == SHORT:
+            return f"{self.copies_wanted} copies, {self.copies_seen} seen{why}"
+        few = f", as there {'is' if seen.nodes_known == 1 else 'are'} {count(seen.nodes_known, 'node')}"
+        return f"{self.copies_seen} of {self.copies_wanted}" + (few if self.has_few_nodes else "")
+
+    def cells(self, seen: NodesSeen) -> tuple[str, ...]:
+        """Its line of the table."""
+        hosts = sorted(seen.name(node) for node in self.nodes if node != OBJECT_NODE)
+        more = f" and {len(hosts) - _HOSTS_MAX} more" if len(hosts) > _HOSTS_MAX else ""
+        return (
+            self.checkpoint_id,
+            format_moment(self.saved_unix_s),
+            "-" if self.step is None else str(self.step),
+            "-" if self.size_bytes is None else format_bytes(self.size_bytes),
+            self.describe_copies(seen),
+            ", ".join(hosts[:_HOSTS_MAX]) + more or "-",
+            self.bucket or "-",
+        )
+
+
+def list_checkpoints(seen: NodesSeen, there: Sequence[BucketSave] | None = None) -> list[CheckpointSeen]:
+    """Every managed checkpoint, newest first, and each directory whose manifest is damaged on all nodes.
+
+    `there`: what is committed in the bucket that was looked at; None: none was.
+    """
+    holdings = seen.holdings + [save.holding for save in there or ()]
+    found = saves_found(holdings)
+    in_bucket = None if there is None else {(save.checkpoint_id, save.save_id) for save in there}
+    rows = [_see(save, seen, in_bucket) for save in found]
+    return [*rows, *_list_damaged(seen, {row.checkpoint_id for row in rows})]
+
+
+def _see(save: SaveFound, seen: NodesSeen, in_bucket: set[tuple[str, str]] | None) -> CheckpointSeen:
+    manifest = seen.manifests.get(save.save_id)
+    version, nodes = save.version, tuple(holding.node_id for holding in save.holdings)
+    row = CheckpointSeen(
+        save.checkpoint_id,
+        IN_BUCKET if set(nodes) == {OBJECT_NODE} else DAMAGED,
+        nodes,
+        save.save_id,
+        save.sequence,
+        version.lineage,
+        version.order[1],
+        note="no node could give its manifest",
+        bucket=_bucket_state(save, manifest, seen, in_bucket),
+    )
+    if manifest is None:
+        largest = {name: size for holding in save.holdings for name, size in holding.sizes.items()}
+        return replace(row, size_bytes=sum(largest.values()))
+    size = manifest.metadata_bytes + sum(entry.size_bytes for entry in manifest.shards.values())
+    return _count_copies(replace(row, size_bytes=size, note=""), see_with_remains(save, manifest, seen), seen)
+
+
+def see_with_remains(save: SaveFound, manifest: Manifest, seen: NodesSeen) -> SeenSave:
+    """The save as the nodes hold it, with the files of nodes whose manifest of it is damaged or gone."""
+    of_it = [one for one in seen.remains if one.checkpoint_id == save.checkpoint_id and recognize(one, [manifest])]
+    more = [one.holding(manifest) for one in of_it if one.matching(manifest)]
+    members = {node for entry in manifest.shards.values() for node in entry.holders}
+    with_remains = replace(save, holdings=(*save.holdings, *more))
+    silent = members - seen.held.keys()
+    return see_save(with_remains, manifest, seen.held.keys(), silent, {holding.node_id for holding in more})
+
+
+def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> CheckpointSeen:
+    counts = {shard: len(nodes) for shard, nodes in save.intact.items()}
+    missing = [shard for shard, number in sorted(counts.items()) if number == 0]
+    missing += [] if save.with_metadata else [METADATA_NAME]
+    least = 0 if missing else min(counts.values(), default=len(save.with_metadata))
+    wanted = save.manifest.copies
+    short = [shard for shard, number in counts.items() if number < wanted]
+    silent = {node for shard in short for node in save.assumed[shard]} | (
+        set(save.assumed_metadata) if METADATA_NAME in missing else set()
+    )
+    may_be_there = all(save.assumed[shard] for shard in missing if shard != METADATA_NAME) and (
+        METADATA_NAME not in missing or bool(save.assumed_metadata)
+    )
+    state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST
+    nodes = tuple(sorted(node for node in save.holders if node in seen.held))
+    removed_on = tuple(sorted(node for node, held in seen.held.items() if row.save_id in held.standing.removed))
+    return replace(
+        row,
+        removed_on=removed_on,
+        state=REMOVED if removed_on else state,
+        nodes=nodes,
+        copies_wanted=wanted,
+        copies_seen=least,
+        missing=tuple(missing),
+        not_reached=tuple(sorted(silent)),
+    )
+
+
+def _bucket_state(
+    save: SaveFound, manifest: Manifest | None, seen: NodesSeen, in_bucket: set[tuple[str, str]] | None
+) -> str:
+    if in_bucket is not None:
+        is_there = (save.checkpoint_id, save.save_id) in in_bucket
+        return "there" if is_there else "" if manifest is None or manifest.upload is None else "not there"
+    standings = [held.standing for held in seen.held.values()]
+    if any(save.save_id in standing.uploaded for standing in standings):
+        return "there"
+    if save.save_id in pending(standings):
+        return "on its way"
+    return "" if manifest is None or manifest.upload is None else "unknown"
+
+
+def _list_damaged(seen: NodesSeen, listed: set[str]) -> Iterator[CheckpointSeen]:
+    """Directories with files of ours of which no node that answered has a manifest that is believed."""
+    by_id: dict[str, list[tuple[str, int]]] = {}
+    for one in seen.remains:
+        if one.is_ours and one.checkpoint_id not in listed:
+            by_id.setdefault(one.checkpoint_id, []).append((one.node_id, sum(one.sizes.values())))
+    for checkpoint_id, found in sorted(by_id.items()):
+        nodes = tuple(node for node, _ in found)
+        yield CheckpointSeen(checkpoint_id, DAMAGED, nodes, size_bytes=sum(s for _, s in found), note=DAMAGED)
+
+
+def describe_totals(rows: Iterable[CheckpointSeen], seen: NodesSeen) -> str:
+    """The line below the table: what there is in all, and what is not as it should be."""
+    rows = list(rows)
+    size = format_bytes(sum(row.size_bytes or 0 for row in rows))
+    nodes = f"{len(seen.held)} of {count(len(seen.held) + len(seen.unreached), 'node')} answered"
+    by_state: Mapping[str, int] = {state: sum(row.state == state for row in rows) for state in _NOT_GOOD}
+    wrong = [f"{number} {words}" for state, number in by_state.items() if number and (words := _NOT_GOOD[state])]
+    return f"{count(len(rows), 'checkpoint')}, {size} in one copy of each; {nodes}" + "".join(
+        f"; {one}" for one in wrong
+    )
+
+
+_NOT_GOOD = {
+    SHORT: "with fewer copies than wanted",
+    NOT_SEEN: "with files that no node showed",
+    LOST: "with lost files",
+    DAMAGED: "with a damaged manifest",
+    UNMANAGED: "of stock torch",
+}

@@ -1,0 +1,123 @@
+"""One look at what all known nodes hold: the own store from its disk, the others through their agents."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.manifests import ManifestBook
+from replicated_ckpt.agent.peers.watch import Held, describe_silence, parse_held
+from replicated_ckpt.agent.state.endpoint import listening_endpoint
+from replicated_ckpt.agent.state.removals import RemovalBook
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.core.upkeep.remains import Remains
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.files.room import measure_room
+from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodesSeen:
+    """What the nodes hold that answered, and which did not, and why."""
+
+    own_node: str
+    held: Mapping[str, Held]
+    addresses: Mapping[str, AgentAddress]
+    unreached: Mapping[str, ReplicatedCkptError]
+    manifests: Mapping[str, Manifest]
+    """By save id, of the saves that a node holds that answered."""
+
+    @property
+    def holdings(self) -> list[Holding]:
+        return [holding for held in self.held.values() for holding in held.holdings]
+
+    @property
+    def remains(self) -> list[Remains]:
+        return [remains for held in self.held.values() for remains in held.remains]
+
+    @property
+    def reached(self) -> tuple[AgentAddress, ...]:
+        return tuple(address for node, address in self.addresses.items() if node not in self.unreached)
+
+    @cached_property
+    def names(self) -> Mapping[str, str]:
+        """What people call each node: its host, and its id where several nodes share one."""
+        hosts = {address.node_id: address.host for address in self.addresses.values()}
+        for manifest in sorted(self.manifests.values(), key=lambda manifest: manifest.created_unix_s):
+            hosts |= {node.node_id: node.host for node in manifest.nodes}
+        shared = [host for host in hosts.values() if host]
+        return {node: host if shared.count(host) == 1 else f"{host}/{node}" for node, host in hosts.items()}
+
+    @property
+    def nodes_known(self) -> int:
+        """How many nodes there are to hold copies, those that do not answer included."""
+        return len(self.held) + len(self.unreached)
+
+    def name(self, node: str) -> str:
+        return self.names.get(node, node)
+
+    def list_names(self, nodes: Iterable[str]) -> str:
+        return ", ".join(sorted(self.name(node) for node in nodes))
+
+    def label(self, node: str) -> str:
+        """Its name with its id, by which options name it."""
+        return self.name(node) if node in self.name(node) else f"{self.name(node)} (node {node})"
+
+    def describe_unreached(self) -> list[str]:
+        """A short line for each node that did not answer."""
+        return [
+            f"{self.label(node)}: not reached: {describe_silence(self.unreached[node])}"
+            for node in sorted(self.unreached)
+        ]
+
+
+def look_at_nodes(store: LocalStore) -> NodesSeen:
+    """Asks every node of the address book, all at once. Nothing is started and nothing written.
+
+    Raises:
+        StoreError: the own store cannot be read.
+    """
+    own, peers = store.known_node_id(), PeerBook(store.root_agent_directory())
+    addresses = {peer.node_id: peer for peer in peers.known() if peer.node_id != own}
+    outcome = FanOut[str, Held]().run(addresses, lambda node: _ask(addresses[node]))
+    held = {own: _look_at_own(store, own), **outcome.results}
+    views = [NodeView(node, Presence.UP, found.holdings) for node, found in held.items()]
+    manifests = ManifestBook(store, own, peers).of(views)
+    return NodesSeen(own, held, addresses, dict(outcome.errors), manifests)
+
+
+def _look_at_own(store: LocalStore, own: str) -> Held:
+    """As this node's agent says, which knows what is damaged and uploaded; else as the disk shows it."""
+    endpoint = listening_endpoint(store.root_agent_directory())
+    if endpoint is not None and endpoint.node_id == own:
+        try:
+            return _ask(endpoint.local_address())
+        except ReplicatedCkptError as exc:
+            log.info("this process looks at the store itself: %s", exc)
+    standing = Standing(removed=RemovalBook(store.root_agent_directory()).known())
+    return Held(store.catalog.holdings(own), RemainsShelf(store, own).found(), standing, measure_room(store.root))
+
+
+def _ask(address: AgentAddress) -> Held:
+    with AgentClient(address) as client:
+        return parse_held(client.call("GET", "/v1/holdings"), address)
+
+
+def advise_on_silence(seen: NodesSeen, root: object) -> list[str]:
+    """What to do about nodes that did not answer; nothing where all did."""
+    if not seen.unreached:
+        return []
+    start = (
+        f"next step: on {seen.list_names(seen.unreached)} run `replicated-ckpt agent --root ROOT`, or a command with "
+        "--start-agents, whose agent stays for a minute; a job starts them, too"
+    )
+    return [start, f"if a node never comes back: `replicated-ckpt repair --root {root} --lost NODE`"]

@@ -1,0 +1,64 @@
+"""How far `verify` is, on standard error: one line that is written over on a terminal, else a line each time."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Self
+
+from replicated_ckpt.cli.look.table import format_bytes, format_duration
+
+_EVERY_S = 1.0
+_CLEAR = "\r\x1b[K"
+Look = Callable[[], Mapping[str, tuple[int, int]]]
+"""By node, how many bytes it has read, and of how many; it stands there only while it reads."""
+
+
+class ReadingProgress:
+    """Shows it while the block runs. `look` is called by a thread of its own, once a second."""
+
+    def __init__(self, look: Look) -> None:
+        self._look = look
+        self._is_terminal = sys.stderr.isatty()
+        self._over = threading.Event()
+        self._began_at = time.monotonic()
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._thread = threading.Thread(target=self._run, name="rckpt-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._is_terminal:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
+
+    def _run(self) -> None:
+        while not self._over.wait(_EVERY_S):
+            line = self._describe(self._look(), time.monotonic() - self._began_at)
+            if not line or self._over.is_set():
+                continue
+            if self._is_terminal:
+                print(f"{_CLEAR}{line}", end="", file=sys.stderr, flush=True)
+            else:
+                print(line, file=sys.stderr, flush=True)
+
+    def _describe(self, now: Mapping[str, tuple[int, int]], seconds: float) -> str:
+        """A node that was reading and is not any more has read all."""
+        done = {node: (size, size) for node, (_, size) in self._seen.items()}
+        self._seen = {**done, **{node: found for node, found in now.items() if found[1]}}
+        read, size = (sum(found[place] for found in self._seen.values()) for place in (0, 1))
+        return describe_reading(read, size, seconds)
+
+
+def describe_reading(read_bytes: int, size_bytes: int, seconds: float) -> str:
+    """What was read, how fast, and how long the rest takes at that rate; empty where nothing was read yet."""
+    if not read_bytes or not size_bytes or seconds <= 0:
+        return ""
+    rate = read_bytes / seconds
+    share = min(1.0, read_bytes / size_bytes)
+    left = format_duration(max(0, size_bytes - read_bytes) / rate)
+    amount = f"{format_bytes(min(read_bytes, size_bytes))} of {format_bytes(size_bytes)} ({share:.0%})"
+    return f"verify: {amount} read, {format_bytes(rate)}/s, {left} left"

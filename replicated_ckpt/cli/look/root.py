@@ -1,0 +1,70 @@
+"""Whether `--root` names a store of this user, and what to name instead where it does not."""
+
+import os
+from pathlib import Path
+
+from replicated_ckpt.core.layout import (
+    AGENT_DIR,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    NODE_NAME,
+    REPLACED_DIR,
+    STAGING_DIR,
+    ShardName,
+)
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, StoreDenied
+from replicated_ckpt.stores.files.ownership import TRUST_ROOT_ENV, find_other_owner
+from replicated_ckpt.stores.local.store import LocalStore
+
+_OF_A_STORE = {NODE_NAME, AGENT_DIR, STAGING_DIR, REPLACED_DIR}
+_NAME_IT = "Name the directory that the ranks of this node save to, the `root` of ReplicatedWriter, with --root."
+_SHOWN_MAX = 3
+
+
+def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
+    """The store under `root`; nothing is made or changed. `of_any_user`: it is only read, by its group perhaps.
+
+    Raises:
+        CheckpointNotFound: there is no store. ConfigInvalid: it is a checkpoint. StoreDenied: it is another user's.
+    """
+    store = LocalStore(root)
+    try:
+        names = sorted(entry.name for entry in os.scandir(store.root) if entry.name != "lost+found")
+        owner = None if of_any_user else find_other_owner(store.root)
+    except FileNotFoundError as exc:
+        raise CheckpointNotFound(f"There is no directory {store.root}.", _NAME_IT) from exc
+    except NotADirectoryError as exc:
+        raise CheckpointNotFound(f"{store.root} is a file, and no node's store.", _NAME_IT) from exc
+    except PermissionError as exc:
+        raise _refuse(store.root, f"this user may not read it ({exc.strerror})") from exc
+    if owner is not None:
+        raise _refuse(store.root, f"it is the store of {owner}")
+    if not _OF_A_STORE.intersection(names):
+        _check_content(store, names)
+    return store
+
+
+def _refuse(root: Path, why: str) -> StoreDenied:
+    hint = (
+        "Run the command as that user: `sudo -u USER replicated-ckpt ...`; only the owner of a store reaches its agent. "
+        f"{TRUST_ROOT_ENV}=1 believes all users of this host."
+    )
+    return StoreDenied(str(root), "look at", str(root), f"{why}. Nothing of it was checked", hint)
+
+
+def _check_content(store: LocalStore, names: list[str]) -> None:
+    """No rank or agent has made a store there: it may be one of stock torch's checkpoints, or something else."""
+    if {MANIFEST_NAME, METADATA_NAME}.intersection(names) or any(ShardName.parse(name) for name in names):
+        above = next((place for place in store.root.parents if (place / NODE_NAME).exists()), store.root.parent)
+        checkpoint_id = store.root.relative_to(above)
+        hint = f"Name the store: --root {above}. In it this is the checkpoint {str(checkpoint_id)!r}."
+        raise ConfigInvalid(f"{store.root} is one checkpoint, and no node's store.", hint)
+    if not names:
+        hint = f"{_NAME_IT} If this is it, the first save or load of a rank here makes the store."
+        raise CheckpointNotFound(f"{store.root} is empty: no store has been made there.", hint)
+    if next(store.catalog.directories(), None) is None and next(store.catalog.without_manifest(), None) is None:
+        shown = ", ".join(names[:_SHOWN_MAX]) + (", ..." if len(names) > _SHOWN_MAX else "")
+        raise CheckpointNotFound(
+            f"{store.root} is no node's store: it has no {NODE_NAME}, and no checkpoint lies in it (but {shown}).",
+            _NAME_IT,
+        )

@@ -1,0 +1,42 @@
+"""`--start-agents`: this node's agent runs before the nodes are looked at, as it does before a load."""
+
+import argparse
+import time
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.tls import is_loopback
+
+_GREETING_WAIT_S = 20.0
+_POLL_S = 0.05
+
+
+def add_start_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--start-agents",
+        action="store_true",
+        help="start this node's agent if none runs, as a load does: it tells its peers where it is, and leaves after a "
+        "minute without work; those of other nodes are started there",
+    )
+
+
+def start_agent(store: LocalStore) -> AgentAddress:
+    """This node's agent, which is started if none runs, and has told the peers that answer where it is.
+
+    Raises:
+        AgentUnavailable
+    """
+    peers = PeerBook(store.root_agent_directory()).known()
+    own = ensure_agent(store, bind_host(peers)).local_address()
+    deadline = time.monotonic() + _GREETING_WAIT_S
+    with AgentClient(own) as client:
+        while not client.call("GET", "/v1/status").get("greeted") and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    return own
+
+
+def bind_host(peers: tuple[AgentAddress, ...]) -> str:
+    """Where an agent that has to be started listens: peers on other hosts must reach it."""
+    return "127.0.0.1" if all(is_loopback(peer.host) for peer in peers) else "0.0.0.0"  # noqa: S104 - a token guards it

@@ -1,0 +1,1 @@
+"""Verbs about nodes: how they are, and which are waited for."""

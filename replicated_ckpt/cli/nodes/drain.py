@@ -1,0 +1,159 @@
+"""`replicated-ckpt drain`: what this node holds gets its copies on the other nodes; then it may be taken down."""
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from replicated_ckpt.agent.start.launch import running_agent
+from replicated_ckpt.cli.doubts import list_staged_saves
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
+from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.start import start_agent
+from replicated_ckpt.cli.look.table import count, format_bytes
+from replicated_ckpt.core.upkeep.policy import agree
+from replicated_ckpt.core.upkeep.removal import find_removed
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
+from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
+from replicated_ckpt.core.upkeep.retention import plan_retention, without_retired
+from replicated_ckpt.errors import PeerProtocolError
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+HELP = "Have the copies of this node made on other nodes, and say whether it may be taken down."
+ROUNDS_MAX = 4
+"""A node first gets a checkpoint's manifest and then its shards; a third round finds nothing."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--root", required=True, help="the store of the node that is to be taken down, this one")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be copied, and change nothing")
+    parser.add_argument("--json", action="store_true", help="the same for machines")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: OK if every checkpoint has its copies on the nodes that stay; else FAILED, and the output says why not.
+
+    Raises:
+        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
+    """
+    store = open_store(arguments.root)
+    start_agent(store)
+    drained = _Drained()
+    for _ in range(ROUNDS_MAX):
+        drained.seen = look_at_nodes(store)
+        drained.plan = _plan(drained.seen)
+        if arguments.dry_run or not drained.plan.actions or drained.failed:
+            break
+        drained.done += len(drained.plan.actions)
+        drained.failed = _carry_out(drained.seen, drained.plan)
+    drained.stays = [] if drained.seen is None else _list_what_stays(store, drained.seen)
+    if arguments.json:
+        print(json.dumps(drained.to_json(), indent=2))
+    else:
+        print("\n".join(drained.describe(store)))
+    return ExitCode.OK if drained.is_empty else ExitCode.FAILED
+
+
+@dataclass
+class _Drained:
+    """How far it has come. `plan`: what is still to be copied; `stays`: what only this node can bring elsewhere."""
+
+    seen: NodesSeen | None = None
+    plan: RepairPlan = field(default_factory=RepairPlan)
+    done: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    stays: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.plan.actions or self.plan.short or self.failed or self.stays)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "may_be_taken_down": self.is_empty,
+            "plan": self.plan.to_json(),
+            "done": self.done,
+            "failed": self.failed,
+            "stays": self.stays,
+            "not_reached": [] if self.seen is None else sorted(self.seen.unreached),
+        }
+
+    def describe(self, store: LocalStore) -> list[str]:
+        assert self.seen is not None
+        size = format_bytes(sum(copy.size_bytes for copy in self.plan.copy))
+        lines = [f"to do: {action}" for action in self.plan.actions]
+        lines += [f"to do in all: {size} to copy"] if self.plan.copy else []
+        lines += [f"no room for enough copies elsewhere: {short}" for short in self.plan.short]
+        lines += [f"failed: {what}: {why}" for what, why in self.failed.items()]
+        lines += [f"not drained: {what}" for what in self.stays]
+        others = count(len(self.seen.held) - 1, "other node")
+        label = self.seen.label(self.seen.own_node)
+        if not self.is_empty:
+            lines.append(f"{label} must stay up: what is listed above has too few copies on the {others} that answered")
+            return [*lines, *self.seen.describe_unreached(), *advise_on_silence(self.seen, store.root)]
+        lines.append(f"{label} may be taken down: every checkpoint has its copies on the {others} that answered")
+        wanted = max((manifest.copies for manifest in self.seen.manifests.values()), default=1)
+        if len(self.seen.held) - 1 < wanted:
+            lines.append(f"but {wanted} copies are wanted, and {others} can hold no more than one each")
+        lines.append(
+            "next step: end the ranks here first, as they save here again; then stop the node. If it never comes"
+        )
+        lines.append(f"back: `replicated-ckpt forget {self.seen.own_node} --root ROOT` on the others")
+        return lines
+
+
+def _plan(seen: NodesSeen) -> RepairPlan:
+    """What makes up for this node's copies on those that answer; one that is silent is not counted on."""
+    domains = {node: address.domain for node, address in seen.addresses.items()}
+    views = [
+        NodeView(
+            node,
+            Presence.UP,
+            held.holdings,
+            domains.get(node),
+            held.remains,
+            held.standing,
+            is_leaving=node == seen.own_node,
+        )
+        for node, held in seen.held.items()
+    ]
+    policies = agree(policy for view in views for policy in view.standing.policies)
+    retired = plan_retention(seen.manifests, views, policies).retired | find_removed(views)
+    return plan_repair(without_retired(seen.manifests, retired), views)
+
+
+def _carry_out(seen: NodesSeen, plan: RepairPlan) -> dict[str, str]:
+    """Has each of the other nodes' agents do its part, all at once; returns what failed and why."""
+    nodes = sorted({action.node_id for action in plan.actions})
+
+    def told(node: str) -> dict[str, str]:
+        with AgentClient(seen.addresses[node]) as client:
+            answer = client.call("POST", "/v1/repair", {"plan": plan.of_node(node).to_json()})
+        try:
+            return {str(result["action"]): str(result["error"]) for result in answer["results"] if result["error"]}
+        except (KeyError, TypeError) as exc:
+            raise PeerProtocolError(f"{seen.label(node)} answered repair wrongly: {exc}.") from exc
+
+    outcome = FanOut[str, dict[str, str]]().run(nodes, told)
+    failed = {action: error for result in outcome.results.values() for action, error in result.items()}
+    return failed | {seen.label(node): error.message for node, error in outcome.errors.items()}
+
+
+def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
+    """What no copy on another node can stand for."""
+    stays = [str(save) for save in list_staged_saves(store, seen.own_node)]
+    managed = {holding.checkpoint_id for holding in seen.holdings}
+    stays += [
+        f"{checkpoint_id} has no manifest; `repair` makes it a checkpoint with copies, if stock torch wrote it"
+        for checkpoint_id in store.catalog.without_manifest()
+        if checkpoint_id not in managed
+    ]
+    endpoint = running_agent(store)
+    if endpoint is not None:
+        with AgentClient(endpoint.local_address()) as client:
+            pending = client.call("GET", "/v1/status")["object_store"]["pending"].values()
+        stays += [f"{upload['checkpoint_id']} is on its way to {upload['url']}" for upload in pending]
+    return stays

@@ -1,0 +1,90 @@
+"""`replicated-ckpt forget NODE`: a node that never comes back leaves this node's address book, and is not waited for."""
+
+import argparse
+import json
+
+from replicated_ckpt.cli.doubts import list_staged_saves
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.checkpoints import list_checkpoints
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.start import start_agent
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
+
+HELP = "Take a node that never comes back out of this node's address book, and say what is lost with it."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("node", metavar="NODE", help="its id, or its host where one node alone has that")
+    parser.add_argument("--root", required=True, help="this node's store")
+    parser.add_argument("--force", action="store_true", help="also where it may hold the last copy of something")
+    parser.add_argument("--json", action="store_true", help="the same for machines")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: OK if it was forgotten; FAILED if it may hold the last copy of something, and nothing was changed.
+
+    Raises:
+        ConfigInvalid: no such node is in the book, or it answers. StoreError, AgentUnavailable
+    """
+    store = open_store(arguments.root)
+    seen = look_at_nodes(store)
+    node = _find(seen, arguments.node)
+    if node not in seen.unreached:
+        hint = "Only a node that never comes back is forgotten: end its agent first, once its copies are elsewhere."
+        raise ConfigInvalid(f"{seen.label(node)} answers.", hint)
+    losses = _list_losses(seen, node)
+    doubts = [str(save) for save in list_staged_saves(store, seen.own_node) if node in save.nodes]
+    is_done = not losses or arguments.force
+    if is_done:
+        _forget(store, node)
+    if arguments.json:
+        print(json.dumps({"node_id": node, "is_forgotten": is_done, "losses": losses, "in_doubt": doubts}, indent=2))
+    else:
+        _print(seen, node, losses, doubts, is_done=is_done, root=str(store.root))
+    return ExitCode.OK if is_done else ExitCode.FAILED
+
+
+def _find(seen: NodesSeen, named: str) -> str:
+    found = [node for node in seen.addresses if named in (node, seen.name(node), seen.addresses[node].host)]
+    found = [named] if named in found else found
+    if len(found) != 1:
+        known = ", ".join(seen.label(node) for node in sorted(seen.addresses)) or "no other node"
+        what = "names several nodes" if found else "is no node of this node's address book"
+        raise ConfigInvalid(f"{named!r} {what}.", f"Name one by its id. In the book: {known}.")
+    return found[0]
+
+
+def _list_losses(seen: NodesSeen, node: str) -> dict[str, list[str]]:
+    """By checkpoint, the files of which no node showed a copy, and this one may hold one."""
+    return {
+        row.checkpoint_id: list(row.missing)
+        for row in list_checkpoints(seen)
+        if row.missing and node in row.not_reached
+    }
+
+
+def _forget(store: LocalStore, node: str) -> None:
+    with AgentClient(start_agent(store)) as client:
+        client.call("POST", "/v1/forget", {"node_id": node})
+
+
+def _print(
+    seen: NodesSeen, node: str, losses: dict[str, list[str]], doubts: list[str], *, is_done: bool, root: str
+) -> None:
+    label = seen.label(node)
+    for checkpoint_id, names in losses.items():
+        verb = "lost with it" if is_done else "would be lost"
+        print(f"{verb}: {checkpoint_id}: {', '.join(names)}: no node that answers has a copy, and {label} may")
+    if not is_done:
+        print(f"refused: {label} stays in the address book; nothing was changed")
+        print("next step: bring it back, if only for a minute with `replicated-ckpt agent --root ROOT`; or --force")
+        return
+    print(f"forgotten: {label} is not waited for any more; copies that it held are made anew where nodes are left")
+    for doubt in doubts:
+        print(f"in doubt: {doubt}")
+    if doubts:
+        print(f"next step: `replicated-ckpt repair --root {root} --lost {node}` gives up what is in doubt for it alone")
+    print("next step: run the same command on the other nodes; a job with ranks on it introduces it again")

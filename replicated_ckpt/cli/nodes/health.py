@@ -1,0 +1,122 @@
+"""What `status` concludes: from the nodes, the checkpoints and this node's agent to one word and its reasons."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.checkpoints import LOST, CheckpointSeen
+from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.look.table import count, format_bytes, format_duration
+from replicated_ckpt.stores.files.room import Room
+
+ROOM_SHARE_MIN = 0.05
+"""With less of its file system free, a node's next save may fail."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What is not as it should be, in words, by how bad it is."""
+
+    lost: tuple[str, ...] = ()
+    down: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
+
+    @property
+    def code(self) -> ExitCode:
+        """0 (good), 1 (degraded), 4 (lost) or 5 (down)."""
+        if self.lost:
+            return ExitCode.SHARD_LOST
+        if self.down:
+            return ExitCode.UNREACHABLE
+        return ExitCode.FAILED if self.degraded else ExitCode.OK
+
+    @property
+    def word(self) -> str:
+        return _WORDS[self.code]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The worst first."""
+        return (*self.lost, *self.down, *self.degraded)
+
+    @property
+    def lines(self) -> list[str]:
+        """Each reason behind its word; the word alone if all is well."""
+        by_code = {
+            ExitCode.SHARD_LOST: self.lost,
+            ExitCode.UNREACHABLE: self.down,
+            ExitCode.FAILED: self.degraded,
+        }
+        return [f"{_WORDS[code]}: {why}" for code, reasons in by_code.items() for why in reasons] or [self.word]
+
+
+_WORDS = {
+    ExitCode.OK: "good",
+    ExitCode.FAILED: "degraded",
+    ExitCode.SHARD_LOST: "files are lost",
+    ExitCode.UNREACHABLE: "down",
+}
+
+
+def judge_health(
+    seen: NodesSeen, rows: Sequence[CheckpointSeen], agent: Mapping[str, Any] | None, why_down: str
+) -> Health:
+    """`agent` is the status of this node's agent; None: it gave none, and `why_down` says why."""
+    lost = tuple(f"{row.checkpoint_id}: {row.describe_copies(seen)}" for row in rows if row.state == LOST)
+    down = () if agent is not None else (f"this node's agent gives no answer: {why_down}",)
+    failing = () if agent is None else tuple(_failing(agent))
+    return Health(lost, down, (*_short(seen, rows), *seen.describe_unreached(), *_crowded(seen), *failing))
+
+
+def _short(seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> Iterator[str]:
+    for row in rows:
+        if not row.is_good and row.state != LOST:
+            yield f"{row.checkpoint_id}: {row.describe_copies(seen)}"
+
+
+def _crowded(seen: NodesSeen) -> Iterator[str]:
+    for node, held in sorted(seen.held.items()):
+        if held.room is not None and held.room.free_bytes < ROOM_SHARE_MIN * held.room.size_bytes:
+            yield f"{seen.label(node)}: {describe_room(held.room)}"
+
+
+def describe_room(room: Room | None) -> str:
+    return "-" if room is None else f"{format_bytes(room.free_bytes)} of {format_bytes(room.size_bytes)} free"
+
+
+def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
+    """What this node's agent says that it cannot do."""
+    protection = agent["protection"]
+    for problem in protection["failed"]:
+        yield f"re-protection: {problem}"
+    for doubt in agent["in_doubt"]:
+        nodes = ", ".join(doubt.get("waits_for", ())) or "other nodes"
+        yield f"in doubt: save {doubt.get('save_id')} of {doubt.get('checkpoint_id')}: waits for {nodes}"
+    for upload in agent["object_store"]["pending"].values():
+        if upload["error"]:
+            since = format_duration(upload["failing_s"])
+            yield f"upload of {upload['checkpoint_id']} to {upload['url']} fails since {since}: {upload['error']}"
+
+
+def describe_uploads(agent: Mapping[str, Any]) -> str:
+    """How uploads are, in a line."""
+    uploads = agent["object_store"]
+    failing = sum(1 for upload in uploads["pending"].values() if upload["error"])
+    said = f"{len(uploads['pending'])} on their way, {uploads['done']} done since the agent started"
+    return said + (f", {failing} failing" if failing else "")
+
+
+def describe_protection(agent: Mapping[str, Any]) -> str:
+    """How re-protection is, in a line."""
+    found = agent["protection"]
+    if not found["rounds"]:
+        return "it has not looked yet"
+    if found["is_complete"]:
+        return "every checkpoint has its copies"
+    work = f"{count(found['planned'], 'action')} planned on all nodes together, {found['done']} done here in the last round"
+    stuck = [f"{found[name]} {words}" for name, words in _STUCK.items() if found[name]]
+    return "; ".join([work, *stuck])
+
+
+_STUCK = {"short": "short for want of nodes or of copies", "lost": "lost"}

@@ -1,0 +1,151 @@
+"""`replicated-ckpt status`: nodes, agents, protection, uploads, room and last errors; its exit code serves probes."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replicated_ckpt.agent.peers.watch import describe_silence
+from replicated_ckpt.agent.start.launch import running_agent
+from replicated_ckpt.agent.state.log_file import LOG_NAME
+from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, describe_totals, list_checkpoints
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
+from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.start import add_start_argument, start_agent
+from replicated_ckpt.cli.look.table import format_duration, format_table
+from replicated_ckpt.cli.nodes.health import Health, describe_protection, describe_room, describe_uploads, judge_health
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
+
+HELP = "Show how the nodes, the copies, the uploads and the disks are. Exit code: 0 good, 1 degraded, 4 lost, 5 down."
+_WATCH_EVERY_S = 2.0
+_LOG_BYTES = 64 << 10
+_ERRORS_MAX = 3
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--root", required=True, help="a node's store")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=_WATCH_EVERY_S,
+        metavar="SECONDS",
+        help=f"show it again and again, every {_WATCH_EVERY_S:.0f} s unless told, until Ctrl-C",
+    )
+    add_start_argument(parser)
+    parser.add_argument("--json", action="store_true", help="the same for machines; with --watch a line each time")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: OK (good), FAILED (degraded), SHARD_LOST (files that no node can hold), UNREACHABLE (no agent here).
+
+    Raises:
+        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
+    """
+    store = open_store(arguments.root)
+    if arguments.start_agents:
+        start_agent(store)
+    while True:
+        state = _look(store)
+        if arguments.watch is not None and sys.stdout.isatty():
+            print(_CLEAR, end="")
+        if arguments.json:
+            print(json.dumps(state.to_json(), indent=None if arguments.watch else 2), flush=True)
+        else:
+            print(state.text(store), flush=True)
+        if arguments.watch is None:
+            return state.health.code
+        time.sleep(arguments.watch)
+
+
+@dataclass(frozen=True)
+class _State:
+    """One look. `agent`: the status of this node's agent, None where it gave none."""
+
+    seen: NodesSeen
+    rows: Sequence[CheckpointSeen]
+    agent: Mapping[str, Any] | None
+    errors: Sequence[str]
+    health: Health
+
+    def to_json(self) -> dict[str, Any]:
+        nodes = [
+            {"node_id": node, "is_reached": True, "room": None if held.room is None else held.room.to_json()}
+            for node, held in sorted(self.seen.held.items())
+        ]
+        nodes += [
+            {"node_id": node, "is_reached": False, "error": describe_silence(error)}
+            for node, error in sorted(self.seen.unreached.items())
+        ]
+        return {
+            "unix_s": round(time.time(), 3),
+            "state": self.health.word,
+            "exit_code": int(self.health.code),
+            "reasons": list(self.health.reasons),
+            "node_id": self.seen.own_node,
+            "nodes": nodes,
+            "checkpoints": [row.to_json() for row in self.rows],
+            "agent": self.agent,
+            "last_errors": list(self.errors),
+        }
+
+    def text(self, store: LocalStore) -> str:
+        lines = [format_table(("NODE", "AGENT", "CHECKPOINTS", "ROOM"), list(map(self._cells, self._nodes())))]
+        lines += [f"copies: {describe_totals(self.rows, self.seen)}"]
+        if self.agent is not None:
+            lines += [f"re-protection: {describe_protection(self.agent)}", f"uploads: {describe_uploads(self.agent)}"]
+        lines += [f"in the agent's log: {line}" for line in self.errors]
+        return "\n".join([*lines, *self.health.lines, *self._next_steps(store)])
+
+    def _next_steps(self, store: LocalStore) -> list[str]:
+        start = [] if self.agent is not None else ["next step: --start-agents starts this node's agent, as does a load"]
+        return [*start, *advise_on_silence(self.seen, store.root)]
+
+    def _nodes(self) -> list[str]:
+        own = self.seen.own_node
+        return [own, *sorted((self.seen.held.keys() | self.seen.unreached.keys()) - {own})]
+
+    def _cells(self, node: str) -> tuple[str, str, str, str]:
+        if node in self.seen.unreached:
+            return self.seen.label(node), f"not reached: {describe_silence(self.seen.unreached[node])}", "-", "-"
+        held, agent = self.seen.held[node], "up"
+        if node == self.seen.own_node:
+            agent = (
+                "none"
+                if self.agent is None
+                else f"up for {format_duration(self.agent['uptime_s'])}, pid {self.agent['pid']}"
+            )
+        return self.seen.label(node), agent, str(len(held.holdings)), describe_room(held.room)
+
+
+def _look(store: LocalStore) -> _State:
+    agent, why_down = None, "none runs"
+    try:
+        endpoint = running_agent(store)
+        if endpoint is not None:
+            with AgentClient(endpoint.local_address()) as client:
+                agent = client.call("GET", "/v1/status")
+    except ReplicatedCkptError as exc:
+        why_down = str(exc)
+    seen = look_at_nodes(store)
+    rows = list_checkpoints(seen)
+    return _State(seen, rows, agent, _read_last_errors(store), judge_health(seen, rows, agent, why_down))
+
+
+def _read_last_errors(store: LocalStore) -> list[str]:
+    """The last warnings and errors of this node's agent, where ranks or a command have started it."""
+    path = store.root_agent_directory() / LOG_NAME
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if " WARNING " in line or " ERROR " in line][-_ERRORS_MAX:]

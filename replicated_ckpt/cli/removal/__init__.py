@@ -1,0 +1,1 @@
+"""Verbs that remove checkpoints. What lies on a node goes by the word of that node's own user alone."""

@@ -1,0 +1,48 @@
+"""`replicated-ckpt prune --keep-last N`: the older checkpoints of each run go, by the rule that retention goes by."""
+
+import argparse
+import json
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.upkeep.removal import plan_prune
+
+HELP = "Remove all but the newest checkpoints of each run from this node, and from the bucket as `rm` does."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--keep-last", type=int, required=True, metavar="N", help="how many whole ones stay, from 1")
+    parser.add_argument(
+        "--keep-every", type=int, metavar="N", help="and those whose number in the order of saves is a multiple of it"
+    )
+    add_removal_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: OK if all that is to go is gone everywhere; FAILED if something was refused, or other nodes have it.
+
+    Raises:
+        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
+    """
+    retention = Retention(keep_last=arguments.keep_last, keep_every=arguments.keep_every)
+    remover = Remover(open_store(arguments.root), arguments)
+    verdicts = plan_prune(remover.removables(), retention)
+    going = {verdict.save_id for verdict in verdicts if not verdict.is_kept}
+    chosen = [row for row in remover.rows if row.save_id in going]
+    if not arguments.json:
+        for verdict in verdicts:
+            print(verdict)
+    outcome = Removed() if arguments.dry_run else remover.carry_out(chosen)
+    if arguments.json:
+        plan = [
+            {"checkpoint_id": verdict.checkpoint_id, "save_id": verdict.save_id, "is_kept": verdict.is_kept}
+            for verdict in verdicts
+        ]
+        print(json.dumps({"plan": plan, "dry_run": arguments.dry_run, **outcome.to_json()}, indent=2))
+    elif not going:
+        print("nothing to remove")
+    elif not arguments.dry_run:
+        print("\n".join(remover.describe(outcome)))
+    return ExitCode.OK if arguments.dry_run else outcome.code

@@ -1,0 +1,195 @@
+"""What `rm` and `prune` have in common: saves go from this node, and with the last copy on a node from the bucket."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, LOST, CheckpointSeen, list_checkpoints
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.start import start_agent
+from replicated_ckpt.cli.look.table import count, format_bytes
+from replicated_ckpt.cli.ls import list_bucket
+from replicated_ckpt.core.upkeep.policy import pending
+from replicated_ckpt.core.upkeep.removal import Removable, find_last_good
+from replicated_ckpt.core.upkeep.retention import NOT_UPLOADED, Candidate
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.opening import open_client
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+
+
+def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--root", required=True, help="this node's store")
+    parser.add_argument(
+        "--object-store",
+        metavar="URL",
+        help="look into this bucket, too, with credentials from the environment; one that the save names is known anyway",
+    )
+    parser.add_argument("--keep-in-bucket", action="store_true", help="remove nothing from any bucket")
+    parser.add_argument(
+        "--force", action="store_true", help="also the last good checkpoint of a run, and one that a load reads now"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and change nothing")
+    parser.add_argument("--json", action="store_true", help="the same for machines")
+
+
+@dataclass
+class Removed:
+    """What became of each chosen save, by checkpoint id; and where it still is, by node."""
+
+    removed: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    still_on: dict[str, list[str]] = field(default_factory=dict)
+    not_reached: dict[str, list[str]] = field(default_factory=dict)
+    still_in_bucket: dict[str, str] = field(default_factory=dict)
+    freed_bytes: int = 0
+
+    @property
+    def code(self) -> ExitCode:
+        if self.kept or self.still_on:
+            return ExitCode.FAILED
+        return ExitCode.UNREACHABLE if self.not_reached else ExitCode.OK
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "removed": self.removed,
+            "kept": self.kept,
+            "still_on": self.still_on,
+            "not_reached": self.not_reached,
+            "still_in_bucket": self.still_in_bucket,
+            "freed_bytes": self.freed_bytes,
+        }
+
+
+class Remover:
+    """Looks at the nodes, with this node's agent, which is started; then removes what its caller chooses."""
+
+    def __init__(self, store: LocalStore, arguments: argparse.Namespace) -> None:
+        self._store = store
+        self._force = arguments.force
+        self._keeps_bucket = arguments.keep_in_bucket
+        self._url: str | None = arguments.object_store
+        self._own: AgentAddress = start_agent(store)
+        self.seen: NodesSeen = look_at_nodes(store)
+        self.rows: list[CheckpointSeen] = list_checkpoints(
+            self.seen, None if self._url is None else list_bucket(self._url)
+        )
+
+    def removables(self) -> list[Removable]:
+        """The saves as the decision sees them; those without a manifest that is believed are left out."""
+        waiting = pending(held.standing for held in self.seen.held.values())
+        return [
+            Removable(self._candidate(row, waiting), row.lineage, is_lost=row.state == LOST)
+            for row in self.rows
+            if row.save_id in self.seen.manifests or row.state == IN_BUCKET
+        ]
+
+    def _candidate(self, row: CheckpointSeen, waiting: frozenset[str]) -> Candidate:
+        wanted = min(row.copies_wanted or 1, len(self.seen.held))
+        return Candidate(
+            row.checkpoint_id,
+            row.save_id,
+            row.sequence,
+            is_whole=not row.removed_on and (row.state == IN_BUCKET or bool(row.copies_seen)),
+            is_protected=row.state == IN_BUCKET or (row.copies_seen or 0) >= max(1, wanted),
+            held_back=NOT_UPLOADED if row.save_id in waiting else "",
+        )
+
+    def find_last_good(self, chosen: Sequence[CheckpointSeen]) -> tuple[str, ...]:
+        """Those that are refused without --force."""
+        return () if self._force else find_last_good(self.removables(), {row.save_id for row in chosen})
+
+    def carry_out(self, chosen: Sequence[CheckpointSeen]) -> Removed:
+        """Removes each, the oldest first; what stands in the way of one keeps none of the others."""
+        outcome = Removed()
+        for row in reversed(chosen):
+            try:
+                self._remove(row, outcome)
+            except ReplicatedCkptError as exc:
+                outcome.kept[row.checkpoint_id] = str(exc)
+        return outcome
+
+    def _remove(self, row: CheckpointSeen, outcome: Removed) -> None:
+        named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "force": self._force}
+        with AgentClient(self._own) as client:
+            why = client.call("POST", "/v1/remove", {**named, "is_asked": True})["why"]
+        if why:
+            outcome.kept[row.checkpoint_id] = f"{why}; wait for it to end, or use --force"
+            return
+        others = [node for node in row.nodes if node in self.seen.held and node != self.seen.own_node]
+        silent = self._silent_holders(row)
+        for book, nodes in ((outcome.still_on, others), (outcome.not_reached, silent)):
+            for node in nodes:
+                book.setdefault(node, []).append(row.checkpoint_id)
+        self._remove_from_bucket(row, is_last=not others and not silent, outcome=outcome)
+        with AgentClient(self._own) as client:
+            is_removed = client.call("POST", "/v1/remove", named)["is_removed"]
+        outcome.removed.append(row.checkpoint_id)
+        held = [h for h in self.seen.held[self.seen.own_node].holdings if h.save_id == row.save_id]
+        outcome.freed_bytes += sum(sum(holding.sizes.values()) for holding in held) if is_removed else 0
+
+    def _silent_holders(self, row: CheckpointSeen) -> list[str]:
+        """Nodes that did not answer and were meant to hold some of it."""
+        manifest = self.seen.manifests.get(row.save_id)
+        meant = set() if manifest is None else {node.node_id for node in manifest.nodes}
+        return sorted(meant & self.seen.unreached.keys())
+
+    def _remove_from_bucket(self, row: CheckpointSeen, *, is_last: bool, outcome: Removed) -> None:
+        """Before this node's copy goes: a removal that is cut off is found, and done, by the same command again."""
+        manifest = self.seen.manifests.get(row.save_id)
+        upload = None if manifest is None else manifest.upload
+        urls = {*([] if upload is None else [upload.url]), *([] if self._url is None else [self._url])}
+        for url in sorted(urls):
+            if self._keeps_bucket or not is_last:
+                outcome.still_in_bucket[row.checkpoint_id] = url
+            elif url == self._url:
+                _remove_there(url, row)
+            else:
+                with AgentClient(self._own) as client:
+                    named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "url": url}
+                    client.call("POST", "/v1/object/remove", named)
+
+    def describe(self, outcome: Removed) -> list[str]:
+        """What was done, what was not and why, and what to do where copies are left."""
+        freed = format_bytes(outcome.freed_bytes)
+        lines = [f"removed on this node: {', '.join(outcome.removed)} ({freed} freed)"] if outcome.removed else []
+        lines += [f"kept: {checkpoint_id}: {why}" for checkpoint_id, why in outcome.kept.items()]
+        for node, ids in sorted(outcome.still_on.items()):
+            lines.append(f"still on {self.seen.label(node)}: {_shorten(ids)}")
+        for node, ids in sorted(outcome.not_reached.items()):
+            lines.append(f"{self.seen.label(node)} was not reached, and may hold {_shorten(ids)}")
+        if outcome.still_on or outcome.not_reached:
+            lines.append(
+                "next step: run the same command on each of these nodes, as each removes by its own user's word alone; "
+                "no node makes copies of what was removed any more"
+            )
+        for url in sorted(set(outcome.still_in_bucket.values())):
+            ids = [checkpoint_id for checkpoint_id, there in outcome.still_in_bucket.items() if there == url]
+            why = "" if self._keeps_bucket else "; the last node that removes it removes it there, too"
+            lines.append(f"not removed from {url}: {_shorten(ids)}{why}")
+        return lines
+
+
+def _remove_there(url: str, row: CheckpointSeen) -> None:
+    """By this process, with credentials from the environment."""
+    client = open_client(ObjectTarget.checked(url, None))
+    try:
+        bucket = Bucket(client)
+        there = bucket.save_of(row.checkpoint_id)
+        if there is not None and there.save_id == row.save_id:
+            bucket.remove(there)
+    finally:
+        client.close()
+
+
+_SHOWN_MAX = 5
+
+
+def _shorten(ids: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {count(len(ids) - _SHOWN_MAX, 'more checkpoint')}" if len(ids) > _SHOWN_MAX else ""
+    return ", ".join(ids[:_SHOWN_MAX]) + more

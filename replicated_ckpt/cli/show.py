@@ -1,0 +1,143 @@
+"""`replicated-ckpt show ID`: one checkpoint with its shards, who holds them, its run and its place in the bucket."""
+
+import argparse
+import json
+from typing import Any
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.checkpoints import LOST, NOT_SEEN, CheckpointSeen, list_checkpoints, see_with_remains
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
+from replicated_ckpt.cli.look.root import open_store
+from replicated_ckpt.cli.look.start import add_start_argument, start_agent
+from replicated_ckpt.cli.look.table import format_bytes, format_moment, format_table
+from replicated_ckpt.core.inventory import saves_found
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.protocol.seen_save import SeenSave
+from replicated_ckpt.errors import CheckpointNotFound
+
+HELP = "Show one checkpoint: its shards and who holds them, its sizes, run, step and bucket."
+_HEADER = ("FILE", "SIZE", "OF", "COPIES", "ON", "NOT REACHED")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", metavar="ID", help="the checkpoint")
+    parser.add_argument("--root", required=True, help="a node's store")
+    add_start_argument(parser)
+    parser.add_argument("--json", action="store_true", help="the same for machines")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code: OK if every file of its newest save was seen; SHARD_LOST, UNREACHABLE or FAILED if not.
+
+    Raises:
+        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
+    """
+    store = open_store(arguments.root)
+    if arguments.start_agents:
+        start_agent(store)
+    seen = look_at_nodes(store)
+    rows = [row for row in list_checkpoints(seen) if row.checkpoint_id == arguments.id]
+    if not rows:
+        raise CheckpointNotFound(
+            f"No node that was reached holds a checkpoint {arguments.id!r} with a manifest.",
+            "`replicated-ckpt ls --root ROOT` lists what there is, and which nodes were not reached.",
+        )
+    saves = {save.save_id: save for save in saves_found(seen.holdings)}
+    known = [
+        (row, see_with_remains(saves[row.save_id], seen.manifests[row.save_id], seen))
+        for row in rows
+        if row.save_id in seen.manifests
+    ]
+    if arguments.json:
+        details = {row.save_id: _details(save) for row, save in known}
+        versions = [{**row.to_json(), **details.get(row.save_id, {})} for row in rows]
+        print(json.dumps({"checkpoint_id": arguments.id, "saves": versions}, indent=2))
+    else:
+        for row in rows:
+            print(f"{row.checkpoint_id}: {row.describe_copies(seen)}")
+            for other, save in known:
+                if other is row:
+                    print(_describe(row, save, seen))
+        for line in [*seen.describe_unreached(), *advise_on_silence(seen, store.root)]:
+            print(line)
+    if not rows[0].save_id or not known:
+        return ExitCode.FAILED
+    return {LOST: ExitCode.SHARD_LOST, NOT_SEEN: ExitCode.UNREACHABLE}.get(rows[0].state, ExitCode.OK)
+
+
+def _details(save: SeenSave) -> dict[str, Any]:
+    manifest = save.manifest
+    return {
+        "world_size": manifest.world_size,
+        "upload": None if manifest.upload is None else manifest.upload.url,
+        "world": [
+            {"node_id": node.node_id, "host": node.host, "domain": node.domain, "ranks": list(node.ranks)}
+            for node in manifest.nodes
+        ],
+        "shards": {
+            name: {
+                "size_bytes": entry.size_bytes,
+                "crc32c": f"{entry.crc32c:08x}",
+                "owner_rank": entry.owner_rank,
+                "owner_node": entry.owner_node,
+                "wanted_on": list(entry.holders),
+                "seen_on": sorted(save.intact[name]),
+                "damaged_on": sorted(save.damaged[name]),
+                "not_reached": sorted(save.assumed[name]),
+            }
+            for name, entry in manifest.shards.items()
+        },
+    }
+
+
+def _describe(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> str:
+    manifest = save.manifest
+    facts = {
+        "saved at": format_moment(manifest.created_unix_s),
+        "step": "-" if row.step is None else str(row.step),
+        "size": f"{format_bytes(row.size_bytes or 0)} in one copy",
+        "save": manifest.save_id,
+        "run": f"lineage {manifest.lineage or 'without a name'}, save number {manifest.sequence} of it",
+        "ranks": f"{manifest.world_size} on {_describe_world(manifest, seen)}",
+        "bucket": "-" if manifest.upload is None else f"{manifest.upload.url}: {row.bucket}",
+    }
+    lines = [f"  {name + ':':10}{value}" for name, value in facts.items()]
+    return "\n".join([*lines, format_table(_HEADER, [_metadata_cells(save, seen), *_shard_cells(save, seen)])])
+
+
+def _describe_world(manifest: Manifest, seen: NodesSeen) -> str:
+    return "; ".join(
+        f"{seen.label(node.node_id)}{f' in {node.domain}' if node.domain else ''}: {_describe_ranks(node.ranks)}"
+        for node in manifest.nodes
+    )
+
+
+def _describe_ranks(ranks: tuple[int, ...]) -> str:
+    if ranks and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def _metadata_cells(save: SeenSave, seen: NodesSeen) -> tuple[str, ...]:
+    size = format_bytes(save.manifest.metadata_bytes)
+    on, silent = seen.list_names(save.with_metadata), seen.list_names(save.assumed_metadata)
+    return (".metadata", size, "every node", str(len(save.with_metadata)), on or "-", silent or "-")
+
+
+def _shard_cells(save: SeenSave, seen: NodesSeen) -> list[tuple[str, ...]]:
+    return [
+        (
+            name,
+            format_bytes(entry.size_bytes),
+            f"rank {entry.owner_rank}",
+            f"{len(save.intact[name])} of {save.manifest.copies}",
+            _describe_holders(save, name, seen),
+            seen.list_names(save.assumed[name]) or "-",
+        )
+        for name, entry in sorted(save.manifest.shards.items(), key=lambda item: (item[1].owner_rank, item[0]))
+    ]
+
+
+def _describe_holders(save: SeenSave, shard: str, seen: NodesSeen) -> str:
+    damaged = [f"{seen.name(node)} (damaged)" for node in sorted(save.damaged[shard])]
+    return ", ".join([*filter(None, [seen.list_names(save.intact[shard])]), *damaged]) or "-"

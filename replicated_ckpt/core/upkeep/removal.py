@@ -1,0 +1,50 @@
+"""Removal by hand: whether a user may have saves removed, and which ones `prune` would; what others hold is for them."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.core.upkeep.retention import Candidate, Verdict, judge
+
+
+def find_removed(nodes: Iterable[NodeView]) -> frozenset[str]:
+    """The saves that the user of a node that answers has removed there: no node looks after them any more.
+
+    Each node removes its own copies by its own user's word alone.
+    """
+    said = (node.standing.removed for node in nodes if node.presence is Presence.UP)
+    return frozenset[str]().union(*said)
+
+
+@dataclass(frozen=True)
+class Removable:
+    """One save as a user's removal sees it. `is_whole`: every file was seen intact. `is_lost`: no node can hold some."""
+
+    candidate: Candidate
+    lineage: str
+    is_lost: bool = False
+
+    @property
+    def run(self) -> tuple[str, str]:
+        """The run that it is of: only checkpoints of the same one can take its place."""
+        return scope_of(self.candidate.checkpoint_id), self.lineage
+
+
+def find_last_good(saves: Sequence[Removable], chosen: Collection[str]) -> tuple[str, ...]:
+    """The checkpoints among the chosen saves without which their run has no whole one that was seen.
+
+    One with lost files cannot be loaded whole: it may go. One whose nodes are silent may be whole.
+    """
+    kept = {save.run for save in saves if save.candidate.is_whole and save.candidate.save_id not in chosen}
+    going = (save for save in saves if save.candidate.save_id in chosen)
+    return tuple(sorted({s.candidate.checkpoint_id for s in going if s.run not in kept and not s.is_lost}))
+
+
+def plan_prune(saves: Sequence[Removable], retention: Retention) -> tuple[Verdict, ...]:
+    """What becomes of each save of each run, as a policy of retention would have it, newest first."""
+    by_run: dict[tuple[str, str], list[Candidate]] = {}
+    for save in saves:
+        by_run.setdefault(save.run, []).append(save.candidate)
+    return tuple(verdict for run in sorted(by_run) for verdict in judge(by_run[run], retention))

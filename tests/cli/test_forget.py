@@ -1,0 +1,58 @@
+"""`forget` takes a node out of the address book, not without saying what is lost with it."""
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.cli.exit_codes import ExitCode
+from tests.agent.agents import wait_for
+from tests.agent.checkpoints import checkpointed, held, shard
+from tests.agent.test_reprotect import RING, agents, stores
+from tests.cli.commands import as_json, command
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
+PATIENT = ("--lost-after-s", "600")
+
+
+def test_a_node_that_never_comes_back_is_not_waited_for(tmp_path: Path) -> None:
+    """One that answers is refused; the other's copies are made anew once it is forgotten, and nothing asks for it."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, RING)
+    with agents(nodes, *PATIENT) as running:
+        done = command("forget", nodes[1].node_id(), "--root", nodes[0].root)
+        assert (done.returncode, "answers" in done.stderr) == (ExitCode.USAGE, True)
+        gone = nodes[2].node_id()
+        running[2].signal(signal.SIGKILL)
+        running[2].process.wait()
+        shutil.rmtree(nodes[2].root)
+        for store in nodes[:2]:
+            done = command("forget", "host2", "--root", store.root)
+            assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
+            assert f"forgotten: host2 (node {gone}) is not waited for any more" in done.stdout
+            assert gone not in {peer.node_id for peer in PeerBook(store.root / ".agent").known()}
+        wait_for(lambda: all(held(store) == set(RING) for store in nodes[:2]), 30, "the copies")
+        assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
+        done = command("forget", "host2", "--root", nodes[0].root)
+        assert (done.returncode, "is no node of this node's address book" in done.stderr) == (ExitCode.USAGE, True)
+
+
+def test_what_would_be_lost_keeps_it_in_the_book(tmp_path: Path) -> None:
+    """A shard that it alone may hold is named, and nothing is changed without --force."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1), shard(1): (1,)}, copies=1)
+    with agents(nodes, *PATIENT):
+        pass
+    gone = nodes[1].node_id()
+    done = command("forget", gone, "--root", nodes[0].root)
+    assert done.returncode == ExitCode.FAILED
+    assert (
+        f"would be lost: step-1: {shard(1)}: no node that answers has a copy, and host1 (node {gone}) may"
+        in done.stdout
+    )
+    assert gone in {peer.node_id for peer in PeerBook(nodes[0].root / ".agent").known()}
+    code, found = as_json("forget", gone, "--root", nodes[0].root, "--force")
+    assert (code, found["is_forgotten"], found["losses"]) == (ExitCode.OK, True, {"step-1": [shard(1)]})
+    assert PeerBook(nodes[0].root / ".agent").known() == ()

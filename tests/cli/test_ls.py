@@ -1,0 +1,134 @@
+"""`ls` shows what is seen of what is wanted, whoever does not answer and whatever is damaged."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import stop_agent
+from tests.agent.checkpoints import checkpointed, introduced, shard
+from tests.agent.test_reprotect import PAIR, RING, agents, stores
+from tests.cli.commands import as_json, command
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+PATIENT = ("--lost-after-s", "600")
+
+
+def line_of(text: str, checkpoint_id: str) -> str:
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{checkpoint_id} "))
+    return line
+
+
+def test_a_table_with_header_and_totals(tmp_path: Path) -> None:
+    """Id, time, step, size, copies seen of wanted, hosts, bucket; the newest first; the totals count what is short."""
+    nodes = stores(tmp_path, 2)
+    for number, checkpoint_id in ((1, "run/step-100"), (2, "final")):
+        checkpointed(nodes, number, PAIR, checkpoint_id=checkpoint_id, size_bytes=500_000)
+    with agents(nodes, *PATIENT):
+        done = command("ls", "--root", nodes[0].root)
+        code, found = as_json("ls", "--root", nodes[0].root)
+    assert (done.returncode, code, done.stderr) == (ExitCode.OK, ExitCode.OK, "")
+    header, *rows = done.stdout.splitlines()
+    assert header.split() == ["ID", "SAVED", "AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET"]
+    assert rows[0].startswith("final ")
+    assert rows[1].split()[:2] == ["run/step-100", "-"]
+    assert " 100   1.0 MB  2 of 2 " in line_of(done.stdout, "run/step-100")
+    assert "host0, host1" in line_of(done.stdout, "run/step-100")
+    assert rows[2] == "2 checkpoints, 2.0 MB in one copy of each; 2 of 2 nodes answered"
+    by_id = {row["checkpoint_id"]: row for row in found["checkpoints"]}
+    assert by_id["run/step-100"]["step"] == 100
+    assert by_id["final"]["step"] is None
+    assert (by_id["run/step-100"]["copies_seen"], by_id["run/step-100"]["copies_wanted"]) == (2, 2)
+    assert by_id["run/step-100"]["nodes"] == sorted(store.node_id() for store in nodes)
+
+
+def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
+    """With its agent gone: 2 copies, 1 seen, which node, in one short line why, and what to do; `verify` says the same."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    with agents(nodes, *PATIENT):
+        pass
+    gone = nodes[1].node_id()
+    done = command("ls", "--root", nodes[0].root)
+    assert done.returncode == ExitCode.OK
+    assert "2 copies, 1 seen: host1 not reached" in line_of(done.stdout, "step-1")
+    assert f"host1 (node {gone}): not reached: no agent runs there" in done.stdout
+    assert "--start-agents" in done.stdout
+    assert f"repair --root {nodes[0].root} --lost NODE" in done.stdout
+    code, found = as_json("ls", "--root", nodes[0].root)
+    (row,) = found["checkpoints"]
+    assert (row["state"], row["copies_seen"], row["copies_wanted"], row["not_reached"]) == ("short", 1, 2, [gone])
+    assert [node["is_reached"] for node in found["nodes"] if node["node_id"] == gone] == [False]
+    done = command("verify", "--root", nodes[0].root)
+    assert done.returncode == ExitCode.UNREACHABLE
+    assert "step-1: 2 copies, 1 seen: host1 not reached" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.endswith("all that was read is as it was saved; 1 node did not answer"), last
+    assert code == ExitCode.OK
+
+
+def test_shards_on_silent_nodes_are_not_called_lost(tmp_path: Path) -> None:
+    """Of three nodes two are silent: what they alone hold was not seen; once nobody can hold it, it is lost."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, RING)
+    with agents(nodes, *PATIENT):
+        pass
+    done = command("ls", "--root", nodes[0].root)
+    assert "1 file not seen: host1, host2 not reached" in line_of(done.stdout, "step-1")
+    with agents(nodes[:1], *PATIENT):
+        pass
+    alone = LocalStore(tmp_path / "alone")
+    checkpointed([alone], 2, {shard(0): (0,)}, copies=1)
+    (alone.root / "step-1" / shard(0)).unlink()
+    assert "1 file lost" in line_of(command("ls", "--root", alone.root).stdout, "step-1")
+
+
+def test_start_agents_makes_this_node_seen(tmp_path: Path) -> None:
+    """The agent that `ls` starts on one node answers the other's `ls`."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    with agents(nodes, *PATIENT):
+        pass
+    try:
+        assert command("ls", "--root", nodes[1].root, "--start-agents", idle_s=60).returncode == ExitCode.OK
+        done = command("ls", "--root", nodes[0].root)
+        assert "2 of 2" in line_of(done.stdout, "step-1"), done.stdout
+        assert "not reached" not in done.stdout
+    finally:
+        stop_agent(nodes[1].root)
+
+
+def test_a_damaged_manifest_is_a_line(tmp_path: Path) -> None:
+    """The other checkpoints are listed; where another node has the manifest, a line says which node lacks it."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    checkpointed(nodes, 2, PAIR, checkpoint_id="step-2")
+    checkpointed(nodes, 3, PAIR, checkpoint_id="step-3")
+    for store in nodes:
+        (store.root / "step-2" / ".manifest.json").write_text("{}")
+    (nodes[0].root / "step-3" / ".manifest.json").write_bytes(b"\xff\n")
+    done = command("ls", "--root", nodes[0].root)
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert "1 of 2" in line_of(done.stdout, "step-1") or "2 copies, 1 seen" in line_of(done.stdout, "step-1")
+    assert "manifest damaged" in line_of(done.stdout, "step-2")
+    assert "manifest damaged" in line_of(done.stdout, "step-3")
+    assert "2 with a damaged manifest" in done.stdout
+    with agents(nodes[1:], *PATIENT) as (other,):
+        introduced(nodes[0], [other.endpoint.address()])
+        done = command("ls", "--root", nodes[0].root)
+        assert "2 of 2" in line_of(done.stdout, "step-3"), done.stdout
+        assert "its manifest of step-3 is damaged; `repair` restores it" in done.stdout
+        assert "manifest damaged" in line_of(done.stdout, "step-2")
+        json.loads(command("ls", "--root", nodes[0].root, "--json").stdout)
+
+
+def test_too_few_nodes_are_no_fault_of_a_checkpoint(tmp_path: Path) -> None:
+    """Two copies are wanted and there is one node: said, and not counted as short, as `verify` does not."""
+    store = LocalStore(tmp_path / "node0")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=2)
+    done = command("ls", "--root", store.root)
+    assert "1 of 2, as there is 1 node" in line_of(done.stdout, "step-1")
+    assert "fewer copies" not in done.stdout
+    assert command("verify", "--root", store.root).returncode == ExitCode.OK

@@ -1,0 +1,163 @@
+"""`rm` and `prune` remove on the user's own node, for good; other nodes hear of it and keep what they have."""
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.state.removals import RemovalBook
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import peers_of, running_agent, wait_for
+from tests.agent.checkpoints import checkpointed, findings, held, shard
+from tests.agent.test_reprotect import PAIR, agents, stores
+from tests.agent.test_retention import meet, stays, there
+from tests.cli.commands import as_json, command
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
+SMALL = 3000
+QUICK = ("--lost-after-s", "1.5")
+
+
+def saved(nodes: Sequence[LocalStore], numbers: Sequence[int]) -> list[str]:
+    return [
+        checkpointed(nodes, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=SMALL).save_id
+        for number in numbers
+    ]
+
+
+def test_each_nodes_user_removes_there_and_nothing_comes_back(tmp_path: Path) -> None:
+    """The first node says who has it still; it is not brought back, also after a restart; the second ends it."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2))
+    with agents(nodes, *QUICK) as running:
+        done = command("rm", "step-1", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.FAILED
+        assert "removed on this node: step-1 (" in done.stdout
+        assert f"still on host1 (node {nodes[1].node_id()}): step-1" in done.stdout
+        assert "next step: run the same command on each of these nodes" in done.stdout
+        assert [there(store) for store in nodes] == [[2], [1, 2]]
+        stays(nodes, *running)
+        assert "removed on host0" in command("ls", "--root", nodes[1].root).stdout
+        assert command("status", "--root", nodes[1].root).returncode == ExitCode.OK
+        assert command("verify", "--root", nodes[1].root).returncode == ExitCode.OK
+        running[0].signal(signal.SIGKILL)
+        running[0].process.wait()
+        with running_agent(nodes[0].root, *QUICK) as again:
+            meet(again, running[1])
+            stays(nodes, again, running[1])
+            done = command("rm", "step-1", "--root", nodes[1].root)
+            assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+            assert [there(store) for store in nodes] == [[2], [2]]
+            stays(nodes, again, running[1])
+            assert command("rm", "step-1", "--root", nodes[1].root).returncode == ExitCode.NOT_FOUND
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_the_last_good_one_is_refused(tmp_path: Path) -> None:
+    """Nothing is changed without --force; a newer one with a lost file does not count as good."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2))
+    for store in nodes:
+        (store.root / "step-2" / shard(0)).unlink()
+    with agents(nodes, *QUICK):
+        done = command("rm", "step-1", "--root", nodes[0].root)
+        assert (done.returncode, there(nodes[0])) == (ExitCode.FAILED, [1, 2])
+        assert "step-1 is the last good checkpoint of its run; nothing was changed" in done.stdout
+        assert command("rm", "step-2", "--root", nodes[0].root, "--dry-run").returncode == ExitCode.OK
+        assert there(nodes[0]) == [1, 2]
+        assert "still on" in command("rm", "step-2", "--root", nodes[0].root).stdout
+        assert there(nodes[0]) == [1]
+        code, found = as_json("rm", "step-1", "--root", nodes[0].root, "--force")
+        assert (code, found["removed"], there(nodes[0])) == (ExitCode.FAILED, ["step-1"], [])
+        assert there(nodes[1]) == [1, 2]
+
+
+def test_what_a_load_reads_stays(tmp_path: Path) -> None:
+    """It is said, and nothing was noted: it does not go when the load ends. --force removes it."""
+    store = LocalStore(tmp_path / "node0")
+    (first, _) = [
+        checkpointed(
+            [store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL
+        ).save_id
+        for number in (1, 2)
+    ]
+    with running_agent(store.root) as agent:
+        with agent.client() as client:
+            client.call("POST", "/v1/sequence", {"lineage": "", "sequence": 1, "save_id": first, "reader": "a load"})
+        done = command("rm", "step-1", "--root", store.root)
+        assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
+        assert "kept: step-1: a load reads it" in done.stdout
+        assert "--force" in done.stdout
+        assert RemovalBook(store.root / ".agent").known() == frozenset()
+        assert command("rm", "step-1", "--root", store.root, "--force").returncode == ExitCode.OK
+        assert there(store) == [2]
+
+
+def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
+    """The agent died between its note and the removal: the next one removes it, and only that."""
+    store = LocalStore(tmp_path / "node0")
+    (first, _) = [
+        checkpointed(
+            [store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL
+        ).save_id
+        for number in (1, 2)
+    ]
+    RemovalBook(store.agent_directory()).take(first)
+    with running_agent(store.root):
+        wait_for(lambda: there(store) == [2], 20, "the removal")
+    assert findings(store) == []
+
+
+def test_prune_removes_by_the_rule_and_says_it(tmp_path: Path) -> None:
+    """A dry run tells what goes and changes nothing; run on both nodes it leaves the newest two, and they are whole."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2, 3, 4))
+    with agents(nodes, *QUICK) as running:
+        done = command("prune", "--keep-last", "2", "--root", nodes[0].root, "--dry-run")
+        assert (done.returncode, done.stdout.count(" goes: "), done.stdout.count(" stays: ")) == (0, 2, 2)
+        assert there(nodes[0]) == [1, 2, 3, 4]
+        assert command("prune", "--keep-last", "2", "--root", nodes[0].root).returncode == ExitCode.FAILED
+        assert [there(store) for store in nodes] == [[3, 4], [1, 2, 3, 4]]
+        stays(nodes, *running)
+        code, found = as_json("prune", "--keep-last", "2", "--root", nodes[1].root)
+        assert (code, found["removed"], found["still_on"]) == (ExitCode.OK, ["step-1", "step-2"], {})
+        assert [there(store) for store in nodes] == [[3, 4], [3, 4]]
+        assert "nothing to remove" in command("prune", "--keep-last", "2", "--root", nodes[1].root).stdout
+        assert command("prune", "--keep-last", "0", "--root", nodes[1].root).returncode == ExitCode.USAGE
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_a_silent_node_is_said_to_hold_it_still(tmp_path: Path) -> None:
+    """Exit code 5: this node's part is done; which node to go to. When it is back nothing is brought from it."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2))
+    with agents(nodes, "--lost-after-s", "600") as running:
+        running[1].signal(signal.SIGSTOP)
+        done = command("rm", "step-1", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.UNREACHABLE, done.stdout
+        assert f"host1 (node {nodes[1].node_id()}) was not reached, and may hold step-1" in done.stdout
+        running[1].signal(signal.SIGCONT)
+        with running[0].client() as client:
+            client.call("POST", "/v1/peers", {"peers": peers_of(*running), "session": "again"})
+        time.sleep(1)
+        stays(nodes, *running)
+        assert [there(store) for store in nodes] == [[2], [1, 2]]
+
+
+def test_a_peers_word_removes_nothing_also_not_what_it_has_brought(tmp_path: Path) -> None:
+    """A spare node got its copies from others: they stay there until its own user removes them."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes[:2], 1, PAIR, checkpoint_id="step-1", size_bytes=SMALL)
+    checkpointed(nodes[:2], 2, PAIR, checkpoint_id="step-2", size_bytes=SMALL)
+    with agents(nodes, *QUICK) as running:
+        running[1].signal(signal.SIGKILL)
+        running[1].process.wait()
+        spare = nodes[2]
+        wait_for(lambda: held(spare, "step-1") == held(spare, "step-2") == {shard(0), shard(1)}, 30, "the copies")
+        assert command("rm", "step-1", "--root", nodes[0].root).returncode == ExitCode.FAILED
+        assert there(nodes[0]) == [2]
+        stays([nodes[0], spare], running[0], running[2])
+        assert held(spare, "step-1") == {shard(0), shard(1)}

@@ -1,0 +1,91 @@
+"""`--root` that names no store of this user is said plainly, with what to name instead."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.checkpoints import checkpointed, shard
+from tests.cli.commands import command
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+NOBODY = 65534
+VERBS = ("ls", "verify", "repair")
+NO_STORE = {
+    "missing": ExitCode.NOT_FOUND,
+    "file": ExitCode.NOT_FOUND,
+    "empty": ExitCode.NOT_FOUND,
+    "foreign": ExitCode.NOT_FOUND,
+    "store/run/step-1": ExitCode.USAGE,
+}
+SAID = {
+    "missing": "There is no directory",
+    "file": "is a file",
+    "empty": "is empty",
+    "foreign": "no checkpoint lies in it (but notes.txt)",
+    "store/run/step-1": "is one checkpoint",
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("places")
+    (base / "file").write_text("x")
+    (base / "empty" / "lost+found").mkdir(parents=True)
+    (base / "foreign").mkdir()
+    (base / "foreign" / "notes.txt").write_text("x")
+    store = LocalStore(base / "store")
+    checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="run/step-1", copies=1, size_bytes=3000)
+    return base
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("place", NO_STORE)
+def test_what_is_no_store_is_said(places: Path, place: str, verb: str) -> None:
+    """What it is instead, the next step, an exit code that is not 0, and nothing was made there."""
+    before = sorted(str(path) for path in places.rglob("*"))
+    done = command(verb, "--root", places / place)
+    assert (done.returncode, done.stdout) == (NO_STORE[place], "")
+    assert SAID[place] in done.stderr
+    assert "--root" in done.stderr.partition("Hint:")[2]
+    assert "Traceback" not in done.stderr
+    assert sorted(str(path) for path in places.rglob("*")) == before
+
+
+def test_a_checkpoint_names_the_store_that_it_lies_in(places: Path) -> None:
+    """The hint can be pasted: the store is found however deep the checkpoint's id is."""
+    done = command("verify", "--root", places / "store/run/step-1")
+    assert f"--root {places / 'store'}. In it this is the checkpoint 'run/step-1'" in done.stderr
+    assert command("verify", "--root", places / "store", "--checkpoint", "run/step-1").returncode == ExitCode.OK
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="rckpt-") as base:
+        Path(base).chmod(0o755)
+        yield Path(base)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+@pytest.mark.parametrize("verb", VERBS)
+def test_another_users_store_is_said_to_be_that(open_place: Path, verb: str, mode: int) -> None:
+    """Exit code 5, whether it can be read or not; not a word of intact, missing or a defect, and nothing is written."""
+    root = open_place / "store"
+    checkpointed([LocalStore(root)], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
+    root.chmod(mode)
+    done = command(verb, "--root", root, user=NOBODY)
+    assert (done.returncode, done.stdout) == (ExitCode.UNREACHABLE, "")
+    assert "the store of user root" in done.stderr or "may not read it" in done.stderr
+    assert "sudo -u USER" in done.stderr
+    assert not {"intact", "defect", "Traceback"} & set(done.stderr.replace(".", " ").split())
+    for path in (root, *root.rglob("*")):
+        os.chown(path, NOBODY, -1)
+    done = command(verb, "--root", root)
+    assert (done.returncode, done.stdout) == (ExitCode.UNREACHABLE, "")
+    assert "the store of user nobody" in done.stderr
+    assert not (root / ".agent").exists()

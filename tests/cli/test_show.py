@@ -1,0 +1,49 @@
+"""`show` tells all of one checkpoint: each file, where it was seen and where it may be."""
+
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from tests.agent.checkpoints import checkpointed, shard
+from tests.agent.test_reprotect import RING, agents, stores
+from tests.cli.commands import as_json, command
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+PATIENT = ("--lost-after-s", "600")
+
+
+def test_each_file_with_its_holders(tmp_path: Path) -> None:
+    """Sizes, owner, copies seen of wanted and on which hosts; run, step and ranks; a silent node is named for its files."""
+    nodes = stores(tmp_path, 3)
+    manifest = checkpointed(nodes, 7, RING, checkpoint_id="run/step-70")
+    with agents(nodes, *PATIENT):
+        done = command("show", "run/step-70", "--root", nodes[0].root)
+        assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+        assert done.stdout.splitlines()[0] == "run/step-70: 2 of 2"
+        assert "step:     70" in done.stdout
+        assert f"save:     {manifest.save_id}" in done.stdout
+        assert "save number 7 of it" in done.stdout
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(shard(1)))
+        assert line.split() == [shard(1), "700", "kB", "rank", "0", "2", "of", "2", "host1,", "host2", "-"]
+    with agents(nodes[:1], *PATIENT):
+        done = command("show", "run/step-70", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.UNREACHABLE
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(shard(1)))
+        assert line.split()[5:] == ["0", "of", "2", "-", "host1,", "host2"]
+        assert "next step: on host1, host2 run" in done.stdout
+    code, found = as_json("show", "run/step-70", "--root", nodes[0].root)
+    assert code == ExitCode.UNREACHABLE
+    (one,) = found["saves"]
+    assert one["shards"][shard(0)]["seen_on"] == [nodes[0].node_id()]
+    assert one["shards"][shard(0)]["not_reached"] == [nodes[1].node_id()]
+    assert one["world"][2]["ranks"] == [2]
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    """Exit code 3, and where to look."""
+    nodes = stores(tmp_path, 1)
+    checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
+    done = command("show", "step-9", "--root", nodes[0].root)
+    assert (done.returncode, done.stdout) == (ExitCode.NOT_FOUND, "")
+    assert "replicated-ckpt ls --root ROOT" in done.stderr

@@ -1,0 +1,91 @@
+"""`status` says how the nodes are, and its exit code tells a probe: 0 good, 1 degraded, 4 lost, 5 down."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import HOME, running_agent, wait_for
+from tests.agent.checkpoints import checkpointed, shard
+from tests.agent.test_reprotect import PAIR, agents, stores
+from tests.cli.commands import MAIN, as_json, command
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
+PATIENT = ("--lost-after-s", "600")
+
+
+def test_good_then_degraded_then_down(tmp_path: Path) -> None:
+    """All answer: 0. The other node is killed: 1, named, with the checkpoint that it makes short. The own agent, too: 5."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    with agents(nodes, *PATIENT) as running:
+        with running[0].client() as client:
+            wait_for(lambda: client.call("GET", "/v1/status")["protection"]["is_complete"], 30, "the first round")
+        done = command("status", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.OK, done.stdout
+        assert done.stdout.splitlines()[0].split() == ["NODE", "AGENT", "CHECKPOINTS", "ROOM"]
+        assert done.stdout.splitlines()[-1] == "good"
+        assert "re-protection: every checkpoint has its copies" in done.stdout
+        assert done.stdout.count(" free") == 2
+        running[1].signal(signal.SIGKILL)
+        running[1].process.wait()
+        done = command("status", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.FAILED
+        assert "degraded: step-1: 2 copies, 1 seen: host1 not reached" in done.stdout
+        assert f"degraded: host1 (node {nodes[1].node_id()}): not reached: no agent runs there" in done.stdout
+        assert "next step: on host1" in done.stdout
+        code, found = as_json("status", "--root", nodes[0].root)
+        assert (code, found["exit_code"], found["state"]) == (1, 1, "degraded")
+        assert found["agent"]["pid"] == running[0].process.pid
+        assert [node["is_reached"] for node in found["nodes"]].count(False) == 1
+        running[0].signal(signal.SIGSTOP)
+        done = command("status", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.UNREACHABLE
+        assert "kill -CONT" in done.stdout
+    done = command("status", "--root", nodes[0].root)
+    assert done.returncode == ExitCode.UNREACHABLE
+    assert "down: this node's agent gives no answer: none runs" in done.stdout
+    assert "--start-agents" in done.stdout
+
+
+def test_lost_files_and_the_last_errors_are_said(tmp_path: Path) -> None:
+    """A shard that no node can hold: 4, before all else; warnings of the agent's log are shown."""
+    store = LocalStore(tmp_path / "node0")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1)
+    (store.root / "step-1" / shard(0)).unlink()
+    (store.agent_directory() / "log").write_text(
+        "2026-01-01 00:00:00,000 INFO replicated_ckpt: well\n2026-01-01 00:00:01,000 WARNING replicated_ckpt: not well\n"
+    )
+    with running_agent(store.root):
+        done = command("status", "--root", store.root)
+    assert done.returncode == ExitCode.SHARD_LOST
+    assert "files are lost: step-1: 1 file lost" in done.stdout
+    assert "in the agent's log: 2026-01-01 00:00:01,000 WARNING replicated_ckpt: not well" in done.stdout
+    assert "INFO" not in done.stdout
+
+
+def test_watch_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
+    """With --json a line each time; Ctrl-C ends it with 130 and no traceback."""
+    store = LocalStore(tmp_path / "node0")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1)
+    whole = [sys.executable, "-c", MAIN, "status", "--root", str(store.root), "--watch", "0.2", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(HOME)}
+    watching = subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert watching.stdout is not None
+        moments = [json.loads(watching.stdout.readline())["unix_s"] for _ in range(3)]
+        assert moments == sorted(moments)
+        assert moments[2] - moments[0] < time.time() - moments[0]
+        watching.send_signal(signal.SIGINT)
+        _, said = watching.communicate(timeout=30)
+    finally:
+        watching.kill()
+        watching.wait()
+    assert (watching.returncode, said) == (ExitCode.INTERRUPTED, "")

@@ -1,0 +1,81 @@
+"""`verify` says how far it is and how fast it read, whether an agent reads or this process."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.repair.audit import Auditor
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.progress import describe_reading
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import running_agent, wait_for
+from tests.agent.checkpoints import checkpointed, introduced, shard
+from tests.cli.commands import as_json, command
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
+LARGE_BYTES = 1 << 30
+
+
+def large_store(root: Path) -> LocalStore:
+    """Its shard is a hole of a GiB: damaged, and long enough to read that progress is seen. It needs no room."""
+    store = LocalStore(root)
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
+    with (root / "step-1" / shard(0)).open("r+b") as file:
+        file.truncate(LARGE_BYTES)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("read", "size", "seconds", "said"),
+    [
+        (500_000_000, 2_000_000_000, 5.0, "verify: 500 MB of 2.0 GB (25%) read, 100 MB/s, 15 s left"),
+        (2_000_000_000, 1_000_000_000, 1.0, "verify: 1.0 GB of 1.0 GB (100%) read, 2.0 GB/s, 0 s left"),
+        (1_000, 7_300_000, 1.0, "verify: 1.0 kB of 7.3 MB (0%) read, 1.0 kB/s, 2 h 1 min left"),
+        (0, 10, 1.0, ""),
+        (10, 0, 1.0, ""),
+    ],
+)
+def test_the_time_left_is_told_from_the_rate(read: int, size: int, seconds: float, said: str) -> None:
+    """What is left at the rate of now; nothing before anything was read; never more than all, as files are read again."""
+    assert describe_reading(read, size, seconds) == said
+
+
+def test_the_command_says_how_far_it_is(tmp_path: Path) -> None:
+    """With --progress on standard error, and the JSON is JSON alone, with the seconds that it took; without it nothing."""
+    store = large_store(tmp_path / "node")
+    done = command("verify", "--root", store.root, "--progress")
+    assert done.returncode in (ExitCode.FAILED, ExitCode.SHARD_LOST)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("verify: ")]
+    assert lines, done.stderr
+    assert all("of 1.1 GB" in line and line.endswith(" left") for line in lines)
+    code, found = as_json("verify", "--root", store.root)
+    assert code == done.returncode
+    assert 0 < found["seconds"] < 120
+    assert "verify: " not in command("verify", "--root", store.root).stderr
+
+
+def test_an_agent_tells_how_far_it_is(tmp_path: Path) -> None:
+    """Another node's check is in the sum while it runs, and not before or after."""
+    own, other = LocalStore(tmp_path / "own"), large_store(tmp_path / "other")
+    checkpointed([own], 2, {shard(0): (0,)}, checkpoint_id="step-2", copies=1)
+    with running_agent(other.root) as agent:
+        introduced(own, [agent.endpoint.address()])
+        auditor = Auditor(own)
+        with agent.peer() as client:
+            assert client.call("GET", "/v1/verify") == {"bytes_read": 0, "size_bytes": 0}
+        thread = threading.Thread(target=auditor.audited, daemon=True)
+        thread.start()
+        read, size = wait_for(lambda: sum_read(auditor, agent.endpoint.node_id), 60, "progress")
+        assert read > 0
+        assert size == LARGE_BYTES
+        thread.join(120)
+        time.sleep(0.1)
+        with agent.peer() as client:
+            assert client.call("GET", "/v1/verify") == {"bytes_read": 0, "size_bytes": 0}
+
+
+def sum_read(auditor: Auditor, node: str) -> tuple[int, int] | None:
+    found = auditor.look_how_far().get(node, (0, 0))
+    return found if found[0] else None

@@ -1,0 +1,53 @@
+"""Removal by hand: the last good checkpoint of a run is recognized, whatever else lies there."""
+
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.core.upkeep.removal import Removable, find_last_good, find_removed, plan_prune
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.core.upkeep.retention import Candidate
+
+
+def save(number: int, *, lineage: str = "a", scope: str = "run/", whole: bool = True, lost: bool = False) -> Removable:
+    candidate = Candidate(f"{scope}step-{number}", f"{lineage}{number}", number, is_whole=whole, is_protected=whole)
+    return Removable(candidate, lineage, is_lost=lost)
+
+
+def test_the_last_whole_one_of_a_run_is_the_last_good_one() -> None:
+    """With a whole one left nothing is refused; without, each chosen one is that may be whole."""
+    saves = [save(1), save(2), save(3, whole=False)]
+    assert find_last_good(saves, {"a1"}) == ()
+    assert find_last_good(saves, {"a1", "a2"}) == ("run/step-1", "run/step-2")
+    assert find_last_good(saves, {"a1", "a2", "a3"}) == ("run/step-1", "run/step-2", "run/step-3")
+
+
+def test_another_run_takes_the_place_of_none() -> None:
+    """Neither another lineage's checkpoint nor one in another directory."""
+    assert find_last_good([save(1), save(2, lineage="b")], {"a1"}) == ("run/step-1",)
+    assert find_last_good([save(1), save(2, scope="")], {"a1"}) == ("run/step-1",)
+
+
+def test_what_is_lost_may_go_and_what_is_silent_may_be_good() -> None:
+    """Files that no node can hold: nobody can load it. Files that were not seen may come back with a node."""
+    assert find_last_good([save(1, whole=False, lost=True)], {"a1"}) == ()
+    assert find_last_good([save(1, whole=False)], {"a1"}) == ("run/step-1",)
+
+
+def test_prune_goes_by_the_rule_of_retention_in_each_run() -> None:
+    """The newest whole ones of each run stay, with those that are not older; a multiple of keep_every does."""
+    saves = [save(number) for number in (1, 2, 3, 4)] + [save(5, whole=False), save(1, lineage="b")]
+    going = {verdict.save_id for verdict in plan_prune(saves, Retention(keep_last=2)) if not verdict.is_kept}
+    assert going == {"a1", "a2"}
+    going = {v.save_id for v in plan_prune(saves, Retention(keep_last=1, keep_every=2)) if not v.is_kept}
+    assert going == {"a1", "a3"}
+
+
+def test_only_nodes_that_answer_say_what_was_removed() -> None:
+    """What a silent node said once does not keep copies from being made."""
+    ids = "1" * 32, "2" * 32
+    views = [
+        NodeView("a", Presence.UP, (), standing=Standing(removed=frozenset(ids[:1]))),
+        NodeView("b", Presence.ASSUMED, (), standing=Standing(removed=frozenset(ids[1:]))),
+    ]
+    assert find_removed(views) == frozenset(ids[:1])
+    said = Standing(removed=frozenset(ids))
+    assert Standing.from_json(said.to_json()) == said
