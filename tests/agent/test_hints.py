@@ -148,6 +148,13 @@ def test_an_address_book_is_named_and_keeps_who_gave_the_address(tmp_path: Path)
     assert first.origin == f"the address book {path}, which has it from REPLICATED_CKPT_HOST on host-b"
     assert second.origin == f"the address book {path}"
     assert str(path) in unreached(first).hint
+    other = PeerBook(LocalStore(tmp_path / "other").agent_directory())
+    other.learn([first, second])  # as a load introduces what one node's book has
+    handed_on = {
+        peer.node_id: peer.origin.removeprefix(f"the address book {tmp_path}/other/.agent/peers.json")
+        for peer in other.known()
+    }
+    assert handed_on == {"b": ", which has it from REPLICATED_CKPT_HOST on host-b", "c": ""}
     fields = {name: value for name, value in first.to_json().items() if name != "origin"}
     assert AgentAddress.from_json(fields) == first
     assert AgentAddress.from_json({**fields, "origin": "x\ny" * 1000}).origin.isprintable()

@@ -16,6 +16,7 @@ from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_network_trusted, is_p
 
 _PEERS_NAME = "peers.json"
 _PEERS_MAX = 8192
+_BOOK, _FROM = "the address book", ", which has it from "
 _HINT = "A job that has ranks on both nodes introduces them, with its next save or load."
 
 
@@ -24,6 +25,12 @@ def _is_downgrade(peer: AgentAddress, known: Mapping[str, AgentAddress]) -> bool
     if peer.tls_sha256 or is_network_trusted():
         return False
     return not is_plain_allowed(peer.host) or (peer.node_id in known and bool(known[peer.node_id].tls_sha256))
+
+
+def _as_given(peer: AgentAddress) -> AgentAddress:
+    """The address with who gave it in the first place, not with the books that have handed it on."""
+    first = peer.origin.rpartition(_FROM)[2]
+    return replace(peer, origin="" if first.startswith(_BOOK) else first)
 
 
 class PeerBook:
@@ -47,7 +54,7 @@ class PeerBook:
             if _is_downgrade(peer, known):
                 detail = "this address has no fingerprint of a certificate, and is not believed"
                 raise StoreDenied(peer.label, "learn", "TLS", detail, PLAIN_HINT)
-        self._merge({peer.node_id: peer for peer in peers}, returned={peer.node_id for peer in peers})
+        self._merge({peer.node_id: _as_given(peer) for peer in peers}, returned={peer.node_id for peer in peers})
 
     def leave(self, node_id: str) -> None:
         """Notes that a node's agent left in good order: its disk is as it was."""
@@ -86,8 +93,8 @@ class PeerBook:
 
     def _told(self, peer: AgentAddress) -> AgentAddress:
         """The address as it is given out: an error that has it names this book, and who wrote the host into it."""
-        told = f", which has it from {peer.origin}" if peer.origin else ""
-        return replace(peer, origin=f"the address book {self._path}{told}")
+        told = f"{_FROM}{peer.origin}" if peer.origin else ""
+        return replace(peer, origin=f"{_BOOK} {self._path}{told}")
 
     def _merge(self, news: Mapping[str, AgentAddress], returned: Collection[str], left: Collection[str] = ()) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 import pwd
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,12 +44,16 @@ def _holders(inodes: Collection[int]) -> Iterator[int]:
     for process in sorted(
         (path for path in Path("/proc").iterdir() if path.name.isdecimal()), key=lambda p: int(p.name)
     ):
-        try:
-            links = [str(path.readlink()) for path in (process / "fd").iterdir()]
-        except OSError:  # another user's, or it has ended
-            continue
-        if wanted.intersection(links):
+        if wanted.intersection(_open_files(process)):
             yield int(process.name)
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    """What a process has open, by the links in /proc; nothing of another user's, or of one that has ended."""
+    with suppress(OSError):
+        for entry in (process / "fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                yield str(entry.readlink())
 
 
 def _command(pid: int) -> str:

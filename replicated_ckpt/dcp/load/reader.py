@@ -299,11 +299,9 @@ class ReplicatedReader(StorageReader):
         DCP gathers None from a rank that has, and takes what else it finds for an error.
         """
         told = all_gather(self.last_load.as_dict() if value is None and self.last_load is not None else value)
-        found = [LoadReport.from_dict(one) if isinstance(one, dict) else None for one in told]
-        reports = [report for report in found if report is not None]
-        if len(reports) == len(told):
-            self._tell_loaded(reports)
-        return [None if report is not None else one for one, report in zip(told, found, strict=True)]
+        if all(one is None or isinstance(one, dict) for one in told):
+            self._tell_loaded([LoadReport.from_dict(one) for one in told if one is not None])
+        return [None if isinstance(one, dict) else one for one in told]
 
     def _tell_loaded(self, reports: Sequence[LoadReport]) -> None:
         assert self.last_load is not None

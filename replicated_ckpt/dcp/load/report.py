@@ -45,8 +45,8 @@ class LoadReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "LoadReport":
-        """One rank's report from `as_dict`, that of other ranks left out."""
-        known = {each.name: values[each.name] for each in fields(cls)}
+        """One rank's report from `as_dict`, that of other ranks left out; fields of another version, too."""
+        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         return cls(**{**known, "bad_copies": tuple(known["bad_copies"]), "ranks": ()})
 
     def table(self) -> str:

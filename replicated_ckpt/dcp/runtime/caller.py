@@ -3,7 +3,7 @@
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
 
 from replicated_ckpt.errors import ReplicatedCkptWarning
 
@@ -13,21 +13,20 @@ _BETWEEN = {"replicated_ckpt", "torch", "concurrent", "contextlib", "functools",
 
 @dataclass(frozen=True)
 class Line:
-    """A line of source, as `warnings` wants it; `variables` are the globals of its module."""
+    """A line of source, as `warnings` wants it."""
 
     filename: str
     number: int
-    variables: dict[str, Any]
+    module: str
 
 
 def find_line() -> Line | None:
     """The innermost line on this thread's stack that is the user's; None in a thread that DCP has started."""
-    frame = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _BETWEEN:
-            return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
-        if frame.f_back is None:
-            break
+        module = str(frame.f_globals.get("__name__", "<unknown>"))
+        if module.partition(".")[0] not in _BETWEEN:
+            return Line(frame.f_code.co_filename, frame.f_lineno, module)
         frame = frame.f_back
     return None
 
@@ -38,6 +37,6 @@ def warn(message: str, otherwise: Line | None = None) -> None:
     if line is None:
         warnings.warn(message, ReplicatedCkptWarning, stacklevel=2)
         return
-    registry = line.variables.setdefault("__warningregistry__", {})
-    module = str(line.variables.get("__name__", "<unknown>"))
-    warnings.warn_explicit(message, ReplicatedCkptWarning, line.filename, line.number, module, registry)
+    module = sys.modules.get(line.module)
+    registry = {} if module is None else vars(module).setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, ReplicatedCkptWarning, line.filename, line.number, line.module, registry)

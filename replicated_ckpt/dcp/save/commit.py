@@ -1,7 +1,7 @@
 """The coordinator's last steps of a save: account for every shard, decide durably, have every node publish."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -141,9 +141,16 @@ def _check_reached(manifest: Manifest, committed: Committed, *, must_have_all: b
     short = {name: count for name, count in have.items() if count < wanted}
     if short or not committed.held_by_node:
         why = "; ".join(f"node {node}: {error}" for node, error in committed.error_by_node.items())
-        nodes = " and ".join(f"node {node}" for node in sorted(committed.error_by_node))
-        hint = f"Bring back {nodes}: the checkpoint is there with the next save or load; the one before it loads now."
-        raise AckNotReached(manifest.copies, short, _what_follows(manifest, committed, why), hint)
+        raise AckNotReached(
+            manifest.copies, short, _what_follows(manifest, committed, why), _hint_for(committed.error_by_node)
+        )
+
+
+def _hint_for(silent: Collection[str]) -> str | None:
+    """The next step where nodes did not publish a save that is decided."""
+    nodes = " and ".join(f"node {node}" for node in sorted(silent))
+    comes = "the checkpoint is there with the next save or load; the one before it loads now"
+    return f"Bring back {nodes}: {comes}." if nodes else None
 
 
 def _what_follows(manifest: Manifest, committed: Committed, why: str) -> str:

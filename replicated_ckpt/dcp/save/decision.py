@@ -249,4 +249,5 @@ class Receipt:
             ShardReceipt(shard["name"], shard["size_bytes"], shard["crc32c"], tuple(shard["holders"]))
             for shard in fields["shards"]
         )
-        return cls(tuple(shards), fields["aborted"], fields["seconds"], fields["phases"])
+        phases = {str(name): float(spent) for name, spent in fields["phases"].items()}
+        return cls(tuple(shards), fields["aborted"], float(fields["seconds"]), phases)
