@@ -216,9 +216,7 @@ class UploadFailed(ReplicatedCkptError):
 class MetadataUnsafe(ReplicatedCkptError):
     """`.metadata` is not what DCP writes, or names something that DCP metadata does not consist of; it was not believed."""
 
-    default_hint = (
-        "Load another checkpoint, and find out who can write to that store: nothing of ours writes such bytes."
-    )
+    default_hint = "Load another checkpoint, and find out who can write to that store: nothing of ours writes such."
 
 
 class ObjectUnsafe(ReplicatedCkptError):
