@@ -15,11 +15,12 @@ from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
-from replicated_ckpt.dcp.c10d.lent_group import agree_on_first, borrow_group
+from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, agree_on_first, borrow_group
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.preemption import Preemption
+from replicated_ckpt.dcp.removal import find_saves, remove_here, remove_in_bucket
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
@@ -306,6 +307,30 @@ class CheckpointManager:
         ranked = [Candidate(_id_of(notes.step), "", notes.step, metrics=notes.metrics) for notes in saves]
         best = find_best(ranked, policy)
         return None if best is None else _step_of(best.checkpoint_id)
+
+    def delete(self, step: int) -> bool:
+        """Removes a step from every node of this job and from the bucket; False: there is none. May be called again.
+
+        It is not brought back by re-protection, and may be saved again. A node that took part in saving it and has no
+        rank in this job keeps its copy, until `replicated-ckpt rm` is run there; what is being read goes afterwards.
+
+        Raises:
+            StoreUnavailable: nothing was found, but not all answered. AgentUnavailable, StoreError: it is still on a node
+                or in the bucket; the others have removed it.
+        """
+        self._check_open("delete")
+        checkpoint_id = _id_of(step)
+        self._settle()
+        if not self._reader.exists(checkpoint_id):
+            return False
+        store = self._writer.store
+        save_ids = self._agreed(lambda: self._reader.listed(lambda *where: find_saves(*where, checkpoint_id)))
+        with self._used_group() as group:
+            agree_on_all(group, lambda: remove_here(store, checkpoint_id, save_ids))
+        self._agreed(
+            lambda: self._reader.listed(lambda _, bucket, __: remove_in_bucket(bucket, checkpoint_id, save_ids))
+        )
+        return True
 
     def _listed(self) -> tuple[Listed, ...]:
         """The whole checkpoints of this run, newest first, one of each id: what rank 0 sees, once all have met."""

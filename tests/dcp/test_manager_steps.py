@@ -123,6 +123,39 @@ def test_retention_keeps_the_best(root: Path) -> None:
         manager.keep_best("accuracy")
 
 
+def test_a_deleted_step_is_gone(root: Path) -> None:
+    """From the node and for good, also one that was replaced, restored, or lost; others stay, and it may be saved again."""
+    with CheckpointManager(root) as manager:
+        assert not manager.delete(1)
+        for step in (1, 2, 2, 3):
+            manager.save(step, state(step))
+        manager.restore(state(0), 2)
+        assert manager.delete(2)
+        wait_for(lambda: manager.all_steps() == (1, 3), 20, "the others alone")
+        assert not (root / "step-2").exists()
+        assert not manager.delete(2)
+        (root / "step-1" / "__0_0.distcp").unlink()
+        assert manager.delete(1)
+        assert not (root / "step-1").exists()
+        manager.save(2, state(2))
+        assert manager.all_steps() == (2, 3)
+        assert manager.restore(state(0), 2) == 2
+
+
+def test_a_deleted_step_is_gone_from_the_bucket(root: Path, tmp_path: Path) -> None:
+    """With the nodes' copies its objects go; a blank node lists the others alone."""
+    bucket = f"file://{tmp_path}/bucket/run"
+    with CheckpointManager(root, object_store=bucket) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        manager.wait()
+        assert manager.delete(1)
+    with CheckpointManager(tmp_path / "blank", object_store=bucket) as manager:
+        assert manager.all_steps() == (2,)
+    stop_agent(tmp_path / "blank")
+    assert not list((tmp_path / "bucket" / "run").glob("step-1/*.distcp"))
+
+
 def test_a_closed_manager_says_so(root: Path) -> None:
     """Whatever saves, looks or loads is ManagerClosed; what it remembers, `repr` and a second `close` are not."""
     manager = CheckpointManager(root, preempt_on=())
@@ -139,6 +172,7 @@ def test_a_closed_manager_says_so(root: Path) -> None:
         "save": (2, state(2)),
         "async_save": (2, state(2)),
         "keep_best": ("loss",),
+        "delete": (1,),
         "restore": (state(0),),
         "restore_latest": (state(0),),
         "latest_step": (),

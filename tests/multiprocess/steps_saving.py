@@ -65,6 +65,12 @@ def manage_steps(context: Context, steps: int) -> dict[str, Any]:
         }
 
 
+def delete_steps(context: Context, steps: list[int]) -> list[Any]:
+    """Deletes steps with a manager: what it answered, and what is left."""
+    with CheckpointManager(context.root) as manager:
+        return [[manager.delete(step) for step in steps], list(manager.all_steps())]
+
+
 def save_under_own_id(context: Context, kinds: list[str]) -> dict[str, Any]:
     """Every rank passes another id, as if made from its own clock."""
     return save_fails(context, kinds, f"step-10-{context.rank}")

@@ -124,6 +124,18 @@ def test_every_rank_of_a_manager_sees_the_same_steps(cluster_of: ClusterOf) -> N
     )
 
 
+def test_a_step_is_deleted_on_every_node(cluster_of: ClusterOf) -> None:
+    """On both nodes at once, all ranks hear the same, and re-protection brings nothing back."""
+    cluster = cluster_of(2)
+    cluster.launch([call("saving.manage_steps", steps=3)], nodes=[0, 1])
+    deleted = cluster.launch([call("saving.delete_steps", steps=[1, 3, 9])], nodes=[0, 1]).of(0)
+    assert deleted == [[[True, True, False], [2]]] * 2
+    assert [node.checkpoints() for node in cluster.nodes] == [{"step-2"}] * 2
+    again = cluster.launch([call("saving.manage_steps", steps=0)], nodes=[1, 0]).of(0)
+    assert [found["all"] for found in again] == [[2], [2]]
+    assert [node.checkpoints() for node in cluster.nodes] == [{"step-2"}] * 2
+
+
 def test_ids_that_differ_by_rank_are_refused(cluster_of: ClusterOf) -> None:
     """Ranks that derive the id from their own clocks learn who said what, on every rank, and nothing is written."""
     cluster = cluster_of(2)

@@ -98,3 +98,19 @@ def agree_on_first(group: Any, look: Callable[[], T]) -> T:
         raise outcome[1]
     found: T = outcome[0]
     return found
+
+
+def agree_on_all(group: Any, act: Callable[[], None]) -> None:
+    """Has every rank of a group of all ranks do something; what one of them raises, all raise. None: this process alone."""
+    failure: BaseException | None = None
+    try:
+        act()
+    except ReplicatedCkptError as exc:
+        failure = exc
+    outcomes: list[Any] = [failure]
+    if group is not None:
+        outcomes *= dist.get_world_size(group)
+        dist.all_gather_object(outcomes, failure, group=group)
+    for outcome in outcomes:
+        if outcome is not None:
+            raise outcome

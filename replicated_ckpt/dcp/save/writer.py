@@ -129,6 +129,11 @@ class ReplicatedWriter(StorageWriter):
     def __setstate__(self, arguments: dict[str, Any]) -> None:
         ReplicatedWriter.__init__(self, **arguments)
 
+    @property
+    def store(self) -> LocalStore:
+        """This node's store."""
+        return self._store
+
     def note(self, notes: Mapping[str, Any]) -> None:
         """Keeps notes (core.notes) with the next save. The coordinator's count."""
         self._next_notes = notes
