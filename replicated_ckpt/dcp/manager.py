@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -324,7 +325,7 @@ class CheckpointManager:
         if not self._reader.exists(checkpoint_id):
             return False
         store = self._writer.store
-        save_ids = self._agreed(lambda: self._reader.listed(lambda *where: find_saves(*where, checkpoint_id)))
+        save_ids = self._agreed(lambda: self._reader.listed(partial(find_saves, checkpoint_id)))
         with self._used_group() as group:
             agree_on_all(group, lambda: remove_here(store, checkpoint_id, save_ids))
         self._agreed(

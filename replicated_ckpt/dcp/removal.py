@@ -8,7 +8,7 @@ from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
 
 
-def find_saves(store: LocalStore, bucket: Bucket | None, lineage: str, checkpoint_id: str) -> tuple[str, ...]:
+def find_saves(checkpoint_id: str, store: LocalStore, bucket: Bucket | None, lineage: str) -> tuple[str, ...]:
     """The saves of the run under one id, whole or not, replaced ones too."""
     found = list_checkpoints(store, bucket, lineage)
     return tuple(dict.fromkeys(each.save_id for each in found if each.checkpoint_id == checkpoint_id))
