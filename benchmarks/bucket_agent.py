@@ -43,7 +43,7 @@ def _saved(store: LocalStore, url: str, data_bytes: int) -> None:
     """Commits a checkpoint of one shard in the node's store, to be uploaded by its agent."""
     node_id = store.node_id()
     store.begin(Intent(_SAVE_ID, _CHECKPOINT_ID, "benchmark", overwrite=False))
-    table = written_shard(store.staged_file(_SAVE_ID, _SHARD), data_bytes)
+    table = written_shard(store.path_of_staged(_SAVE_ID, _SHARD), data_bytes)
     manifest = Manifest(
         save_id=_SAVE_ID,
         checkpoint_id=_CHECKPOINT_ID,
@@ -58,7 +58,7 @@ def _saved(store: LocalStore, url: str, data_bytes: int) -> None:
         upload=UploadEntry(url, False, len(_METADATA), crc32c(_METADATA)),
     )
     store.put_small(_SAVE_ID, ".metadata", _METADATA)
-    store.put_small(_SAVE_ID, ".manifest.json", manifest.encoded())
+    store.put_small(_SAVE_ID, ".manifest.json", manifest.encode())
     store.commit(_SAVE_ID)
 
 

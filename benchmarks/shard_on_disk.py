@@ -19,6 +19,6 @@ def written_shard(path: Path, size_bytes: int) -> BlockTable:
         hasher.update(part)
         sink.write(part)
     table = hasher.table()
-    sink.write(memoryview(table.encoded()))
+    sink.write(memoryview(table.encode()))
     sink.finish(table)
     return table

@@ -117,7 +117,7 @@ class WriterConfig:
         return self.on_degraded == "raise" and self.ack != "local"
 
     @classmethod
-    def checked(
+    def check(
         cls,
         root: str | os.PathLike[str],
         *,
@@ -171,7 +171,7 @@ class ReaderConfig:
     lineage: str = NEWEST_LINEAGE
 
     @classmethod
-    def checked(
+    def check(
         cls, root: str | os.PathLike[str] | None, *, object_store: str | None, lineage: str = NEWEST_LINEAGE
     ) -> "ReaderConfig":
         """The settings, validated.

@@ -143,7 +143,7 @@ class Agent:
         identity = next_identity(directory)
         self._certificate = certificate_of(self.config, directory)
         server = self._listening(identity)
-        self._endpoint = self._reached_at(server, identity)  # before anybody is answered
+        self._endpoint = self._open_endpoint(server, identity)  # before anybody is answered
         self._greeter = Greeter(self._service.peers, self._endpoint)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -233,7 +233,7 @@ class Agent:
                 problem = exc
         raise _cannot_listen(self.config.host, ports[-1], problem) from problem
 
-    def _reached_at(self, server: AgentServer, identity: Identity) -> Endpoint:
+    def _open_endpoint(self, server: AgentServer, identity: Identity) -> Endpoint:
         return Endpoint(
             self._service.node_id,
             str(server.server_address[0]),
@@ -284,9 +284,9 @@ class Agent:
             return brief
         return {
             **brief,
-            "staged": [intent.save_id for intent in self._service.store.staged()],
+            "staged": [intent.save_id for intent in self._service.store.list_staged()],
             "checkpoints": [holding.checkpoint_id for holding in self._service.holdings()],
-            "in_doubt": [doubt.to_json() for doubt in self._service.doubts.known()],
+            "in_doubt": [doubt.to_json() for doubt in self._service.doubts.read_all()],
             "greeted": self._hello is not None and not self._hello.is_alive(),
             "restoring": self._reprotector.is_busy,
             "protection": self._reprotector.status(),

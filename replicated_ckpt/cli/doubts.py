@@ -40,7 +40,7 @@ def list_staged_saves(store: LocalStore, node_id: str) -> list[StagedSave]:
             _sum_staged_bytes(store, intent),
             tuple(node for node in intent.nodes if node != node_id),
         )
-        for intent in store.staged()
+        for intent in store.list_staged()
         if not store.is_held(intent.save_id)
     ]
 
@@ -52,7 +52,7 @@ def _sum_staged_bytes(store: LocalStore, intent: Intent) -> int:
 
 def label_nodes(store: LocalStore, saves: Sequence[StagedSave]) -> Mapping[str, str]:
     """Where each node that such a save waits for was last."""
-    known = {peer.node_id: peer.label for peer in PeerBook(store.root_agent_directory()).known()}
+    known = {peer.node_id: peer.label for peer in PeerBook(store.root_agent_directory()).read_all()}
     return {node: known.get(node, f"node {node}, never met") for save in saves for node in save.nodes}
 
 

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def list_bucket(url: str) -> Sequence[BucketSave]:
     """What is committed in the bucket; credentials come from the environment or a profile, as for s3fs."""
-    client = open_client(ObjectTarget.checked(url, None))
+    client = open_client(ObjectTarget.check(url, None))
     try:
         return Bucket(client).saves()
     finally:

@@ -59,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     store = open_store(arguments.root)
     if not arguments.dry_run and any(store.catalog.without_manifest()):
         store.node_id()  # who holds shards must have a name
-    audit = Auditor(store, arguments.lost).audited(arguments.checkpoint)
+    audit = Auditor(store, arguments.lost).audit(arguments.checkpoint)
     stock = UnmanagedAuditor(store, arguments.lost)
-    audits = stock.audited(arguments.checkpoint, audit.checkpoint_ids)
+    audits = stock.audit(arguments.checkpoint, audit.checkpoint_ids)
     adoptions = Adoptions(audits, stock.node_ids, arguments.copies)
     if not arguments.json:
         _print_doubts(store, audit, arguments.lost)
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         done.errors |= _give_up_lost(store, arguments.lost)
         _carry_out_all(store, audit.plan, adoptions, arguments.lost, done)
-    in_doubt = list_staged_saves(store, store.known_node_id())
+    in_doubt = list_staged_saves(store, store.read_node_id())
     if arguments.json:
         outcome = {
             "unmanaged": [found.to_json() for found in audits],
@@ -105,12 +105,12 @@ def _carry_out_all(store: LocalStore, plan: RepairPlan, adoptions: Adoptions, lo
     """Does the plan; then adopts, reads what that has made, and makes the copies that are missing of it."""
     _carry_out_until_done(store, plan, lost, done)
     if adoptions.plans:
-        peers = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id not in lost]
+        peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id not in lost]
         addresses = {peer.node_id: peer for peer in peers} | _own_address(store)
         done.errors |= adoptions.carry_out(addresses, peers)
         done.actions += adoptions.plans
     for adopted in adoptions.plans:
-        audit = Auditor(store, lost).audited(adopted.checkpoint_id)
+        audit = Auditor(store, lost).audit(adopted.checkpoint_id)
         done.short |= set(audit.plan.short)
         _carry_out_until_done(store, audit.plan, lost, done)
 
@@ -126,7 +126,7 @@ def _carry_out_until_done(store: LocalStore, plan: RepairPlan, lost: Sequence[st
         if errors:
             return
         changed = sorted({action.checkpoint_id for action in plan.actions})
-        plan = _join_plans([Auditor(store, lost).audited(checkpoint_id).plan for checkpoint_id in changed])
+        plan = _join_plans([Auditor(store, lost).audit(checkpoint_id).plan for checkpoint_id in changed])
         done.short = {short for short in done.short if short.checkpoint_id not in changed} | set(plan.short)
     done.errors |= {str(action): "it is still to be done" for action in plan.actions}
 
@@ -151,7 +151,7 @@ def _carry_out(store: LocalStore, plan: RepairPlan) -> dict[str, str]:
     nodes = sorted({action.node_id for action in plan.actions})
     if not nodes:
         return {}
-    addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).known()}
+    addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).read_all()}
     addresses |= _own_address(store)
 
     def told(node: str) -> dict[str, str]:
@@ -173,7 +173,7 @@ def _failures(answer: Mapping[str, Any], address: AgentAddress) -> dict[str, str
 
 def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
     """Which saves are in doubt on this node, what they wait for, and what `--lost` would lose."""
-    saves = list_staged_saves(store, store.known_node_id())
+    saves = list_staged_saves(store, store.read_node_id())
     where = label_nodes(store, saves)
     for save in saves:
         print(f"in doubt: {save}")
@@ -187,10 +187,10 @@ def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
 
 def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     """Has this node's agent settle what is in doubt for lost nodes alone; returns what is in doubt all the same."""
-    saves = list_staged_saves(store, store.known_node_id()) if lost else []
+    saves = list_staged_saves(store, store.read_node_id()) if lost else []
     if not saves:
         return {}
-    own = ensure_agent(store, bind_host(PeerBook(store.root_agent_directory()).known())).local_address()
+    own = ensure_agent(store, bind_host(PeerBook(store.root_agent_directory()).read_all())).local_address()
     errors = {}
     for save in saves:
         try:

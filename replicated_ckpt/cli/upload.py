@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     url = arguments.to or (manifest.upload.url if manifest.upload else None)
     if url is None:
         raise ConfigInvalid(f"The save of {arguments.id!r} named no object store.", "Name one with --to.")
-    target = ObjectTarget.checked(url, None)
+    target = ObjectTarget.check(url, None)
     if target.is_process_local:
         raise ConfigInvalid(f"{url} is memory of one process.", "Name a bucket that others can see.")
     if arguments.to is not None:
@@ -96,7 +96,7 @@ def _check_replaceable(manifest: Manifest, target: ObjectTarget) -> None:
 def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget) -> None:
     """Gives the order to every agent that answers; this node's must."""
     own = ensure_agent(store, "127.0.0.1").local_address()
-    peers = [peer for peer in PeerBook(store.root_agent_directory()).known() if peer.node_id != own.node_id]
+    peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id != own.node_id]
     for address in (own, *peers):
         try:
             with AgentClient(address) as client:

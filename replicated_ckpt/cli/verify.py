@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     began_at = time.monotonic()
     audit = _audit(store, arguments)
     seconds = time.monotonic() - began_at
-    audits = UnmanagedAuditor(store).audited(arguments.checkpoint, audit.checkpoint_ids)
+    audits = UnmanagedAuditor(store).audit(arguments.checkpoint, audit.checkpoint_ids)
     there = _InBucket() if arguments.object_store is None else _read(arguments.object_store, arguments.checkpoint)
     if arguments.checkpoint and not audit.checkpoint_ids and not there.checkpoint_ids and not audits:
         raise CheckpointNotFound(f"No node that was reached holds {arguments.checkpoint!r}.")
@@ -78,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _audit(store: LocalStore, arguments: argparse.Namespace) -> Audit:
     auditor = Auditor(store)
     if not (arguments.progress or sys.stderr.isatty()):
-        return auditor.audited(arguments.checkpoint)
+        return auditor.audit(arguments.checkpoint)
     with ReadingProgress(auditor.look_how_far):
-        return auditor.audited(arguments.checkpoint)
+        return auditor.audit(arguments.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class _InBucket:
 
 def _read(url: str, checkpoint_id: str | None) -> _InBucket:
     """Reads the bucket; credentials come from the environment or a profile, as for s3fs."""
-    client = RetryingClient(open_client(ObjectTarget.checked(url, None)))
+    client = RetryingClient(open_client(ObjectTarget.check(url, None)))
     try:
         inspector = BucketInspector(Bucket(client))
-        findings = tuple(inspector.inspected(checkpoint_id))
+        findings = tuple(inspector.inspect(checkpoint_id))
     finally:
         client.close()
     return _InBucket(url, tuple(inspector.checkpoint_ids), tuple(inspector.unchecked), inspector.bytes_read, findings)
@@ -168,6 +168,6 @@ def _verdict(audit: Audit) -> str:
 def see_audit(store: LocalStore, audit: Audit) -> NodesSeen:
     """The nodes as the audit has found them."""
     held = {found.node_id: Held(found.holdings, found.remains, found.standing) for found in audit.readings}
-    addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).known()}
+    addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).read_all()}
     unreached = {address.node_id: error for address, error in audit.silent.items()}
-    return NodesSeen(store.known_node_id(), held, addresses, unreached, audit.manifests)
+    return NodesSeen(store.read_node_id(), held, addresses, unreached, audit.manifests)

@@ -31,7 +31,7 @@ class Chunk:
     def _ends(self) -> tuple[int, ...]:
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
-    def seen_from(self, outer: "Chunk") -> "Chunk":
+    def relative_to(self, outer: "Chunk") -> "Chunk":
         """The same part, by offsets into `outer`."""
         offsets = (offset - start for offset, start in zip(self.offsets, outer.offsets, strict=True))
         return Chunk(tuple(offsets), self.sizes)
@@ -39,7 +39,7 @@ class Chunk:
     def start_in(self, outer: "Chunk") -> int:
         """Position of the first element among those of `outer` in row-major order."""
         position = 0
-        for offset, size in zip(self.seen_from(outer).offsets, outer.sizes, strict=True):
+        for offset, size in zip(self.relative_to(outer).offsets, outer.sizes, strict=True):
             position = position * size + offset
         return position
 

@@ -83,7 +83,7 @@ class Manifest:
         """What the commit compares."""
         return Version(self.lineage, self.sequence, self.created_unix_s, self.save_id)
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """JSON with a checksum over its own body, one line of each, so that a torn or edited file is noticed."""
         body = json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True, separators=(",", ":"))
         return f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n'.encode()

@@ -169,7 +169,7 @@ class CheckpointManager:
                 or the notes cannot be kept; nothing was saved.
         """
         checkpoint_id = self._prepare("save", step, metrics, metadata)
-        with self._used_group() as group:
+        with self._use_group() as group:
             dcp.save(
                 dict(state),
                 checkpoint_id=checkpoint_id,
@@ -245,7 +245,7 @@ class CheckpointManager:
         self._settle()
         if step is None and self._reader.latest() is None:
             return None
-        with self._used_group() as group:
+        with self._use_group() as group:
             dcp.load(
                 state,
                 checkpoint_id=checkpoint_id,  # LATEST: by its name alone, another run's of that name might be chosen
@@ -325,11 +325,11 @@ class CheckpointManager:
         if not self._reader.exists(checkpoint_id):
             return False
         store = self._writer.store
-        save_ids = self._agreed(lambda: self._reader.listed(partial(find_saves, checkpoint_id)))
-        with self._used_group() as group:
+        save_ids = self._agreed(lambda: self._reader.list_keys(partial(find_saves, checkpoint_id)))
+        with self._use_group() as group:
             agree_on_all(group, lambda: remove_here(store, checkpoint_id, save_ids))
         self._agreed(
-            lambda: self._reader.listed(lambda _, bucket, __: remove_in_bucket(bucket, checkpoint_id, save_ids))
+            lambda: self._reader.list_keys(lambda _, bucket, __: remove_in_bucket(bucket, checkpoint_id, save_ids))
         )
         return True
 
@@ -338,7 +338,7 @@ class CheckpointManager:
         self._settle()
         if self._reader.latest() is None:
             return ()
-        listed = self._agreed(lambda: self._reader.listed(list_checkpoints))
+        listed = self._agreed(lambda: self._reader.list_keys(list_checkpoints))
         whole = {each.checkpoint_id: each for each in reversed(listed) if each.is_whole}
         return tuple(reversed(whole.values()))
 
@@ -376,18 +376,18 @@ class CheckpointManager:
 
     def _agreed(self, look: Callable[[], T]) -> T:
         """What rank 0 finds, or raises, on every rank."""
-        with self._used_group() as group:
+        with self._use_group() as group:
             return look() if group is None else agree_on_first(group, look)
 
     @contextlib.contextmanager
-    def _used_group(self) -> Iterator[Any]:
-        with contextlib.nullcontext() if self._lent is None else self._lent.used():
+    def _use_group(self) -> Iterator[Any]:
+        with contextlib.nullcontext() if self._lent is None else self._lent.use():
             yield self._group
 
     def _settle(self) -> None:
         future, self._in_flight = self._in_flight, None
         if future is not None:
-            with self._used_group():
+            with self._use_group():
                 future.result()
 
 

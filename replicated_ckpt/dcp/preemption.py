@@ -39,9 +39,9 @@ class Preemption:
         self._lent = borrow_group()
         for name in names:
             number = signal.Signals[name]
-            self._previous[number] = signal.signal(number, self._caught)
+            self._previous[number] = signal.signal(number, self._catch)
 
-    def _caught(self, number: int, frame: FrameType | None) -> None:
+    def _catch(self, number: int, frame: FrameType | None) -> None:
         """Only notes it: batch systems send the same signal twice, and whoever was to hear of it before still does."""
         self._is_signalled = True
         previous = self._previous.get(number)
@@ -56,7 +56,7 @@ class Preemption:
         if self._previous and not self.is_agreed:
             self._flag.fill_(int(self._is_signalled))
             if self._lent is not None:
-                with self._lent.used():
+                with self._lent.use():
                     dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._lent.group)
             self.is_agreed = bool(self._flag)
         return self.is_agreed

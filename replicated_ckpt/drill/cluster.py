@@ -64,7 +64,7 @@ class Job:
         while not is_done():
             ended = [node for node in self.nodes if node.process.poll() is not None]
             if not may_fail and any(node.process.returncode for node in ended) and not is_done():
-                raise JobFailed(f"Job {self.name} ended too early.\n{self._written('error') or self._log_tails(ended)}")
+                raise JobFailed(f"Job {self.name} ended too early.\n{self._write('error') or self._log_tails(ended)}")
             if time.monotonic() > deadline:
                 raise WaitTimedOut(f"Job {self.name}: waited {limit_s:.0f} s for {what}.\n{self._stacks()}")
             time.sleep(marked.POLL_S)
@@ -74,9 +74,9 @@ class Job:
         for node in self.nodes:
             _signal_session(node, signal.SIGUSR1)
         time.sleep(STACKS_GRACE_S)
-        return self._written("stacks") + self._log_tails(self.nodes)
+        return self._write("stacks") + self._log_tails(self.nodes)
 
-    def _written(self, kind: str) -> str:
+    def _write(self, kind: str) -> str:
         """What ranks wrote into files of this kind among the results."""
         written = {path.name: path.read_text() for path in sorted(self.results.glob(f"{kind}-rank-*.txt"))}
         return "".join(f"--- {name}\n{text}\n" for name, text in written.items() if text)

@@ -111,7 +111,7 @@ def _moto(workdir: Path) -> Iterator[str]:
 def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
     """A new place under `url`, known to be writable."""
     own = f"{url.rstrip('/')}/drill-{uuid.uuid4().hex[:12]}"
-    target = ObjectTarget.checked(own, None)
+    target = ObjectTarget.check(own, None)
     if target.is_process_local:
         raise ConfigInvalid(f"--object-store {url}: it would be gone with the process that wrote it.")
     client = open_client(target)
@@ -142,7 +142,7 @@ def _remove_all(client: ObjectClient, own: str, progress: Progress) -> None:
 
 
 def _keys(client: ObjectClient, directory: str) -> Iterator[str]:
-    listing = client.listed(directory)
+    listing = client.list_keys(directory)
     yield from (f"{directory}{name}" for name in listing.sizes)
     for name in listing.directories:
         yield from _keys(client, f"{directory}{name}/")

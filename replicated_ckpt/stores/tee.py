@@ -76,14 +76,14 @@ class _SinkThread(threading.Thread):
             if not isinstance(piece, _Piece):
                 break
             if self.error is None:
-                self.write_s += self._guarded(partial(self.sink.write, *piece.views))
+                self.write_s += self._guard(partial(self.sink.write, *piece.views))
             self._tee.release(piece)
         if self.error is None and piece is not None:
-            self.finish_s = self._guarded(partial(self.sink.finish, piece))
+            self.finish_s = self._guard(partial(self.sink.finish, piece))
         if self.error is not None or piece is None:
             self.sink.discard()
 
-    def _guarded(self, action: Callable[[], object]) -> float:
+    def _guard(self, action: Callable[[], object]) -> float:
         """Seconds that the action took."""
         began = time.perf_counter()
         try:
@@ -154,7 +154,7 @@ class Tee:
             part = data[: len(self._room())]
             self._list_gathered()
             self._views.append(part)
-            self._grown(len(part))
+            self._grow(len(part))
             data = data[len(part) :]
 
     def _room(self) -> memoryview:
@@ -167,9 +167,9 @@ class Tee:
 
     def _advance(self, count: int) -> None:
         self._filled += count
-        self._grown(count)
+        self._grow(count)
 
-    def _grown(self, count: int) -> None:
+    def _grow(self, count: int) -> None:
         self._size += count
         self.position += count
         if self._buffer is not None and self._size == len(self._buffer):
@@ -215,7 +215,7 @@ class Tee:
         self._hash_listed()
         self._is_hashed = True
         table = self._hasher.table()
-        self.write(table.encoded())
+        self.write(table.encode())
         self._dispatch()
         return table, self._joined(table)
 

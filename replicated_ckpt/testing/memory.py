@@ -19,7 +19,7 @@ class MemoryClient:
         self.objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    def listed(self, directory: str) -> Listing:
+    def list_keys(self, directory: str) -> Listing:
         below = {key.removeprefix(directory): data for key, data in self._all().items() if key.startswith(directory)}
         sizes = {name: len(data) for name, data in below.items() if "/" not in name}
         return Listing(sizes, tuple(sorted({name.partition("/")[0] for name in below.keys() - sizes.keys()})))

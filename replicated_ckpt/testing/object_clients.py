@@ -85,14 +85,14 @@ class ObjectClientContract:
         """Sizes of the objects there, names of the directories below; nothing of a name that only begins alike."""
         for key, data in {"a/two": b"xyz", "a/b/one": b"0", "a/b/c/d": b"", "ab": b"1", "a-b/x": b""}.items():
             raw[key] = data
-        listing = client.listed("a/")
+        listing = client.list_keys("a/")
         assert (dict(listing.sizes), set(listing.directories)) == ({"two": 3}, {"b"})
-        top = client.listed("")
+        top = client.list_keys("")
         assert (dict(top.sizes), set(top.directories)) == ({"ab": 1}, {"a", "a-b"})
 
     def test_a_directory_without_objects_is_empty(self, client: ObjectClient) -> None:
         """No error: it is how a bucket is asked whether a name is free."""
-        listing = client.listed("nothing/")
+        listing = client.list_keys("nothing/")
         assert (dict(listing.sizes), set(listing.directories)) == ({}, set())
 
     def test_a_long_listing_is_whole(self, client: ObjectClient, raw: RawObjects) -> None:
@@ -100,7 +100,7 @@ class ObjectClientContract:
         names = {f"__{number}_0.distcp" for number in range(self.listed_objects)}
         for name in names:
             raw[f"step-1/{name}"] = b"x"
-        assert set(client.listed("step-1/").sizes) == names
+        assert set(client.list_keys("step-1/").sizes) == names
 
     @pytest.mark.parametrize("key", ODD_KEYS)
     def test_odd_names_are_names_like_others(self, client: ObjectClient, raw: RawObjects, key: str) -> None:
@@ -108,8 +108,8 @@ class ObjectClientContract:
         directory, _, name = key.partition("/")
         client.put(key, b"data")
         assert raw[key] == b"data"
-        assert client.listed("").directories == (directory,)
-        assert dict(client.listed(f"{directory}/").sizes) == {name: 4}
+        assert client.list_keys("").directories == (directory,)
+        assert dict(client.list_keys(f"{directory}/").sizes) == {name: 4}
         memory = bytearray(4)
         client.read(key, 0, memoryview(memory))
         assert memory == b"data"
@@ -122,7 +122,7 @@ class ObjectClientContract:
         for key in ("a/one", "a/one-more", "a/two"):
             raw[key] = b"x"
         client.delete(["a/one", "a/none", "a/two"])
-        assert set(client.listed("a/").sizes) == {"one-more"}
+        assert set(client.list_keys("a/").sizes) == {"one-more"}
         client.delete([])
 
     def test_a_mark_is_put_only_over_what_was_seen(self, client: ObjectClient, raw: RawObjects) -> None:
@@ -157,7 +157,7 @@ class ObjectClientContract:
         whole, _ = add_footer(make_data())
         with pytest.raises(ObjectCorrupt), open_source(tmp_path, flip_bit(whole, position), expect(whole)) as source:
             client.put_shard(KEY, source, allow)
-        assert dict(client.listed("step-1/").sizes) == {}
+        assert dict(client.list_keys("step-1/").sizes) == {}
 
     def test_an_upload_that_is_broken_off_is_no_object(self, client: ObjectClient, tmp_path: Path) -> None:
         """The pace raises when the agent ends; then nothing is there that could be taken for the shard."""
@@ -171,7 +171,7 @@ class ObjectClientContract:
         with open_source(tmp_path, whole) as source:
             with pytest.raises(StoreUnavailable, match="the agent ends"):
                 client.put_shard(KEY, source, stop)
-            assert dict(client.listed("step-1/").sizes) == {}
+            assert dict(client.list_keys("step-1/").sizes) == {}
             client.put_shard(KEY, source, allow)  # what it left behind hinders no later try
         assert client.size_bytes(KEY) == len(whole)
 
@@ -190,7 +190,7 @@ class ObjectClientContract:
             memory = bytearray(len(data))
             client.read(f"a/{number}", 0, memoryview(memory))
             assert memory == data
-            client.listed("a/")
+            client.list_keys("a/")
 
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(put_and_read, range(4 * THREADS)))
@@ -203,7 +203,7 @@ class ObjectClientContract:
         manifest = save_to_bucket(bucket, tmp_path, sequence=1)
         (found,) = bucket.saves()
         assert found.save_id == manifest.save_id
-        assert bucket.manifest_raw(found) == manifest.encoded()
+        assert bucket.manifest_raw(found) == manifest.encode()
         assert bucket.small("step-1/.metadata", found.metadata_bytes) == METADATA
         assert all(bucket.is_intact(manifest, name) for name in manifest.shards)
         newer = save_to_bucket(bucket, tmp_path, sequence=2)

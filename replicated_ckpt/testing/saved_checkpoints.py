@@ -33,5 +33,5 @@ def save_to_bucket(bucket: Bucket, folder: Path, *, sequence: int) -> Manifest:
     manifest = replace(manifest, upload=upload)
     with open_source(folder, raw) as source:
         bucket.put_shard(manifest, SHARD, source, lambda _: None)
-    bucket.commit(manifest, manifest.encoded(), METADATA)
+    bucket.commit(manifest, manifest.encode(), METADATA)
     return manifest

@@ -20,7 +20,7 @@ def make_data(size_bytes: int = DATA_BYTES, *, seed: int = 1) -> bytes:
 def add_footer(data: bytes) -> tuple[bytes, BlockTable]:
     """A shard file of this data, and its block table."""
     table = table_of([data])
-    return data + table.encoded(), table
+    return data + table.encode(), table
 
 
 def expect(raw: bytes) -> Expected:

@@ -74,7 +74,7 @@ class SinkContract:
         tee.refer(memoryview(data)[9000:])
         table, (outcome,) = tee.finish()
         assert outcome.error is None
-        assert stored() == data + table.encoded()
+        assert stored() == data + table.encode()
         assert buffers.free.qsize() == 2
 
     def test_its_label_names_it(self, sink: Sink) -> None:

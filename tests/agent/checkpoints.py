@@ -61,11 +61,11 @@ def checkpointed(
         store = stores[index]
         store.begin(Intent(save_id, checkpoint_id, "by hand", overwrite=True))
         for name in (name for name, held in holders_by_shard.items() if index in held):
-            sink = FileSink(store.staged_file(save_id, name))
-            sink.write(memoryview(contents[name] + tables[name].encoded()))
+            sink = FileSink(store.path_of_staged(save_id, name))
+            sink.write(memoryview(contents[name] + tables[name].encode()))
             sink.finish(tables[name])
         store.put_small(save_id, ".metadata", METADATA)
-        store.put_small(save_id, ".manifest.json", manifest.encoded())
+        store.put_small(save_id, ".manifest.json", manifest.encode())
         store.commit(save_id)
     return manifest
 
@@ -77,13 +77,13 @@ def introduced(store: LocalStore, peers: Sequence[AgentAddress]) -> None:
 
 
 def findings(store: LocalStore) -> list[Finding]:
-    return list(Inspector(store, store.node_id()).inspected())
+    return list(Inspector(store, store.node_id()).inspect())
 
 
 def held(store: LocalStore, checkpoint_id: str = "step-1") -> set[str]:
     """The shards that lie in a store intact, every byte read."""
     inspector = Inspector(store, store.node_id())
-    list(inspector.inspected(checkpoint_id))
+    list(inspector.inspect(checkpoint_id))
     return {name for holding in inspector.holdings for name in holding.sizes if name not in holding.damaged}
 
 

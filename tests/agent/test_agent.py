@@ -64,7 +64,7 @@ def sent(agent: RunningAgent, name: str, data: bytes, shard: str = SHARD) -> Non
     sink = PeerSink(agent.endpoint.address(), name, shard, durable=True)
     table = table_of([data])
     sink.write(memoryview(data))
-    sink.write(memoryview(table.encoded()))
+    sink.write(memoryview(table.encode()))
     sink.finish(table)
 
 
@@ -205,7 +205,7 @@ def test_a_copy_that_arrives_damaged_is_refused(tmp_path: Path) -> None:
         damaged[70_000] ^= 1
         sink = PeerSink(agent.endpoint.address(), name, SHARD, durable=True)
         sink.write(memoryview(damaged))
-        sink.write(memoryview(table.encoded()))
+        sink.write(memoryview(table.encode()))
         with pytest.raises(ObjectCorrupt, match="expected CRC32C"):
             sink.finish(table)
         assert list(LocalStore(agent.root).staging(name).iterdir()) == []

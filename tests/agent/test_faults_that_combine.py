@@ -55,7 +55,7 @@ def manifest_of(save_id: str, sequence: int, lineage: str, nodes: Sequence[str])
 
 def decide(store: LocalStore, manifest: Manifest) -> None:
     store.put_small(manifest.save_id, METADATA_NAME, METADATA)
-    store.put_small(manifest.save_id, MANIFEST_NAME, manifest.encoded())
+    store.put_small(manifest.save_id, MANIFEST_NAME, manifest.encode())
 
 
 def stage(
@@ -104,7 +104,7 @@ def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(serv
     newest = stage(service, NEWEST, 3, RUN, service.node_id)
     service.commit(NEWEST)
     for _ in range(2):
-        settle(service, service.abandoned(0.0), [])
+        settle(service, service.find_abandoned(0.0), [])
         drop_outlived(service, {NEWEST: newest}, look(service))
     assert not is_staged(service, NEW)
 
@@ -115,7 +115,7 @@ def test_a_damaged_decision_is_not_taken_for_none(service: NodeService, name: st
     stage(service, NEW, 2, RUN, service.node_id)
     damage(service.store.staging(NEW) / name, 3 if name == METADATA_NAME else 60)
     service.recover()
-    settle(service, service.abandoned(0.0), [])
+    settle(service, service.find_abandoned(0.0), [])
     assert is_staged(service, NEW)
     assert service.answer_to_settle(NEW, is_over=True, is_left=True)["state"] != "unknown"
 
@@ -125,7 +125,7 @@ def test_an_intent_that_cannot_be_read_waits_for_all_known_nodes(service: NodeSe
     stage(service, NEW, 2, RUN, OTHER, is_decided=False)
     service.peers.learn([AgentAddress(OTHER, "127.0.0.1", 1, "token")])
     damage(service.store.intent_path(NEW), 0)
-    settle(service, service.abandoned(0.0), [])
+    settle(service, service.find_abandoned(0.0), [])
     assert is_staged(service, NEW)
 
 
@@ -151,7 +151,7 @@ def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> 
         service.store.begin(intent)
     address = AgentAddress(OTHER, "127.0.0.1", 1, "token")
     with mock.patch.object(settling, "_answers", wraps=settling._answers) as asked:
-        settle(service, service.abandoned(0.0), [address])
+        settle(service, service.find_abandoned(0.0), [address])
     assert [len(call.args[1]) for call in asked.call_args_list] == [1, 0, 0, 0]
     assert all(is_staged(service, save_id) for save_id in saves)
 

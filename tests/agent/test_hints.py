@@ -143,7 +143,7 @@ def test_an_address_book_is_named_and_keeps_who_gave_the_address(tmp_path: Path)
     book.learn([given])
     book.learn([AgentAddress("c", "127.0.0.1", 10, "t")])
     book.leave("b")
-    (first, second) = PeerBook(LocalStore(tmp_path / "a").agent_directory()).known()
+    (first, second) = PeerBook(LocalStore(tmp_path / "a").agent_directory()).read_all()
     path = tmp_path / "a" / ".agent" / "peers.json"
     assert first.origin == f"the address book {path}, which has it from REPLICATED_CKPT_HOST on host-b"
     assert second.origin == f"the address book {path}"
@@ -152,7 +152,7 @@ def test_an_address_book_is_named_and_keeps_who_gave_the_address(tmp_path: Path)
     other.learn([first, second])  # as a load introduces what one node's book has
     handed_on = {
         peer.node_id: peer.origin.removeprefix(f"the address book {tmp_path}/other/.agent/peers.json")
-        for peer in other.known()
+        for peer in other.read_all()
     }
     assert handed_on == {"b": ", which has it from REPLICATED_CKPT_HOST on host-b", "c": ""}
     fields = {name: value for name, value in first.to_json().items() if name != "origin"}

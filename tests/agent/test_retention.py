@@ -219,7 +219,7 @@ def test_the_book_keeps_the_later_policy(tmp_path: Path) -> None:
     assert again.of("", NODES, "") == Policy("", NODES, 7, None)
     for raw in (b"", b"[{}]", b'{"a": 1}', b"[[]]", b"\xff"):
         (tmp_path / "retention.json").write_bytes(raw)
-        assert PolicyBook(tmp_path).known() == ()
+        assert PolicyBook(tmp_path).read_all() == ()
 
 
 def test_one_that_waits_for_its_upload_stays(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_manifest_names_the_checkpoint_that_its_save_was_opened_for(tmp_path: 
     manifest = Manifest(SAVE, "run/step-8", 9, 0.0, 1, 1, 4, crc32c(b"evil"), (node,), {})
     bring(service, METADATA_NAME, b"evil")
     with pytest.raises(ManifestInvalid, match="names another"):
-        bring(service, MANIFEST_NAME, manifest.encoded())
+        bring(service, MANIFEST_NAME, manifest.encode())
     assert not service.store.final("run/step-8").exists()
 
 

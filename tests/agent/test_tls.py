@@ -295,7 +295,7 @@ def test_without_the_package_no_known_certificate_is_given_up(tmp_path: Path, mo
     book.learn([pinned])
     with pytest.raises(StoreDenied, match="not believed"):
         book.learn([replace(pinned, tls_sha256="", incarnation=9)])
-    assert book.known() == (pinned,)
+    assert book.read_all() == (pinned,)
     with listener() as (port, got), AgentClient(replace(pinned, host="0.0.0.0", port=port), 3) as client:
         with pytest.raises(StoreUnavailable):
             client.call("GET", "/v1/status")
@@ -318,13 +318,13 @@ def test_a_known_certificate_is_not_given_up(tmp_path: Path, monkeypatch: pytest
     for peer in (plain, far):
         with pytest.raises(StoreDenied, match="not believed"):
             book.learn([peer])
-        assert book.known() == (pinned,)
+        assert book.read_all() == (pinned,)
     other = replace(pinned, tls_sha256="b" * 64, incarnation=4)
     book.learn([other])  # a node whose disk was replaced has another one
-    assert book.known() == (other,)
+    assert book.read_all() == (other,)
     monkeypatch.setenv(PLAIN_ENV, "1")
     book.learn([plain, far])
-    assert book.known() == (plain, far)
+    assert book.read_all() == (plain, far)
 
 
 @pytest.mark.parametrize("verb", ["peers", "hello", "saves"])
@@ -344,7 +344,7 @@ def test_an_agent_takes_no_downgrade(tmp_path: Path, verb: str) -> None:
         }
         with pytest.raises(StoreDenied, match=r"not believed|another"):
             client.call("POST", *requests[verb])
-        assert PeerBook(tmp_path / "a" / ".agent").known() == (pinned,)
+        assert PeerBook(tmp_path / "a" / ".agent").read_all() == (pinned,)
 
 
 def test_a_refusal_in_the_middle_of_an_upload_is_heard(tmp_path: Path) -> None:

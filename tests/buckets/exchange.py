@@ -66,7 +66,7 @@ class Exchange:
             pass
         body = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>Bad weather.</Message></Error>".encode()
         answer = Head((f"HTTP/1.1 {fault.status} {fault.code}".encode(), b"Content-Type: application/xml"))
-        head = answer.with_length(len(body)).encoded()
+        head = answer.with_length(len(body)).encode()
         self._client.sendall(head if self._request.method == "HEAD" else head + body)
 
     def _pass_request(self, incoming: BufferedReader, server: socket.socket, *, cut_at: int | None) -> None:
@@ -77,7 +77,7 @@ class Exchange:
         elif self._kind == "flip_request":
             whole = b"".join(body)
             body = iter((flipped(whole, self._at(len(whole) // 2)),) if whole else ())
-        server.sendall(head.encoded())
+        server.sendall(head.encode())
         is_listening = True
         for block in body:
             if is_listening:
@@ -101,7 +101,7 @@ class Exchange:
         body = iter(()) if is_bare else blocks(answers, head, to_the_end=True)
         if self._kind in {"lost_answer", "flip_answer", "short_answer", "cut_answer"}:
             head, body = self._bent(head, b"".join(body))
-        self._client.sendall(head.encoded())
+        self._client.sendall(head.encode())
         for block in self._at_speed(body):
             self._request.bytes_down += len(block)  # before the client can know that it has them
             self._client.sendall(framed(block, head))

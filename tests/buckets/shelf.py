@@ -56,9 +56,9 @@ class Answer:
     body: bytes = b""
     headers: tuple[str, ...] = ()
 
-    def encoded(self, *, without_body: bool) -> bytes:
+    def encode(self, *, without_body: bool) -> bytes:
         lines = (f"HTTP/1.1 {self.status} Weak", *self.headers)
-        head = Head(tuple(line.encode() for line in lines)).with_length(len(self.body)).encoded()
+        head = Head(tuple(line.encode() for line in lines)).with_length(len(self.body)).encode()
         return head if without_body else head + self.body
 
 

@@ -39,7 +39,7 @@ def _serve(client: socket.socket, shelf: Shelf) -> None:
                     shelf.answer(Ask.of(head, bytes(body)))
                 return
             answer = shelf.answer(Ask.of(head, bytes(body)))
-            client.sendall(answer.encoded(without_body=head.first[0] == "HEAD"))
+            client.sendall(answer.encode(without_body=head.first[0] == "HEAD"))
 
 
 class _Listener(ThreadingTCPServer):

@@ -37,7 +37,7 @@ class Head:
         bare = self.without("Content-Length", "Transfer-Encoding")
         return Head((*bare.lines, f"Content-Length: {size_bytes}".encode()))
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         return b"\r\n".join(self.lines) + b"\r\n\r\n"
 
     @property

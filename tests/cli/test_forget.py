@@ -32,7 +32,7 @@ def test_a_node_that_never_comes_back_is_not_waited_for(tmp_path: Path) -> None:
             done = command("forget", "host2", "--root", store.root)
             assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
             assert f"forgotten: host2 (node {gone}) is not waited for any more" in done.stdout
-            assert gone not in {peer.node_id for peer in PeerBook(store.root / ".agent").known()}
+            assert gone not in {peer.node_id for peer in PeerBook(store.root / ".agent").read_all()}
         wait_for(lambda: all(held(store) == set(RING) for store in nodes[:2]), 30, "the copies")
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
         done = command("forget", "host2", "--root", nodes[0].root)
@@ -52,7 +52,7 @@ def test_what_would_be_lost_keeps_it_in_the_book(tmp_path: Path) -> None:
         f"would be lost: step-1: {shard(1)}: no node that answers has a copy, and host1 (node {gone}) may"
         in done.stdout
     )
-    assert gone in {peer.node_id for peer in PeerBook(nodes[0].root / ".agent").known()}
+    assert gone in {peer.node_id for peer in PeerBook(nodes[0].root / ".agent").read_all()}
     code, found = as_json("forget", gone, "--root", nodes[0].root, "--force")
     assert (code, found["is_forgotten"], found["losses"]) == (ExitCode.OK, True, {"step-1": [shard(1)]})
-    assert PeerBook(nodes[0].root / ".agent").known() == ()
+    assert PeerBook(nodes[0].root / ".agent").read_all() == ()

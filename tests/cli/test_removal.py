@@ -91,7 +91,7 @@ def test_what_a_load_reads_stays(tmp_path: Path) -> None:
         assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
         assert "kept: step-1: a load reads it" in done.stdout
         assert "--force" in done.stdout
-        assert RemovalBook(store.root / ".agent").known() == frozenset()
+        assert RemovalBook(store.root / ".agent").read_all() == frozenset()
         assert command("rm", "step-1", "--root", store.root, "--force").returncode == ExitCode.OK
         assert there(store) == [2]
 

@@ -65,7 +65,7 @@ def test_an_agent_tells_how_far_it_is(tmp_path: Path) -> None:
         auditor = Auditor(own)
         with agent.peer() as client:
             assert client.call("GET", "/v1/verify") == {"bytes_read": 0, "size_bytes": 0}
-        thread = threading.Thread(target=auditor.audited, daemon=True)
+        thread = threading.Thread(target=auditor.audit, daemon=True)
         thread.start()
         read, size = wait_for(lambda: sum_read(auditor, agent.endpoint.node_id), 60, "progress")
         assert read > 0

@@ -33,15 +33,15 @@ def test_pieces_of_any_size_give_the_same_table(pieces: list[bytes], block_bytes
     table = table_of(pieces, block_bytes)
     assert table == table_of([data], block_bytes)
     assert table.data_crc() == crc32c(data)
-    assert table.file_crc() == crc32c(data + table.encoded())
-    assert table.file_bytes == len(data) + len(table.encoded())
+    assert table.file_crc() == crc32c(data + table.encode())
+    assert table.file_bytes == len(data) + len(table.encode())
 
 
 @given(st.binary(max_size=300), st.integers(1, 64))
 def test_a_footer_comes_back_from_its_bytes(data: bytes, block_bytes: int) -> None:
     """Encoding and decoding are inverse, and the tail alone tells the footer's size."""
     table = table_of([data], block_bytes)
-    footer = table.encoded()
+    footer = table.encode()
     assert footer_bytes_of(footer[-FOOTER_TAIL_BYTES:], table.file_bytes) == len(footer)
     assert decode_footer(footer, table.file_bytes) == table
 
@@ -50,7 +50,7 @@ def test_a_footer_comes_back_from_its_bytes(data: bytes, block_bytes: int) -> No
 def test_any_flipped_bit_in_a_footer_is_noticed(position: int) -> None:
     """No single flipped bit leaves a footer that is believed."""
     table = table_of([b"x" * 70], 16)
-    footer = bytearray(table.encoded())
+    footer = bytearray(table.encode())
     assert len(footer) == 44
     footer[position] ^= 1
     assert decode_footer(bytes(footer), table.file_bytes) is None
@@ -75,4 +75,4 @@ def test_an_empty_shard_has_a_footer() -> None:
     """No data is data too."""
     table = BlockHasher().table()
     assert table.data_bytes == 0
-    assert decode_footer(table.encoded(), FOOTER_TAIL_BYTES) == table
+    assert decode_footer(table.encode(), FOOTER_TAIL_BYTES) == table

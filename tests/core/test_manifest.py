@@ -36,7 +36,7 @@ def resealed(raw: bytes, change: dict[str, object]) -> bytes:
 
 def test_it_comes_back_as_it_was_written() -> None:
     """Decoding is the inverse of encoding, and the bytes are JSON for other tools."""
-    raw = manifest().encoded()
+    raw = manifest().encode()
     assert decode_manifest(raw, "here") == manifest()
     assert json.loads(raw)["manifest"]["checkpoint_id"] == "run/step-10"
 
@@ -44,8 +44,8 @@ def test_it_comes_back_as_it_was_written() -> None:
 @pytest.mark.parametrize("notes", [{"metrics": {"loss": 0.5, "bad": None}}, {"metadata": {"a": [1, {"b": "ü"}]}}, {}])
 def test_notes_come_back(notes: dict[str, object]) -> None:
     """What a user keeps with a checkpoint is read as it was written; a manifest of before there were notes has none."""
-    assert decode_manifest(manifest(notes=notes).encoded(), "here").notes == notes
-    fields = json.loads(manifest().encoded())["manifest"]
+    assert decode_manifest(manifest(notes=notes).encode(), "here").notes == notes
+    fields = json.loads(manifest().encode())["manifest"]
     del fields["notes"]
     body = json.dumps(fields)
     raw = f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n'.encode()
@@ -69,12 +69,12 @@ def test_notes_come_back(notes: dict[str, object]) -> None:
 def test_notes_of_another_shape_are_not_believed(notes: object) -> None:
     """Neither other fields, nor metrics that are no numbers, nor more of it than is ever written."""
     with pytest.raises(ManifestInvalid):
-        decode_manifest(resealed(manifest().encoded(), {"notes": notes}), "here")
+        decode_manifest(resealed(manifest().encode(), {"notes": notes}), "here")
 
 
 def test_any_flipped_bit_is_noticed() -> None:
     """A manifest that was damaged anywhere is not believed, and nothing but a ManifestInvalid comes out."""
-    raw = manifest().encoded()
+    raw = manifest().encode()
     for position in range(len(raw) - 1):
         damaged = bytearray(raw)
         damaged[position] ^= 1
@@ -110,13 +110,13 @@ def test_any_flipped_bit_is_noticed() -> None:
 def test_a_manifest_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
     """A fitting checksum alone does not make a manifest valid."""
     with pytest.raises(ManifestInvalid, match="here"):
-        decode_manifest(resealed(manifest().encoded(), change), "here")
+        decode_manifest(resealed(manifest().encode(), change), "here")
 
 
 def test_a_newer_format_says_so() -> None:
     """A version that this one does not know is not guessed at."""
     with pytest.raises(ManifestVersionUnknown, match="version 2"):
-        decode_manifest(resealed(manifest().encoded(), {"version": 2}), "here")
+        decode_manifest(resealed(manifest().encode(), {"version": 2}), "here")
 
 
 @given(st.binary(max_size=200))

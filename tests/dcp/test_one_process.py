@@ -197,7 +197,7 @@ def test_metadata_that_contradicts_its_manifest_is_not_believed(tmp_path: Path, 
     manifest = decode_manifest((folder / ".manifest.json").read_bytes(), "here")
     planted = replace(manifest, metadata_bytes=len(raw), metadata_crc32c=crc32c(raw))
     (folder / ".metadata").write_bytes(raw)
-    (folder / ".manifest.json").write_bytes(planted.encoded())
+    (folder / ".manifest.json").write_bytes(planted.encode())
     with pytest.raises(CheckpointException) as raised:
         loaded(tmp_path, "step-1", state())
     assert isinstance(the_cause(raised.value), ManifestInvalid)
@@ -294,11 +294,11 @@ def test_a_process_by_itself_leaves_a_save_of_the_nodes_agent_alone(tmp_path: Pa
     write_endpoint(store.agent_directory(), Endpoint("0" * 12, "127.0.0.1", 1, "token", 1, "0"))
     store.begin(Intent("a" * 32, "step-1", "alive", overwrite=False))
     dcp.save(state(2), checkpoint_id="step-2", storage_writer=ReplicatedWriter(tmp_path, copies=1))
-    assert [intent.save_id for intent in store.staged()] == ["a" * 32]
+    assert [intent.save_id for intent in store.list_staged()] == ["a" * 32]
     os.utime(store.intent_path("a" * 32), (0, 0))
     os.utime(store.staging("a" * 32), (0, 0))
     dcp.save(state(3), checkpoint_id="step-3", storage_writer=ReplicatedWriter(tmp_path, copies=1))
-    assert store.staged() == ()
+    assert store.list_staged() == ()
 
 
 def test_callers_that_pass_no_id_name_it_beforehand(tmp_path: Path) -> None:
@@ -377,10 +377,10 @@ def test_what_was_read_when_it_was_replaced_goes_with_the_next_save(tmp_path: Pa
     reading = lock_version(store.catalog, "last", held.save_id)
     assert reading is not None
     dcp.save(state, checkpoint_id="last", storage_writer=writer)
-    assert store.catalog.replaced_names() == [held.save_id]
+    assert store.catalog.list_replaced() == [held.save_id]
     os.close(reading)
     dcp.save(state, checkpoint_id="last", storage_writer=writer)
-    assert store.catalog.replaced_names() == []
+    assert store.catalog.list_replaced() == []
 
 
 def test_what_all_ranks_read_lies_side_by_side(tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_who_did_not_answer_may_hold_the_checkpoint(tmp_path: Path) -> None:
     gone = AgentAddress("b" * 12, "127.0.0.1", 9, "token")
     for expected, unreached in (([gone.node_id], 1), ([], 0)):
         with pytest.raises(CheckpointNotFound) as raised:
-            Surveyor(LocalStore(tmp_path), "a" * 12, [gone], None, expected).surveyed("latest")
+            Surveyor(LocalStore(tmp_path), "a" * 12, [gone], None, expected).survey("latest")
         assert len(raised.value.unreached) == unreached
         assert len(pickle.loads(pickle.dumps(raised.value)).unreached) == unreached
 

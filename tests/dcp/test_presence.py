@@ -47,15 +47,15 @@ def test_a_killed_process_is_missed_and_a_stopped_one_is_not(tmp_path: Path) -> 
     elsewhere = Presence(dist.FileStore(str(tmp_path / "store"), RANKS), 2)
     here = presence(tmp_path / "store", 0)
     with announced_child(tmp_path / "store", 1) as pid:
-        assert here.lost() == {}
+        assert here.find_lost() == {}
         os.kill(pid, signal.SIGSTOP)
-        assert here.lost() == {}
+        assert here.find_lost() == {}
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 5
-        while not here.lost() and time.monotonic() < deadline:
+        while not here.find_lost() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert set(here.lost()) == {1}
-        assert set(elsewhere.lost()) == {1}
+        assert set(here.find_lost()) == {1}
+        assert set(elsewhere.find_lost()) == {1}
 
 
 def test_another_process_with_its_number_is_not_taken_for_it() -> None:
@@ -68,12 +68,12 @@ def test_a_death_is_noted_once(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), RANKS)
     here = presence(tmp_path / "store", 0)
     with announced_child(tmp_path / "store", 1) as pid:
-        here.lost()
+        here.find_lost()
         keys = store.num_keys()
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 5
-        while not here.lost() and time.monotonic() < deadline:
+        while not here.find_lost() and time.monotonic() < deadline:
             time.sleep(0.01)
         for _ in range(10):
-            here.lost()
+            here.find_lost()
     assert store.num_keys() == keys + 1

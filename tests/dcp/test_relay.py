@@ -108,7 +108,7 @@ def openers(agents: list[RunningAgent]) -> list[AgentAddress]:
 def decided(nodes: AgentCluster, agents: list[RunningAgent], checkpoint_id: str) -> bytes:
     """Opens the save everywhere and lays its decision into the coordinator's store."""
     nodes.begin(Intent(SAVE, checkpoint_id, "s", overwrite=False))
-    manifest = manifest_of([agent.endpoint.address() for agent in agents], checkpoint_id).encoded()
+    manifest = manifest_of([agent.endpoint.address() for agent in agents], checkpoint_id).encode()
     store = LocalStore(agents[0].root)
     store.put_small(SAVE, METADATA_NAME, METADATA)
     store.put_small(SAVE, ".manifest.json", manifest)

@@ -104,6 +104,6 @@ def test_what_ranks_see_without_a_manifest_counts(tmp_path: Path) -> None:
     (there.root / "step-1" / MANIFEST_NAME).write_text("damaged")
     remains = RemainsShelf(there, there.node_id()).found("step-1")
     seen = {there.node_id(): SeenStore("its agent is silent", (), remains)}
-    survey = Surveyor(here, here.node_id(), [], seen=seen).surveyed("step-1")
+    survey = Surveyor(here, here.node_id(), [], seen=seen).survey("step-1")
     assert survey.is_whole
     assert survey.found.holders_of(shard(1), survey.manifest.shards[shard(1)].size_bytes) == (there.node_id(),)

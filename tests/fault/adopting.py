@@ -38,7 +38,7 @@ def adopt(root: str, checkpoint_id: str, save_id: str) -> None:
     service.store.put_small(save_id, ".metadata", raw)
     tables = service.adopt(save_id, list(save.holders))
     decision = manifest(save, save_id, dict(tables), service.node_id)
-    service.store.put_small(save_id, ".manifest.json", decision.encoded())
+    service.store.put_small(save_id, ".manifest.json", decision.encode())
     service.commit(save_id)
 
 

@@ -101,7 +101,7 @@ class World:
         store = LocalStore(cluster.nodes[on].root)
         with cluster.network.acting(Actor(on, is_agent=False)):
             for checkpoint_id in (ID, "latest"):
-                survey = Surveyor(store, self.node_ids[on], addresses).surveyed(checkpoint_id)
+                survey = Surveyor(store, self.node_ids[on], addresses).survey(checkpoint_id)
                 if survey.unmanaged_warning:
                     raise CheckpointNotFound("Without any manifest it is taken for stock torch's.")
                 assert read_verified_metadata(store, survey, None, "reader", set()).state_dict_metadata == {}
@@ -120,7 +120,7 @@ class World:
     def audit(self, cluster: Cluster, on: int) -> Audit:
         """What `verify` finds, asked on this node."""
         with cluster.network.acting(Actor(on, is_agent=False)):
-            return Auditor(LocalStore(cluster.nodes[on].root)).audited()
+            return Auditor(LocalStore(cluster.nodes[on].root)).audit()
 
 
 def pair(base: Path) -> World:
@@ -180,4 +180,4 @@ def is_as_saved(cluster: Cluster, manifest: Manifest) -> bool:
     """Whether every node has manifest and metadata as they were saved, without looking through the eyes of the package."""
     roots = [node.root / ID for node in cluster.nodes]
     manifests = {(root / MANIFEST_NAME).read_bytes() for root in roots}
-    return manifests == {manifest.encoded()} and len({(root / METADATA_NAME).read_bytes() for root in roots}) == 1
+    return manifests == {manifest.encode()} and len({(root / METADATA_NAME).read_bytes() for root in roots}) == 1

@@ -109,7 +109,7 @@ def test_killed_at_any_step(store: LocalStore, adopt: Adopt, point: str) -> None
     if point in STAGING:
         settle(service, service.leftovers(""), ())
         assert files(store.root / ID) == before
-        assert not store.staged()
+        assert not store.list_staged()
         assert adopt(store) == 0
     assert findings(store) == []
     now = files(store.root / ID)
@@ -133,7 +133,7 @@ def test_what_was_changed_meanwhile_is_not_replaced(store: LocalStore, adopt: Ad
     assert NodeService(store).recover() == ()
     assert files(store.root / ID) == before
     with pytest.raises(SaveAborted, match="changed"):
-        store.commit(store.staged()[0].save_id)
+        store.commit(store.list_staged()[0].save_id)
 
 
 def test_what_was_added_meanwhile_goes_along(store: LocalStore, adopt: Adopt) -> None:
@@ -171,7 +171,7 @@ def test_the_command_dies_when_all_have_staged(tmp_path: Path) -> None:
 
     with agents(nodes) as running:
         auditor = UnmanagedAuditor(nodes[0])
-        (audit,) = auditor.audited(ID)
+        (audit,) = auditor.audit(ID)
         plan = audit.adoption(auditor.node_ids, 2)
         assert isinstance(plan, AdoptUnmanaged)
         addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
@@ -180,10 +180,10 @@ def test_the_command_dies_when_all_have_staged(tmp_path: Path) -> None:
         with failpoints.arm("adopt.accounted", die), pytest.raises(Died):
             adopter.adopt(plan, audit.found)
         assert [files(node.root / ID) for node in nodes] == before
-        assert [len(node.staged()) for node in nodes] == [1, 1]
+        assert [len(node.list_staged()) for node in nodes] == [1, 1]
         assert [loads(node) for node in nodes] == [True, True]
         assert adopter.adopt(plan, audit.found) == {}
         assert [is_adopted(node) for node in nodes] == [True, True]
-        assert [node.staged() for node in nodes] == [(), ()]
+        assert [node.list_staged() for node in nodes] == [(), ()]
         assert [loads(node) for node in nodes] == [True, True]
     assert auditor.node_ids == tuple(sorted(addresses))

@@ -35,7 +35,7 @@ SHARD_MAX, SAVE_MAX = 3000, 5000
 
 def file_of(size_bytes: int) -> bytes:
     data = b"d" * size_bytes
-    return data + table_of([data]).encoded()
+    return data + table_of([data]).encode()
 
 
 @pytest.fixture

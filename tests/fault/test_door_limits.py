@@ -86,13 +86,13 @@ def test_what_is_worked_on_is_never_closed() -> None:
     """With every connection at work there is no room for one more, and with one waiting there is."""
     connections = Connections(2)
     pairs = [socket.socketpair() for _ in range(3)]
-    assert connections.admitted("a", pairs[0][0])
-    assert connections.admitted("b", pairs[1][0])
+    assert connections.admit("a", pairs[0][0])
+    assert connections.admit("b", pairs[1][0])
     connections.working("a")
     connections.working("b")
-    assert not connections.admitted("c", pairs[2][0])
+    assert not connections.admit("c", pairs[2][0])
     connections.waiting("a")
-    assert connections.admitted("c", pairs[2][0])
+    assert connections.admit("c", pairs[2][0])
     assert pairs[0][1].recv(1) == b""
     pairs[1][0].send(b"x")
     assert pairs[1][1].recv(1) == b"x"

@@ -288,7 +288,7 @@ def test_random_endpoints(raw: bytes) -> None:
 def test_sizes_from_outside_allocate_nothing(tmp_path: Path) -> None:
     """A manifest that promises exabytes meets the file's own size first."""
     path = tmp_path / shard(0)
-    path.write_bytes(b"data" + table_of([b"data"]).encoded())
+    path.write_bytes(b"data" + table_of([b"data"]).encode())
     for size in (1 << 62, 1 << 40):
         with pytest.raises(ObjectCorrupt, match="expected"):
             ShardFile(partial(os.open, path, os.O_RDONLY), "here", shard(0), Expected(size, 7)).open()

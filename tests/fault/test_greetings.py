@@ -212,5 +212,5 @@ def test_a_peer_that_only_gives_signs_of_life_holds_up_no_round(
     peers = PeerBook(tmp_path)
     with running_agent(tmp_path / "a", *QUIET) as agent, answering(beat_forever) as liar:
         peers.learn([agent.endpoint.address(), liar])
-        seen = {view.node_id: view.presence for view in watch.PeerWatch(peers, watch.Patience()).looked()}
+        seen = {view.node_id: view.presence for view in watch.PeerWatch(peers, watch.Patience()).look()}
     assert seen == {agent.endpoint.node_id: Presence.UP, liar.node_id: Presence.ASSUMED}

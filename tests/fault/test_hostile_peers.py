@@ -159,7 +159,7 @@ def test_an_address_that_cannot_be_one_is_none(tmp_path: Path, poison: Mapping[s
         AgentAddress.from_json({**ADDRESS, **poison})
     good = AgentAddress.from_json(ADDRESS)
     (tmp_path / "peers.json").write_text(json.dumps([{**ADDRESS, **poison}, good.to_json(), 7, None]))
-    assert PeerBook(tmp_path).known() == (good,)
+    assert PeerBook(tmp_path).read_all() == (good,)
 
 
 @pytest.mark.parametrize("host", ["a" * 100, "..", "a..b", "%", ":"])
@@ -318,7 +318,7 @@ def test_nothing_is_written_through_a_link_that_leads_out(linked: LocalStore) ->
     planted = replace(linked.catalog.manifest("step-1"), save_id="4" * 32, checkpoint_id="out/new")
     linked.begin(Intent("4" * 32, "step-2", "s", overwrite=True))
     linked.put_small("4" * 32, ".metadata", (linked.root / "step-1" / ".metadata").read_bytes())
-    linked.put_small("4" * 32, ".manifest.json", planted.encoded())
+    linked.put_small("4" * 32, ".manifest.json", planted.encode())
     with pytest.raises(ConfigInvalid, match="symbolic link"):
         linked.commit("4" * 32)
     assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
@@ -329,7 +329,7 @@ def test_staged_files_are_no_links(linked: LocalStore) -> None:
     victim = linked.root.parent / "victim"
     victim.write_bytes(b"as it was")
     linked.begin(Intent("5" * 32, "step-5", "s", overwrite=False))
-    path = linked.staged_file("5" * 32, shard(0))
+    path = linked.path_of_staged("5" * 32, shard(0))
     path.with_name(path.name + ".part").symlink_to(victim)
     with pytest.raises(StoreError):
         FileSink(path)

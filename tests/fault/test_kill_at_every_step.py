@@ -257,13 +257,13 @@ def test_a_kill_and_then_the_loss_of_a_node(cluster: Cluster, case: Case, lost: 
 def give_up(node: Node) -> None:
     """Has `repair` give up what is in doubt there for nodes that never come back."""
     store = LocalStore(node.disk)
-    (staged,) = store.staged()
+    (staged,) = store.list_staged()
     lost = set(staged.nodes) - {store.node_id()}
     options = [option for name in sorted(lost) for option in ("--lost", name)]
     main(
         ["repair", "--root", str(node.disk), *options]
     )  # its code tells of the other node's agent, too, which may have left
-    assert store.staged() == ()
+    assert store.list_staged() == ()
 
 
 def test_every_failpoint_has_its_kill() -> None:

@@ -128,7 +128,7 @@ def known(agent: RunningAgent) -> AgentAddress:
 
 
 def book(agent: RunningAgent) -> Mapping[str, AgentAddress]:
-    return {peer.node_id: peer for peer in PeerBook(agent.root / ".agent").known()}
+    return {peer.node_id: peer for peer in PeerBook(agent.root / ".agent").read_all()}
 
 
 @pytest.mark.parametrize("verb", ["hello", "bye"])
@@ -269,9 +269,9 @@ def test_an_adoption_by_a_peer_keeps_to_what_lies_there(tmp_path: Path) -> None:
             )
             for wrong in wrongs:
                 with pytest.raises(ObjectCorrupt, match="manifest says otherwise"):
-                    client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", replace(manifest, **wrong).encoded())
+                    client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", replace(manifest, **wrong).encode())
             assert len(said_of(agent, f"saves/{SAVE}/.manifest.json")) == len(wrongs)
-            client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encoded())  # shows that the test can fail
+            client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encode())  # shows that the test can fail
             client.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "that is all"})
         assert tree(store.root) == before
 
@@ -422,7 +422,7 @@ def test_a_peer_gives_up_no_save_that_is_decided(tmp_path: Path) -> None:
                 owner.call("POST", f"/v1/saves/{number:032x}", {**OPENING, "session": str(number)})
             peer.call("POST", f"/v1/saves/{8:032x}/abort", {"why": "a rank has failed"})
             owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
-            owner.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encoded())
+            owner.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encode())
             with pytest.raises(StoreDenied, match="JOB"):
                 peer.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "no reason"})
             owner.call("POST", f"/v1/saves/{SAVE}/commit")

@@ -104,7 +104,7 @@ class Save:
         self.lock: int | None = None
         contents = {shard(rank): os.urandom(300_000) for rank in holders}
         tables = {name: table_of([data]) for name, data in contents.items()}
-        self.files = {name: contents[name] + tables[name].encoded() for name in contents}
+        self.files = {name: contents[name] + tables[name].encode() for name in contents}
         ids = {index: nodes.store(index).node_id() for index in self.members}
         self.manifest = Manifest(
             save_id=self.save_id,
@@ -143,7 +143,7 @@ class Save:
 
     def hold(self) -> None:
         """The coordinator's rank works on it."""
-        self.lock = self.nodes.store(self.members[0]).held(self.save_id)
+        self.lock = self.nodes.store(self.members[0]).lock_save(self.save_id)
 
     def end(self) -> None:
         if self.lock is not None:
@@ -160,13 +160,13 @@ class Save:
         """On the coordinator's node."""
         store = self.nodes.store(self.members[0])
         store.put_small(self.save_id, ".metadata", METADATA)
-        store.put_small(self.save_id, ".manifest.json", self.manifest.encoded())
+        store.put_small(self.save_id, ".manifest.json", self.manifest.encode())
 
     def publish(self, *indices: int) -> None:
         for index in indices:
             if index != self.members[0]:
                 self._put(index, ".metadata", METADATA)
-                self._put(index, ".manifest.json", self.manifest.encoded())
+                self._put(index, ".manifest.json", self.manifest.encode())
             self.nodes.call(index, "POST", f"{self.path}/commit")
 
     def _put(self, index: int, name: str, data: bytes) -> None:
@@ -194,10 +194,10 @@ class Save:
 def is_whole_everywhere(nodes: Nodes, save: Save) -> bool:
     """Whether every node that is up has published the save, nothing else is left of the checkpoint, and all is intact."""
     stores = [nodes.store(index) for index in nodes.up]
-    named = [store.published(save.checkpoint_id) for store in stores]
+    named = [store.read_published(save.checkpoint_id) for store in stores]
     return (
         all(manifest is not None and manifest.save_id == save.save_id for manifest in named)
-        and all(store.staged() == () and store.catalog.replaced_names() == [] for store in stores)
+        and all(store.list_staged() == () and store.catalog.list_replaced() == [] for store in stores)
         and nodes.versions(save.checkpoint_id) == {save.save_id: save.shards}
         and all(findings(store) == [] for store in stores)
     )
@@ -219,7 +219,7 @@ def test_half_of_the_nodes_come_back_first(nodes: Nodes, first: str) -> None:
     else:  # re-protection settles what was opened a minute ago; the agents are new, so it is asked to by hand
         time.sleep(3)
     for index in (2, 3):
-        assert [intent.save_id for intent in nodes.store(index).staged()] == [new.save_id]
+        assert [intent.save_id for intent in nodes.store(index).list_staged()] == [new.save_id]
         (doubt,) = nodes.status(index)["in_doubt"]
         assert set(doubt["waits_for"]) >= {nodes.store(0).node_id(), nodes.store(1).node_id()}
     assert nodes.versions()[old.save_id] == {shard(2), shard(3)}
@@ -274,11 +274,11 @@ def test_a_save_that_was_never_decided_goes_once_its_coordinator_says_so(nodes: 
     nodes.kill(0, 1, 2, 3)
     nodes.start(2, 3)
     nodes.meet()
-    assert [len(nodes.store(index).staged()) for index in (2, 3)] == [1, 1]
+    assert [len(nodes.store(index).list_staged()) for index in (2, 3)] == [1, 1]
     nodes.start(0)
     nodes.meet()
     nodes.meet()
-    assert [len(nodes.store(index).staged()) for index in (0, 2, 3)] == [0, 0, 0]
+    assert [len(nodes.store(index).list_staged()) for index in (0, 2, 3)] == [0, 0, 0]
     nodes.start(1)
     nodes.meet()
     wait_for(lambda: is_whole_everywhere(nodes, old), 30, "the old version on all nodes")
@@ -306,7 +306,7 @@ def test_the_operator_gives_up_a_node_that_never_comes_back(nodes: Nodes, capsys
     shown = capsys.readouterr().out
     assert f"give up save {new.save_id}" in shown
     assert old.save_id in shown
-    assert nodes.store(1).staged() == ()
+    assert nodes.store(1).list_staged() == ()
     assert nodes.versions()[old.save_id] == old.shards
 
 
@@ -338,9 +338,9 @@ def test_an_adoption_that_is_slow_does_not_replace_a_newer_save(nodes: Nodes) ->
     assert adoption == old.save_id
     nodes.call(1, "POST", old.path, {"checkpoint_id": "last", "session": "repair", "overwrite": True, "peers": []})
     store.put_small(old.save_id, ".metadata", METADATA)
-    store.put_small(old.save_id, ".manifest.json", old.manifest.encoded())
+    store.put_small(old.save_id, ".manifest.json", old.manifest.encode())
     assert nodes.call(1, "GET", old.path)["state"] == "decided"
-    named = store.published("last")
+    named = store.read_published("last")
     assert named is not None
     assert named.save_id == new.save_id
 

@@ -131,7 +131,7 @@ class Maker:
         made.left, made.right = self.value(depth), self._leaf()
         return made
 
-    def listed(self, depth: int) -> Any:
+    def list_keys(self, depth: int) -> Any:
         made = Listed(self.items(depth))
         vars(made).update({"name": self._leaf()} if self._random.random() < 0.5 else {})
         return made
@@ -144,7 +144,7 @@ class Maker:
 
 _MAKERS: tuple[Callable[[Maker, int], Any], ...] = (
     *(Maker.items, Maker.mapping, Maker.instance, Maker.instance, Maker.with_state),
-    *(Maker.slotted, Maker.listed, Maker.mapped),
+    *(Maker.slotted, Maker.list_keys, Maker.mapped),
     lambda maker, depth: tuple(maker.items(depth)),
     lambda maker, _: {maker.key() for _ in range(3)},
     lambda maker, _: frozenset(maker.key() for _ in range(3)),

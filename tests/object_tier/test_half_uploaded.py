@@ -38,10 +38,10 @@ def test_an_upload_that_never_ends_makes_no_checkpoint(moto: Server, site_of: Si
     fails = site.failing_wait(timeout_s=3, copies=1)
     results = site.cluster.launch([site.save("step-2", COUNT, copies=1), fails], nodes=[0, 1])
     assert "SlowDown" in results.of(1)[1]["message"]
-    wait_for(lambda: "__0_0.distcp" in site.bucket.client.listed("step-2/").sizes, 20, "the other shard")
+    wait_for(lambda: "__0_0.distcp" in site.bucket.client.list_keys("step-2/").sizes, 20, "the other shard")
     if is_lost:
         site.cluster.nodes[1].lose()
-    assert ".metadata" not in site.bucket.client.listed("step-2/").sizes
+    assert ".metadata" not in site.bucket.client.list_keys("step-2/").sizes
     with pytest.raises((CheckpointException, FileNotFoundError), match=r"metadata"):
         stock_load(site, "step-2")
     nobody = {"where": site.where, "rootless": True, "count": COUNT, "ranks": 2}
@@ -82,7 +82,7 @@ def test_half_a_put_is_never_loaded(weak_store: WeakStore, site_of: SiteOf, what
     site.sky.add(Fault("reset", method="PUT", key=f"step-2/{what}", at=300))
     calls = [site.save("step-2", COUNT), site.failing_wait(timeout_s=2)]
     site.cluster.launch(calls, nodes=[0, 1])
-    assert what in site.bucket.client.listed("step-2/").sizes
+    assert what in site.bucket.client.list_keys("step-2/").sizes
     results = site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1])
     assert all(value["same"] and value["report"]["checkpoint_id"] == "step-2" for value in results.of(0))
     site.lose_all()

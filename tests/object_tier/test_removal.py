@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def in_bucket(where: Mapping[str, Any]) -> list[str]:
-    client = open_client(ObjectTarget.checked(where["object_store"], where["storage_options"]))
+    client = open_client(ObjectTarget.check(where["object_store"], where["storage_options"]))
     try:
         return sorted(found.checkpoint_id for found in Bucket(client).saves())
     finally:

@@ -61,7 +61,7 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
         assert stat.S_IMODE(keeper.stat().st_mode) == 0o600
         assert SECRET in keeper.read_bytes()
     assert SECRET not in shown
-    for name in site.bucket.client.listed("step-1/").sizes:
+    for name in site.bucket.client.list_keys("step-1/").sizes:
         assert SECRET not in site.body(site.key("step-1", name))
     site.cluster.stop_agents()
     for spec in site.cluster.base.glob("launch*/spec.json"):

@@ -35,7 +35,7 @@ def test_a_holder_uploads_for_an_owner_that_is_gone(moto: Server, site_of: SiteO
     slow = site.sky.add(Fault("throttle", method="PUT", key=SHARDS[victim], bytes_per_s=1e5))
     site.cluster.launch([site.save("step-1", COUNT)], nodes=[0, 1])
     wait_for(lambda: slow.fired, 20, "the owner's upload")
-    wait_for(lambda: site.bucket.client.listed("step-1/").sizes, 20, "the other's upload")
+    wait_for(lambda: site.bucket.client.list_keys("step-1/").sizes, 20, "the other's upload")
     assert site.bucket.save_of("step-1") is None
     site.cluster.nodes[victim].lose()
     site.sky.clear()
@@ -62,7 +62,7 @@ def killed_in_upload(site: Site) -> None:
     """Both agents end by SIGKILL after two parts of each shard have arrived."""
     agents = [node.agent_pid() for node in site.cluster.nodes]
     wait_for(lambda: all(parts_done(site, shard) >= 2 for shard in SHARDS), 60, "two parts of each shard")
-    assert site.bucket.client.listed("step-1/").sizes == {}
+    assert site.bucket.client.list_keys("step-1/").sizes == {}
     for node in site.cluster.nodes:
         node.kill_agent()
     assert not any(pid is None or is_running(pid) for pid in agents)

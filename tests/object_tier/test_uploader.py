@@ -35,7 +35,7 @@ def test_an_agent_stays_for_an_upload_that_moves(moto: Server, tmp_path: Path) -
     store = LocalStore(tmp_path / "node")
     manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES)
     pace, targets = LongHours(), TargetBook(store.agent_directory())
-    target = ObjectTarget.checked(f"s3://{moto.make_bucket('long-hours')}/x", moto.storage_options())
+    target = ObjectTarget.check(f"s3://{moto.make_bucket('long-hours')}/x", moto.storage_options())
     targets.learn(target)
     uploader = pace.uploader = Uploader(
         NodeService(store), targets, pace, Patience(), threading.Event(), lambda *_: None, lambda: pace.now_s

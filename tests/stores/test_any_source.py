@@ -10,7 +10,7 @@ from replicated_ckpt.stores.any_source import AnySource, Source, Tables
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 DATA = bytes(range(256)) * 40
-RAW = DATA + table_of([DATA], 1024).encoded()
+RAW = DATA + table_of([DATA], 1024).encode()
 EXPECTED = Expected(len(RAW), crc32c(RAW))
 
 
@@ -129,7 +129,7 @@ def test_intact_data_under_a_damaged_footer_is_read(raw: bytes) -> None:
 @pytest.mark.parametrize("cut", [1, 5, 24, 28])
 def test_intact_data_without_its_footer_is_read(cut: int) -> None:
     """Nothing of the footer is needed where the blocks have the size that all are written with."""
-    raw = DATA + table_of([DATA]).encoded()
+    raw = DATA + table_of([DATA]).encode()
     expected = Expected(len(raw), crc32c(raw))
     source = AnySource([Source("a", expected, lambda asked: File("a", raw[:-cut], asked))], lambda *_: None)
     assert read(source, 0, len(DATA)) == DATA

@@ -40,7 +40,7 @@ from tests.buckets.shelf import Object
 from tests.buckets.weak import WeakStore
 
 SHARD = "__0_0.distcp"
-MEMORY = ObjectTarget.checked("memory://reference/one", None)
+MEMORY = ObjectTarget.check("memory://reference/one", None)
 
 
 class Files:
@@ -111,7 +111,7 @@ class TestFileClient(ObjectClientContract):
 
     @pytest.fixture
     def client(self, tmp_path: Path) -> ObjectClient:
-        return FsspecClient(ObjectTarget.checked(f"file://{tmp_path}/bucket", None))
+        return FsspecClient(ObjectTarget.check(f"file://{tmp_path}/bucket", None))
 
     @pytest.fixture
     def raw(self, tmp_path: Path) -> RawObjects:
@@ -124,7 +124,7 @@ class TestFsspecMemoryClient(ObjectClientContract):
 
     @pytest.fixture
     def client(self) -> ObjectClient:
-        return FsspecClient(ObjectTarget.checked(f"memory://{uuid4().hex}/one", None))
+        return FsspecClient(ObjectTarget.check(f"memory://{uuid4().hex}/one", None))
 
     @pytest.fixture
     def raw(self, client: ObjectClient) -> RawObjects:
@@ -140,7 +140,7 @@ class TestS3Client(ObjectClientContract):
 
     @pytest.fixture
     def client(self, moto: Server, bucket: str) -> ObjectClient:
-        return S3Client(ObjectTarget.checked(f"s3://{bucket}/runs/one", moto.storage_options()))
+        return S3Client(ObjectTarget.check(f"s3://{bucket}/runs/one", moto.storage_options()))
 
     @pytest.fixture
     def raw(self, moto: Server, bucket: str) -> RawObjects:
@@ -152,7 +152,7 @@ class TestS3fsClient(TestS3Client):
 
     @pytest.fixture
     def client(self, moto: Server, bucket: str) -> ObjectClient:
-        return FsspecClient(ObjectTarget.checked(f"s3://{bucket}/runs/one", moto.storage_options()))
+        return FsspecClient(ObjectTarget.check(f"s3://{bucket}/runs/one", moto.storage_options()))
 
 
 class WeakObjects:
@@ -176,7 +176,7 @@ class TestS3ClientOfAWeakStore(ObjectClientContract):
     @pytest.fixture
     def client(self, weak_store: WeakStore) -> ObjectClient:
         bucket = weak_store.make_bucket("weak")
-        return S3Client(ObjectTarget.checked(f"s3://{bucket}/runs/one", weak_store.storage_options()))
+        return S3Client(ObjectTarget.check(f"s3://{bucket}/runs/one", weak_store.storage_options()))
 
     @pytest.fixture
     def raw(self, client: ObjectClient, weak_store: WeakStore) -> RawObjects:
@@ -233,7 +233,7 @@ class TestPeerSink(SinkContract):
     def path(self, agent: RunningAgent) -> Path:
         store, save_id = LocalStore(agent.root), uuid4().hex
         store.begin(Intent(save_id, f"step-{save_id}", "by hand", overwrite=True))
-        return store.staged_file(save_id, SHARD)
+        return store.path_of_staged(save_id, SHARD)
 
     @pytest.fixture
     def sink(self, agent: RunningAgent, path: Path) -> Sink:

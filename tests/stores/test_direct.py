@@ -40,14 +40,14 @@ def test_the_file_is_the_same(size_bytes: int, tmp_path: Path) -> None:
     """Of any size: data and footer, and not a byte of a page more."""
     data = DATA[:size_bytes]
     written(tmp_path / "shard", data)
-    assert (tmp_path / "shard").read_bytes() == data + table_of([data]).encoded()
+    assert (tmp_path / "shard").read_bytes() == data + table_of([data]).encode()
 
 
 @pytest.mark.parametrize("size_bytes", [1, PAGE_BYTES - FOOTER_BYTES, len(DATA)])
 def test_a_received_file_is_the_same(size_bytes: int, tmp_path: Path) -> None:
     """A copy is checked against its footer and kept, also one of whole pages only."""
     data = DATA[:size_bytes]
-    raw = data + table_of([data]).encoded()
+    raw = data + table_of([data]).encode()
     headers = Message()
     headers["Content-Length"] = str(len(raw))
     body = Body(io.BytesIO(raw), headers)
@@ -79,7 +79,7 @@ def test_whole_pages_go_past_the_page_cache(tmp_path: Path) -> None:
         pytest.skip("this file system takes no direct I/O")
     with mock.patch.object(os, "write", noting_write), mock.patch.object(os, "writev", noting_writev):
         written(tmp_path / "shard", DATA)
-    rest = 123 + len(table_of([DATA]).encoded())
+    rest = 123 + len(table_of([DATA]).encode())
     assert sizes == [(True, 2 * PAGE_BYTES)] * 2 + [(True, PAGE_BYTES), (False, rest)]
 
 
@@ -104,7 +104,7 @@ def test_a_file_system_that_refuses_gets_buffered_writes(refused: str, tmp_path:
         else mock.patch.object(os, "write", refusing_write)
     ):
         written(tmp_path / "shard", DATA)
-    assert (tmp_path / "shard").read_bytes() == DATA + table_of([DATA]).encoded()
+    assert (tmp_path / "shard").read_bytes() == DATA + table_of([DATA]).encode()
 
 
 def test_other_errors_are_errors(tmp_path: Path) -> None:

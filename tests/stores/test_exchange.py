@@ -301,7 +301,7 @@ def test_a_rank_that_hangs_costs_one_time_out_in_all(tmp_path: Path) -> None:
     again = time.monotonic()
     assert remote.exchange.take(remote.units[1]) is None
     assert remote.exchange._patience.is_over
-    assert remote.spool.board.passed(1) > SLOTS
+    assert remote.spool.board.count_passed(1) > SLOTS
     assert time.monotonic() - again < ALIVE
     remote.process.send_signal(signal.SIGCONT)
     remote.close()

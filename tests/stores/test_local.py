@@ -49,8 +49,8 @@ def staged(
     name = save_id(number)
     store.begin(Intent(name, checkpoint_id, "session", overwrite))
     table = table_of([data])
-    sink = FileSink(store.staged_file(name, SHARD))
-    sink.write(memoryview(data + table.encoded()))
+    sink = FileSink(store.path_of_staged(name, SHARD))
+    sink.write(memoryview(data + table.encode()))
     sink.finish(table)
     node = store.node_id()
     manifest = Manifest(
@@ -66,7 +66,7 @@ def staged(
         shards={SHARD: ShardEntry(table.file_bytes, table.file_crc(), 0, node, (node,))},
     )
     store.put_small(name, ".metadata", METADATA)
-    store.put_small(name, ".manifest.json", manifest.encoded())
+    store.put_small(name, ".manifest.json", manifest.encode())
     return name
 
 
@@ -99,7 +99,7 @@ def test_nothing_counts_before_the_commit(tmp_path: Path) -> None:
     assert store.catalog.holdings("n") == ()
     assert store.commit(name) == (SHARD,)
     assert content(store) == b"one"
-    assert store.staged() == ()
+    assert store.list_staged() == ()
     assert store.commit(name) == (SHARD,), "committing twice changes nothing"
 
 
@@ -146,7 +146,7 @@ def test_a_crash_right_after_the_exchange_of_names_is_cleaned_up(tmp_path: Path)
     assert service.recover() == ()
     assert store.commit(name) == (SHARD,)
     assert content(store) == b"new"
-    assert store.staged() == ()
+    assert store.list_staged() == ()
 
 
 def test_a_crash_between_two_renames_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_one_save_that_cannot_be_completed_does_not_stop_the_others(tmp_path: Pa
     assert NodeService(store).recover() == (good,)
     assert content(store) == b"there"
     assert content(store, "step-3") == b"good"
-    assert [intent.save_id for intent in store.staged()] == [blocked]
+    assert [intent.save_id for intent in store.list_staged()] == [blocked]
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -219,7 +219,7 @@ def test_a_load_right_after_a_crash_completes_what_was_decided(tmp_path: Path) -
     staged(store, 1, b"decided")
     settle(service, service.leftovers("a load's"), ())
     assert content(store) == b"decided"
-    assert [intent.save_id for intent in store.staged()] == [save_id(2)]
+    assert [intent.save_id for intent in store.list_staged()] == [save_id(2)]
 
 
 def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:
@@ -262,23 +262,23 @@ def test_an_aborted_save_leaves_nothing(tmp_path: Path) -> None:
     name = staged(store, 1, b"data")
     store.abort(name)
     store.abort(name)
-    assert store.staged() == ()
+    assert store.list_staged() == ()
     with pytest.raises(SaveAborted):
         store.commit(name)
     with pytest.raises(SaveAborted):
         store.put_small(name, ".metadata", b"x")
     with pytest.raises(SaveAborted):
-        FileSink(store.staged_file(name, SHARD))
+        FileSink(store.path_of_staged(name, SHARD))
 
 
 def test_a_file_counts_only_when_it_is_complete(tmp_path: Path) -> None:
     """A shard that was broken off has no name, and does not get into a checkpoint."""
     store = LocalStore(tmp_path)
     name = staged(store, 1, b"data")
-    sink = FileSink(store.staged_file(name, "__1_0.distcp"))
+    sink = FileSink(store.path_of_staged(name, "__1_0.distcp"))
     sink.write(memoryview(b"half"))
     (store.staging(name) / ".metadata.77.tmp").write_bytes(b"half")
-    assert not store.staged_file(name, "__1_0.distcp").exists()
+    assert not store.path_of_staged(name, "__1_0.distcp").exists()
     assert store.commit(name) == (SHARD,)
     assert sorted(path.name for path in (tmp_path / "step-1").iterdir()) == [".manifest.json", ".metadata", SHARD]
     sink.discard()
@@ -290,7 +290,7 @@ def test_only_files_of_a_checkpoint_can_be_named(tmp_path: Path, name: str) -> N
     store = LocalStore(tmp_path)
     saved = staged(store, 1, b"data")
     with pytest.raises(ConfigInvalid):
-        store.staged_file(saved, name)
+        store.path_of_staged(saved, name)
     store.commit(saved)
     with pytest.raises(ObjectMissing):
         store.open_file("step-1", saved, name)
@@ -323,8 +323,8 @@ def test_no_damaged_byte_is_returned(tmp_path: Path, damage: str) -> None:
     elif damage == "empty":
         raw.clear()
     else:
-        data = bytes(len(raw) - len(table_of([bytes(256) * 4096]).encoded()))
-        raw = bytearray(data + table_of([data]).encoded())
+        data = bytes(len(raw) - len(table_of([bytes(256) * 4096]).encode()))
+        raw = bytearray(data + table_of([data]).encode())
     path.write_bytes(raw)
     with pytest.raises(ObjectCorrupt, match=r"__0_0.distcp.*(expected|footer)"):
         content(store)

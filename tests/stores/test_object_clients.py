@@ -46,7 +46,7 @@ def free(size_bytes: int) -> None:
 
 def s3_target(server: Server, **options: Any) -> ObjectTarget:
     bucket = server.make_bucket(f"b-{uuid4().hex[:12]}")
-    return ObjectTarget.checked(f"s3://{bucket}/runs/one", {**server.storage_options(), **options})
+    return ObjectTarget.check(f"s3://{bucket}/runs/one", {**server.storage_options(), **options})
 
 
 @pytest.fixture(params=["s3", "s3fs", "file", "memory"])
@@ -55,7 +55,7 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectClient:
         target = s3_target(request.getfixturevalue("moto"))
         return S3Client(target) if request.param == "s3" else FsspecClient(target)
     url = f"file://{tmp_path}/bucket" if request.param == "file" else f"memory://{uuid4().hex}/one"
-    return open_client(ObjectTarget.checked(url, None))
+    return open_client(ObjectTarget.check(url, None))
 
 
 def source_of(store: LocalStore, manifest: Manifest, name: str, tmp_path: Path) -> UploadSource:
@@ -86,12 +86,12 @@ def test_shards_arrive_as_they_were_saved(
     bucket = Bucket(client)
     assert bucket.is_empty("step-1")
     brought(bucket, saved, tmp_path, shard(0))
-    assert bucket.arrived(manifest) == {shard(0)}
+    assert bucket.find_arrived(manifest) == {shard(0)}
     assert bucket.saves() == ()
     brought(bucket, saved, tmp_path)
-    assert bucket.arrived(manifest) == set(manifest.shards)
+    assert bucket.find_arrived(manifest) == set(manifest.shards)
     assert all(bucket.is_intact(manifest, name) for name in manifest.shards)
-    raw = manifest.encoded()
+    raw = manifest.encode()
     bucket.commit(manifest, raw, METADATA)
     (found,) = bucket.saves()
     assert found.save_id == manifest.save_id
@@ -124,13 +124,13 @@ def test_a_save_never_mixes_with_the_one_it_replaces(client: ObjectClient, tmp_p
             (found,) = bucket.saves()
             assert found.save_id == manifests[0].save_id
             assert bucket.is_intact(manifests[0], shard(0))
-        bucket.commit(manifests[-1], manifests[-1].encoded(), METADATA)
+        bucket.commit(manifests[-1], manifests[-1].encode(), METADATA)
     (found,) = bucket.saves()
     assert found.save_id == manifests[1].save_id
     assert bucket.is_intact(manifests[1], shard(0))
-    assert set(client.listed("step-1/").sizes) == {".metadata"}
+    assert set(client.list_keys("step-1/").sizes) == {".metadata"}
     with pytest.raises(SaveAborted):
-        bucket.commit(manifests[0], manifests[0].encoded(), METADATA)
+        bucket.commit(manifests[0], manifests[0].encode(), METADATA)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_what_the_server_holds_is_what_was_sent(
         proxy.add(Fault(kind, method="PUT", key=shard(0), skip=1, times=1, at=1000))
         with pytest.raises(StoreError):
             brought(bucket, large, tmp_path)
-        assert bucket.arrived(large[1]) == set()
+        assert bucket.find_arrived(large[1]) == set()
         brought(bucket, large, tmp_path)
         assert bucket.is_intact(large[1], shard(0))
 
@@ -184,33 +184,33 @@ def test_refusals_are_told_apart(moto: Server, tmp_path: Path) -> None:
     """A wrong bucket and wrong keys are denied; a server that is away is unavailable; no secret is in any message."""
     options = moto.storage_options()
     with pytest.raises(StoreDenied, match="NoSuchBucket"):
-        Bucket(S3Client(ObjectTarget.checked("s3://nobody-has-this/x", options))).is_empty("step-1")
+        Bucket(S3Client(ObjectTarget.check("s3://nobody-has-this/x", options))).is_empty("step-1")
     with weather(moto) as proxy:
         target = s3_target(proxy.server)
         proxy.away()
         with pytest.raises(StoreUnavailable) as raised:
-            S3Client(target).listed("")
+            S3Client(target).list_keys("")
         assert "testsecret" not in str(raised.value)
 
 
 def test_a_target_tells_no_secret() -> None:
     """Neither its text nor a message that quotes an option."""
-    target = ObjectTarget.checked("s3://bucket/x", {"key": "AKIA1234", "secret": "very-secret"})
+    target = ObjectTarget.check("s3://bucket/x", {"key": "AKIA1234", "secret": "very-secret"})
     assert "secret" not in repr(target)
-    assert target.scrubbed("cannot sign with very-secret of AKIA1234") == "cannot sign with *** of ***"
+    assert target.scrub("cannot sign with very-secret of AKIA1234") == "cannot sign with *** of ***"
 
 
 @pytest.mark.parametrize("url", ["", "bucket", "s3://", "s3://key:secret@bucket/x", "s3://bucket/x?token=1", 7])
 def test_what_is_no_url_of_a_bucket_is_refused(url: Any) -> None:
     """With a typed error that names what was given."""
     with pytest.raises(ConfigInvalid):
-        ObjectTarget.checked(url, None)
+        ObjectTarget.check(url, None)
 
 
 def test_a_mark_is_believed_only_whole() -> None:
     """Any flipped bit in it makes it none: the checkpoint then counts as one of stock torch's."""
     mark = CommitMark("0" * 31 + "1", 7, 1.5, 1, 2, has_own_prefix=True)
-    raw = mark.encoded()
+    raw = mark.encode()
     assert decode_mark(raw) == mark
     assert len(raw) == MARK_BYTES
     for position in range(len(raw)):
@@ -219,7 +219,7 @@ def test_a_mark_is_believed_only_whole() -> None:
         assert decode_mark(bad) is None
     assert decode_mark(os.urandom(MARK_BYTES)) is None
     for created in (-1e300, -1.0, float("nan"), float("inf")):  # no time that could be shown or compared
-        assert decode_mark(replace(mark, created_unix_s=created).encoded()) is None
+        assert decode_mark(replace(mark, created_unix_s=created).encode()) is None
 
 
 def test_a_read_outlives_a_moment_of_bad_weather(moto: Server) -> None:
@@ -235,11 +235,11 @@ def test_a_read_outlives_a_moment_of_bad_weather(moto: Server) -> None:
         proxy.add(Fault("status"))
         started = time.monotonic()
         with pytest.raises(StoreUnavailable):
-            client.listed("")
+            client.list_keys("")
         assert 1 < time.monotonic() - started < 10
     options = moto.storage_options()
     with pytest.raises(StoreDenied):
-        RetryingClient(S3Client(ObjectTarget.checked("s3://nobody-has-this/x", options))).listed("")
+        RetryingClient(S3Client(ObjectTarget.check("s3://nobody-has-this/x", options))).list_keys("")
 
 
 def test_fsspecs_configuration_holds_where_no_option_is_given(moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,10 +248,10 @@ def test_fsspecs_configuration_holds_where_no_option_is_given(moto: Server, monk
     monkeypatch.setenv("FSSPEC_S3_KEY", moto.key)
     monkeypatch.setenv("FSSPEC_S3_SECRET", moto.secret)
     monkeypatch.setenv("FSSPEC_S3_ENDPOINT_URL", moto.endpoint_url)
-    client = open_client(ObjectTarget.checked(f"s3://{bucket}/x", None))
+    client = open_client(ObjectTarget.check(f"s3://{bucket}/x", None))
     assert isinstance(client, S3Client)
     client.put("a", b"one")
-    assert client.listed("").sizes == {"a": 3}
-    elsewhere = open_client(ObjectTarget.checked(f"s3://{bucket}/x", {"endpoint_url": "http://127.0.0.1:9"}))
+    assert client.list_keys("").sizes == {"a": 3}
+    elsewhere = open_client(ObjectTarget.check(f"s3://{bucket}/x", {"endpoint_url": "http://127.0.0.1:9"}))
     with pytest.raises(StoreUnavailable):
-        elsewhere.listed("")
+        elsewhere.list_keys("")

@@ -42,16 +42,16 @@ def open_save(store: LocalStore, number: int, lineage: str = RUN, *, is_whole: b
     )
     store.begin(Intent(manifest.save_id, "last", "test", overwrite=True))
     for name in (HERE, ELSEWHERE) if is_whole else (HERE,):
-        sink = FileSink(store.staged_file(manifest.save_id, name))
-        sink.write(memoryview(contents[name] + tables[name].encoded()))
+        sink = FileSink(store.path_of_staged(manifest.save_id, name))
+        sink.write(memoryview(contents[name] + tables[name].encode()))
         sink.finish(tables[name])
     store.put_small(manifest.save_id, ".metadata", METADATA)
-    store.put_small(manifest.save_id, ".manifest.json", manifest.encoded())
+    store.put_small(manifest.save_id, ".manifest.json", manifest.encode())
     return manifest
 
 
 def published(store: LocalStore) -> str:
-    found = store.published("last")
+    found = store.read_published("last")
     assert found is not None
     return found.save_id
 
@@ -70,7 +70,7 @@ def test_an_older_save_never_takes_the_name_of_a_newer_one(tmp_path: Path) -> No
         with pytest.raises(SaveSuperseded, match=new.save_id):
             store.commit(old.save_id)
     assert published(store) == new.save_id
-    assert [intent.save_id for intent in store.staged()] == [old.save_id]
+    assert [intent.save_id for intent in store.list_staged()] == [old.save_id]
 
 
 def test_another_run_is_replaced_only_where_the_user_saw_it(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_what_is_whole_here_waits_for_no_other_node(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.commit(open_save(store, 1).save_id)
     store.commit(open_save(store, 2).save_id)
-    assert store.catalog.replaced_names() == []
+    assert store.catalog.list_replaced() == []
 
 
 class Killed(BaseException):
@@ -138,7 +138,7 @@ def test_a_crash_in_the_exchange_keeps_both_versions(tmp_path: Path, point: str)
     again.commit(new.save_id)
     assert published(again) == new.save_id
     assert read(again, old, ELSEWHERE)
-    assert again.staged() == ()
+    assert again.list_staged() == ()
 
 
 def test_a_version_that_comes_back_has_its_shards_back(tmp_path: Path) -> None:
@@ -151,10 +151,10 @@ def test_a_version_that_comes_back_has_its_shards_back(tmp_path: Path) -> None:
     assert retire(tmp_path, "last", new.save_id)
     store.begin(Intent(old.save_id, "last", "repair", overwrite=True))
     store.put_small(old.save_id, ".metadata", METADATA)
-    store.put_small(old.save_id, ".manifest.json", old.encoded())
+    store.put_small(old.save_id, ".manifest.json", old.encode())
     store.commit(old.save_id)
     assert set(store.catalog.shard_sizes("last")) == {HERE, ELSEWHERE}
-    assert store.catalog.replaced_names() == []
+    assert store.catalog.list_replaced() == []
 
 
 def test_retention_reaches_replaced_versions(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_retention_reaches_replaced_versions(tmp_path: Path) -> None:
     new = open_save(store, 2, is_whole=False)
     store.commit(new.save_id)
     assert retire(tmp_path, "last", old.save_id)
-    assert store.catalog.replaced_names() == []
+    assert store.catalog.list_replaced() == []
     assert published(store) == new.save_id
 
 
@@ -174,12 +174,12 @@ def test_the_place_of_a_staged_save_is_known_to_the_next(tmp_path: Path) -> None
     store = LocalStore(tmp_path)
     manifest = open_save(store, 3)
     store.places.note(manifest.save_id, RUN, 41)
-    assert replace(store.places.known()[manifest.save_id], created_unix_s=0.0).order == (41, 0.0, manifest.save_id)
+    assert replace(store.places.read_all()[manifest.save_id], created_unix_s=0.0).order == (41, 0.0, manifest.save_id)
     for raw in ("", "[]", '{"lineage": "x", "sequence": 1}', '{"lineage": "", "sequence": -1}'):
         (tmp_path / ".staging" / f"{9:032x}.place.json").write_text(raw)
-        assert set(store.places.known()) == {manifest.save_id}
+        assert set(store.places.read_all()) == {manifest.save_id}
     store.abort(manifest.save_id)
-    assert store.places.known() == {}
+    assert store.places.read_all() == {}
 
 
 def test_a_version_that_is_read_is_not_removed(tmp_path: Path) -> None:
@@ -214,5 +214,5 @@ def test_what_replaces_it_may_be_replaced_in_turn(tmp_path: Path) -> None:
         manifests.append(open_save(store, number))
         store.commit(manifests[-1].save_id)
     assert read(store, manifests[0], HERE)
-    assert store.catalog.replaced_names() == [manifests[0].save_id]
+    assert store.catalog.list_replaced() == [manifests[0].save_id]
     os.close(reading)

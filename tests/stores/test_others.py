@@ -71,7 +71,7 @@ def started(store: LocalStore) -> LocalStore:
     service = NodeService(store)
     service.recover()
     settle(service, service.leftovers(""), ())
-    assert store.staged() == ()
+    assert store.list_staged() == ()
     assert not any((store.root / ".trash").glob("*"))
     return store
 

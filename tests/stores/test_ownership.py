@@ -231,7 +231,7 @@ def test_what_is_read_without_an_agent_is_not_believed_either(base: Path) -> Non
     """`ls` and a load by one process read addresses and tokens without starting an agent."""
     file_for_all(base)
     with pytest.raises(StoreDenied, match="other users can write it"):
-        PeerBook(base / "root" / AGENT_DIR).known()
+        PeerBook(base / "root" / AGENT_DIR).read_all()
     endpoint = base / "root" / AGENT_DIR / "endpoint.json"
     endpoint.symlink_to(base / "elsewhere")
     with pytest.raises(StoreDenied, match="symbolic link"):

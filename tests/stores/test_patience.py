@@ -35,7 +35,7 @@ def pairs(tmp_path: Path) -> Iterator[list[tuple[Spool, OtherSpool]]]:
 def seconds_until_lost(wait: Wait, spools: dict[int, OtherSpool], within_s: float) -> tuple[float, list[int]]:
     started = time.monotonic()
     while (waited_s := time.monotonic() - started) < within_s:
-        if lost := wait.lost(spools):
+        if lost := wait.find_lost(spools):
             return waited_s, lost
         time.sleep(0.005)
     return within_s, []
@@ -48,7 +48,7 @@ def test_the_second_silence_costs_no_second_time_out(pairs: list[tuple[Spool, Ot
     assert lost == [0]
     assert waited_s == pytest.approx(PATIENCE_S, abs=1.0)
     assert spent.is_over
-    assert Wait(spent).lost({1: pairs[1][1]}) == [1]
+    assert Wait(spent).find_lost({1: pairs[1][1]}) == [1]
     pairs[2][0].board.pulse(time.monotonic_ns())
     waited_s, lost = seconds_until_lost(Wait(spent), {2: pairs[2][1]}, 5)
     assert lost == [2]
@@ -70,7 +70,7 @@ def test_what_this_process_was_stopped_for_is_nobodys_silence(pairs: list[tuple[
     spent = Patience()
     wait = Wait(spent)
     time.sleep(PATIENCE_S + QUIET_S)
-    assert wait.lost({0: pairs[0][1]}) == []
+    assert wait.find_lost({0: pairs[0][1]}) == []
     assert not spent.is_over
     pairs[0][0].board.pulse(time.monotonic_ns())
     assert seconds_until_lost(wait, {0: pairs[0][1]}, PATIENCE_S / 2)[1] == []

@@ -87,10 +87,10 @@ def test_a_piece_that_changed_is_not_taken(own: Spool, other: OtherSpool) -> Non
 
 def test_words_are_seen_by_the_others(own: Spool, other: OtherSpool) -> None:
     """How far a rank has come, that it left, and the nodes that did not answer it: eight of them, no more."""
-    assert (other.board.passed(1), other.board.has_left) == (-1, False)
+    assert (other.board.count_passed(1), other.board.has_left) == (-1, False)
     own.board.pass_pieces(1, 7)
     own.board.leave()
-    assert (other.board.passed(1), other.board.has_left) == (7, True)
+    assert (other.board.count_passed(1), other.board.has_left) == (7, True)
     assert not other.board.says_silent("node-0")
     for index in range(9):
         own.board.tell_silent("node-0")

@@ -53,7 +53,7 @@ def test_all_sinks_get_data_and_footer(pieces: list[bytes]) -> None:
     table, outcomes = written.finish()
     assert table == table_of([data])
     assert all(outcome.error is None for outcome in outcomes)
-    assert all(bytes(sink.data) == data + table.encoded() for sink in sinks)
+    assert all(bytes(sink.data) == data + table.encode() for sink in sinks)
     assert buffers.free.qsize() == 2, "every buffer came back"
 
 
@@ -70,7 +70,7 @@ def test_copied_or_referred_to_it_is_the_same_shard(pieces: list[tuple[bool, byt
         assert written.position == len(data)
         table, _ = written.finish()
     assert table == table_of([data])
-    assert bytes(sink.data) == data + table.encoded()
+    assert bytes(sink.data) == data + table.encode()
     assert buffers.free.qsize() == 2, "every buffer came back"
 
 

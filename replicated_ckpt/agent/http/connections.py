@@ -33,17 +33,17 @@ class Connections:
         self._open: dict[Any, _Connection] = {}
         self._warned_at = -_WARNING_INTERVAL_S
 
-    def admitted(self, peer: Any, stream: socket.socket) -> bool:
+    def admit(self, peer: Any, stream: socket.socket) -> bool:
         """Adds a connection, another one being closed if there has to be; False if all are being worked for."""
         with self._lock:
             if len(self._open) >= self._maximum:
                 self._warn()
-                if not self._closed_one():
+                if not self._close_one():
                     return False
             self._open[peer] = _Connection(stream)
         return True
 
-    def _closed_one(self) -> bool:
+    def _close_one(self) -> bool:
         waiting = [peer for peer, connection in self._open.items() if not connection.is_working]
         victim = next((peer for peer in waiting if not self._open[peer].is_known), None) or next(iter(waiting), None)
         if victim is None:
@@ -58,7 +58,7 @@ class Connections:
             self._warned_at = now
             log.warning("%d connections are open: those that wait longest are closed", self._maximum)
 
-    def secured(self, peer: Any, stream: socket.socket) -> None:
+    def secure(self, peer: Any, stream: socket.socket) -> None:
         """The connection goes on over TLS."""
         with self._lock:
             if peer in self._open:
@@ -83,6 +83,6 @@ class Connections:
                 self._open[peer] = connection
                 connection.is_working = False
 
-    def ended(self, peer: Any) -> None:
+    def end(self, peer: Any) -> None:
         with self._lock:
             self._open.pop(peer, None)

@@ -43,7 +43,7 @@ class ObjectRoutes:
             case ("GET", "saves", save_id):
                 return self._state(save_id)
             case ("POST", "target" | "probe" | "upload" | "again" | "remove" as verb):
-                return self._done(verb, request)
+                return self._do(verb, request)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _state(self, save_id: str) -> Answer:
@@ -53,7 +53,7 @@ class ObjectRoutes:
             raise ObjectMissing("this agent", "GET", save_id[:80], "no save that is to be uploaded")
         return json_answer(**asdict(found))
 
-    def _done(self, verb: str, request: Request) -> Answer:
+    def _do(self, verb: str, request: Request) -> Answer:
         fields = request.document()
         try:
             match verb:
@@ -62,9 +62,9 @@ class ObjectRoutes:
                     return Answer(b"{}\n", after=self._uploader.try_now if is_new else self._uploader.wake)
                 case "probe":
                     with request.heartbeat:
-                        return json_answer(**self._probed(fields))
+                        return json_answer(**self._probe(fields))
                 case "upload":
-                    return self._ordered(fields)
+                    return self._order(fields)
                 case "remove":
                     with request.heartbeat:
                         return self._removed(fields)
@@ -75,11 +75,11 @@ class ObjectRoutes:
             raise PeerProtocolError(f"object/{verb} cannot be done with {type(exc).__name__}: {exc}.") from exc
         raise ObjectMissing("this agent", "POST", f"object/{verb}"[:80], "no such verb")
 
-    def _probed(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _probe(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Whether a bucket can be reached, and whether a checkpoint's name is free there."""
         if not is_checkpoint_id(fields["checkpoint_id"]):
             raise ConfigInvalid("probe: no checkpoint id.")
-        return self._prober.probed(str(fields["url"]), fields["checkpoint_id"])
+        return self._prober.probe(str(fields["url"]), fields["checkpoint_id"])
 
     def _removed(self, fields: Mapping[str, Any]) -> Answer:
         """Has a save removed from a bucket that this node's own user has named; whether it was there."""
@@ -94,10 +94,10 @@ class ObjectRoutes:
         bucket.remove(there)
         return json_answer(is_removed=True)
 
-    def _ordered(self, fields: Mapping[str, Any]) -> Answer:
+    def _order(self, fields: Mapping[str, Any]) -> Answer:
         """Has a save of this node uploaded, by hand: what lies here, to a bucket that this node's own user has named."""
         save_id, url = fields["save_id"], fields["url"]
-        if not is_save_id(save_id) or url not in self._targets.known():
+        if not is_save_id(save_id) or url not in self._targets.read_all():
             raise ConfigInvalid(f"upload: no save, or {str(url)[:200]!r} is not known to node {self._service.node_id}.")
         if self._service.store.catalog.checkpoint_of(save_id) is None:
             raise ObjectMissing("this agent", "upload", save_id, "no such save is committed here")

@@ -37,7 +37,7 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
     service.check_open(save_id)
     with taking_metadata(Intent.read(save_id, service.store.intent_path(save_id)), wanted.size_bytes):
         pass  # nothing is taken of what would be too much
-    sink = FileSink(service.store.staged_file(save_id, METADATA_NAME))
+    sink = FileSink(service.store.path_of_staged(save_id, METADATA_NAME))
     try:
         with request.heartbeat, AgentClient(source) as client:
             _copy(client, save_id, wanted, sink)
@@ -69,7 +69,7 @@ def open_metadata(service: NodeService, save_id: str) -> int:
     """
     store = service.store
     with translate_errors(str(store.root), "open", METADATA_NAME), contextlib.suppress(FileNotFoundError):
-        return os.open(store.staged_file(save_id, METADATA_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return os.open(store.path_of_staged(save_id, METADATA_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     checkpoint_id = store.catalog.checkpoint_of(save_id)
     if checkpoint_id is None:
         raise ObjectMissing(str(store.root), "open", METADATA_NAME, f"save {save_id} is not here")

@@ -142,7 +142,7 @@ class RepairRoutes:
         with self._checks.in_turn(request):
             self._bytes_to_read, self._inspector = inspector.sum_sizes(checkpoint_id), inspector
             try:
-                findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id)]
+                findings = [finding.to_json() for finding in inspector.inspect(checkpoint_id)]
             finally:
                 self._inspector = None
         for holding in inspector.holdings:
@@ -169,6 +169,6 @@ class RepairRoutes:
         """Does this node's part of a plan, action by action, and says how each went. A peer may have nothing replaced."""
         part = RepairPlan.from_json(fields["plan"]).of_node(self._service.node_id)
         with request.heartbeat:
-            outcomes = self._reprotector.carried_out(part, may_replace=request.right >= Right.OWNER)
+            outcomes = self._reprotector.carry_out(part, may_replace=request.right >= Right.OWNER)
         results = [{"action": str(action), "error": error} for action, error in outcomes]
         return replace(json_answer(results=results), after=self._reprotector.wake)

@@ -88,7 +88,7 @@ class Routes:
             case ("GET", "v1", "holdings"):
                 return self._holdings(query.get("checkpoint_id"))
             case ("GET", "v1", "peers"):
-                return json_answer(peers=[peer.shown() for peer in self._service.peers.known()])
+                return json_answer(peers=[peer.without_token() for peer in self._service.peers.read_all()])
             case ("GET", "v1", "verify"):
                 return self._repair.tell_how_far()
             case ("POST", "v1", "peers"):
@@ -191,7 +191,7 @@ class Routes:
         if self._service.is_known(save_id):
             raise ConfigInvalid(f"Save {save_id} is there already.")
         nodes = {str(peer["node_id"]) for peer in named}
-        return tuple(peer for peer in self._service.peers.known() if peer.node_id in nodes)
+        return tuple(peer for peer in self._service.peers.read_all() if peer.node_id in nodes)
 
     def _adopt(self, request: Request, save_id: str) -> Answer:
         """Shards that stock torch wrote here are staged with footers; answers what their manifest is to say."""
@@ -219,7 +219,7 @@ class Routes:
         body = (json.dumps(asdict(found)) + "\n").encode()
         if durable:
             return Answer(body)
-        path = self._service.store.staged_file(save_id, name)
+        path = self._service.store.path_of_staged(save_id, name)
         return Answer(body, after=lambda: flush_file(path))
 
     def _holdings(self, checkpoint_id: str | None) -> Answer:

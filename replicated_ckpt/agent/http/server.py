@@ -91,20 +91,20 @@ class AgentServer(ThreadingHTTPServer):
         super().__init__(bind, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self.connections.admitted(client_address, request):
+        if self.connections.admit(client_address, request):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
-            secured = self._secured(request, client_address)
+            secured = self._secure(request, client_address)
             if secured is not None:
                 super().process_request_thread(secured, client_address)
         finally:
-            self.connections.ended(client_address)
+            self.connections.end(client_address)
 
-    def _secured(self, request: socket.socket, client_address: Any) -> socket.socket | None:
+    def _secure(self, request: socket.socket, client_address: Any) -> socket.socket | None:
         """The connection after its TLS handshake, if there has to be one; None if it failed."""
         if self._tls is None:
             return request
@@ -112,7 +112,7 @@ class AgentServer(ThreadingHTTPServer):
         secured = request
         try:
             secured = self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-            self.connections.secured(client_address, secured)
+            self.connections.secure(client_address, secured)
             secured.do_handshake()
         except (OSError, ValueError) as exc:  # a value error: it was closed meanwhile, to make room
             self.log_problem(client_address, f"no TLS: {exc}")
@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(PROGRESS_TIMEOUT_S)
         body = None
         try:
-            right = self._shown_right()
+            right = self._find_right()
             self.server.connections.working(self.client_address)
             body = Body(self.rfile, self.headers)
             heartbeat = Heartbeat(self.wfile, body)
@@ -174,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ReplicatedCkptError as exc:
             self._refuse(exc, body)
         except (OSError, ValueError) as exc:
-            self.server.log_problem(self.client_address, f"{self._shown()} broke: {exc}")
+            self.server.log_problem(self.client_address, f"{self._show()} broke: {exc}")
             self.close_connection = True
         else:
             self.close_connection = self.close_connection or not body.done  # what is left of it is no request
@@ -182,11 +182,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(IDLE_CONNECTION_S)
         self.server.connections.waiting(self.client_address)
 
-    def _shown(self) -> str:
+    def _show(self) -> str:
         """The request as it may be logged: whoever sends it chooses it."""
         return f"{self.command[:_LOGGED_CHARS]!r} {self.path[:_LOGGED_CHARS]!r}"
 
-    def _shown_right(self) -> Right:
+    def _find_right(self) -> Right:
         """What the token of the request shows.
 
         Raises:
@@ -201,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, exc: ReplicatedCkptError, body: Body | None) -> None:
         code = status_of(exc)
-        what = f"refused {self._shown()}: {code} {one_line(exc)}"
+        what = f"refused {self._show()}: {code} {one_line(exc)}"
         if code == HTTPStatus.INTERNAL_SERVER_ERROR:
             log.error("%s: %s", self.client_address[0], what)
         else:

@@ -64,7 +64,7 @@ class UnmanagedRoutes:
         inspector = UnmanagedInspector(self._service.store, self._service.node_id)
         with self._checks.in_turn(request, ITEMS_BYTES_MAX) as raw:
             ranges = _ranges(raw)
-            findings = [finding.to_json() for finding in inspector.inspected(checkpoint_id, ranges)]
+            findings = [finding.to_json() for finding in inspector.inspect(checkpoint_id, ranges)]
         document = {"findings": findings, "bytes_read": inspector.bytes_read, "unchecked": inspector.unchecked}
         return Answer((json.dumps(document) + "\n").encode())
 

@@ -49,7 +49,7 @@ class PeerBook:
         Raises:
             StoreDenied: one has no fingerprint, and its node is known by one, or may be talked to only by TLS.
         """
-        known = {peer.node_id: peer for peer in self.known()}
+        known = {peer.node_id: peer for peer in self.read_all()}
         for peer in peers:
             if _is_downgrade(peer, known):
                 detail = "this address has no fingerprint of a certificate, and is not believed"
@@ -81,17 +81,17 @@ class PeerBook:
         found = self._read()[0].get(node_id)
         if found is None:
             raise ObjectMissing("this agent's address book", "find", node_id[:80], "it was not introduced", _HINT)
-        return self._told(found)
+        return self._tell(found)
 
-    def known(self) -> tuple[AgentAddress, ...]:
+    def read_all(self) -> tuple[AgentAddress, ...]:
         """The peers met so far. An unreadable file counts as none: it only saves looking for them.
 
         Raises:
             StoreDenied: another user of the host can have written it.
         """
-        return tuple(map(self._told, self._read()[0].values()))
+        return tuple(map(self._tell, self._read()[0].values()))
 
-    def _told(self, peer: AgentAddress) -> AgentAddress:
+    def _tell(self, peer: AgentAddress) -> AgentAddress:
         """The address as it is given out: an error that has it names this book, and who wrote the host into it."""
         told = f"{_FROM}{peer.origin}" if peer.origin else ""
         return replace(peer, origin=f"{_BOOK} {self._path}{told}")

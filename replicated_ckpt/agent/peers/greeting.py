@@ -65,7 +65,7 @@ class Greeter:
         self._peers = peers
         self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
         self._lock = threading.Lock()
-        self._missing = {peer.node_id for peer in peers.known()}
+        self._missing = {peer.node_id for peer in peers.read_all()}
 
     def start(self) -> threading.Thread:
         """Greets every known peer, in the background; returns the thread that does."""
@@ -83,7 +83,7 @@ class Greeter:
         if not missing:
             return
         outcome = FanOut[AgentAddress, None]().run(
-            [peer for peer in self._peers.known() if peer.node_id in missing], self._greet
+            [peer for peer in self._peers.read_all() if peer.node_id in missing], self._greet
         )
         with self._lock:
             self._missing -= {address.node_id for address in outcome.results}
@@ -98,7 +98,7 @@ class Greeter:
 
         The agent must answer meanwhile that it is about to leave: each peer asks it.
         """
-        FanOut[AgentAddress, None]().run(self._peers.known(), lambda address: self._tell(address, "bye"))
+        FanOut[AgentAddress, None]().run(self._peers.read_all(), lambda address: self._tell(address, "bye"))
 
     def _tell(self, address: AgentAddress, verb: str) -> None:
         with AgentClient(address, GREETING_TIMEOUT_S) as client, client.within(GREETING_DEADLINE_S):
@@ -151,7 +151,7 @@ def _identify_named(book: PeerBook, said: AgentAddress) -> AgentAddress:
     Raises:
         StoreDenied: it was not, or the greeting does not have its token.
     """
-    known = next((peer for peer in book.known() if peer.node_id == said.node_id), None)
+    known = next((peer for peer in book.read_all() if peer.node_id == said.node_id), None)
     if known is None or not hmac.compare_digest(known.token.encode(), said.token.encode()):
         raise _denial(said, "no such node was introduced here" if known is None else "the token is not that node's")
     return known

@@ -33,12 +33,12 @@ class ManifestBook:
                     holders.setdefault(holding.save_id, []).append((view.node_id, holding.checkpoint_id))
         known = {save_id: manifest for save_id, manifest in self._known.items() if save_id in holders}
         for save_id, places in holders.items():
-            if save_id not in known and (manifest := self._looked_up(save_id, places)) is not None:
+            if save_id not in known and (manifest := self._look_up(save_id, places)) is not None:
                 known[save_id] = manifest
         self._known = known
         return known
 
-    def _looked_up(self, save_id: str, places: Sequence[tuple[str, str]]) -> Manifest | None:
+    def _look_up(self, save_id: str, places: Sequence[tuple[str, str]]) -> Manifest | None:
         for node_id, checkpoint_id in sorted(places, key=lambda place: place[0] != self._node_id):
             try:
                 manifest = self._at(node_id, checkpoint_id, save_id)
@@ -54,7 +54,7 @@ class ManifestBook:
     def _at(self, node_id: str, checkpoint_id: str, save_id: str) -> Manifest:
         if node_id == self._node_id:
             return self._store.catalog.manifest(checkpoint_id)
-        address = next((peer for peer in self._peers.known() if peer.node_id == node_id), None)
+        address = next((peer for peer in self._peers.read_all() if peer.node_id == node_id), None)
         if address is None:
             raise ObjectMissing(f"node {node_id}", "find", checkpoint_id, "its address is not known")
         with AgentClient(address) as client, client.within(HOLDINGS_DEADLINE_S):

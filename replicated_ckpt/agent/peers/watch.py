@@ -51,9 +51,9 @@ class PeerWatch:
         self._silent_since: dict[str, float] = {}
         self._held: dict[str, Held] = {}
 
-    def looked(self) -> tuple[NodeView, ...]:
+    def look(self) -> tuple[NodeView, ...]:
         """The other nodes, as of now."""
-        addresses = {peer.node_id: peer for peer in self._peers.known()}
+        addresses = {peer.node_id: peer for peer in self._peers.read_all()}
         for node in self._silent_since.keys() - addresses.keys():  # the user has had it forgotten
             self._silent_since.pop(node)
             self._held.pop(node, None)

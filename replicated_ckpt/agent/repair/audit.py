@@ -117,19 +117,19 @@ class Auditor:
 
     def __init__(self, store: LocalStore, lost: Collection[str] = ()) -> None:
         self._store = store
-        self._node_id = store.known_node_id()
+        self._node_id = store.read_node_id()
         self._lost = frozenset(lost)
         self._peers = PeerBook(store.root_agent_directory())
         self._inspector: Inspector | None = None
         self._own_bytes = 0
 
-    def audited(self, checkpoint_id: str | None = None) -> Audit:
+    def audit(self, checkpoint_id: str | None = None) -> Audit:
         """Audit of one checkpoint, or of all. `lost` nodes count for nothing, other silent ones hold what they should.
 
         Raises:
             StoreError: the own store cannot be read.
         """
-        addresses = {peer.node_id: peer for peer in self._peers.known() if peer.node_id not in self._lost}
+        addresses = {peer.node_id: peer for peer in self._peers.read_all() if peer.node_id not in self._lost}
 
         def read(node: str) -> NodeReading:
             if node == self._node_id:
@@ -147,7 +147,7 @@ class Auditor:
 
     def look_how_far(self) -> Mapping[str, tuple[int, int]]:
         """How many bytes each node has read that reads now, and of how many. While `audited` runs, from another thread."""
-        addresses = {peer.node_id: peer for peer in self._peers.known() if peer.node_id not in self._lost}
+        addresses = {peer.node_id: peer for peer in self._peers.read_all() if peer.node_id not in self._lost}
         endpoint = listening_endpoint(self._store.root_agent_directory())
         if endpoint is not None:
             addresses[endpoint.node_id] = endpoint.local_address()
@@ -164,14 +164,14 @@ class Auditor:
         inspector = Inspector(self._store, self._node_id)
         self._own_bytes = inspector.sum_sizes(checkpoint_id)
         self._inspector = inspector
-        findings = tuple(inspector.inspected(checkpoint_id))
+        findings = tuple(inspector.inspect(checkpoint_id))
         directory = self._store.root_agent_directory()
-        standing = Standing(PolicyBook(directory).known(), removed=RemovalBook(directory).known())
+        standing = Standing(PolicyBook(directory).read_all(), removed=RemovalBook(directory).read_all())
         holdings, remains = tuple(inspector.holdings), tuple(inspector.remains)
         return NodeReading(self._node_id, findings, holdings, inspector.bytes_read, remains, standing)
 
     def _views(self, readings: Sequence[NodeReading], silent: Sequence[AgentAddress]) -> list[NodeView]:
-        domains = {peer.node_id: peer.domain for peer in self._peers.known()}
+        domains = {peer.node_id: peer.domain for peer in self._peers.read_all()}
         views = [
             NodeView(
                 found.node_id, Presence.UP, found.holdings, domains.get(found.node_id), found.remains, found.standing

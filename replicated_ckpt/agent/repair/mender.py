@@ -73,7 +73,7 @@ class Mender:
             ObjectMissing: the checkpoint is not here any more, or is of another save. StoreError. Stopped
         """
         with open_committed_save(self._store.root, checkpoint_id, save_id) as (directory, manifest):
-            return self._examined(directory, manifest, name)
+            return self._examine(directory, manifest, name)
 
     def of_wrong_size(self) -> list[tuple[str, str, str]]:
         """The shards here whose size alone says that they are bad, and which were not read yet: checkpoint, save, name."""
@@ -87,7 +87,7 @@ class Mender:
                 found += [(*place, name) for name, size in sizes.items() if size != shards[name].size_bytes]
         return [key for key in found if not self._service.damage.is_known(*key)]
 
-    def _examined(self, directory: Committed, manifest: Manifest, name: str) -> Finding | None:
+    def _examine(self, directory: Committed, manifest: Manifest, name: str) -> Finding | None:
         inspector = Inspector(self._store, self._service.node_id, self._pace.take)
         is_footless = False
         if name == METADATA_NAME:
@@ -106,10 +106,10 @@ class Mender:
         return finding
 
     def _adopt(self, action: RestoreManifest) -> None:
-        if not self._restored_in_place(action):
+        if not self._restore_in_place(action):
             self._take_over(action)
 
-    def _restored_in_place(self, action: RestoreManifest) -> bool:
+    def _restore_in_place(self, action: RestoreManifest) -> bool:
         """Gives a directory of this save what it has lost; False if there is none, or one of another save.
 
         A directory whose manifest is damaged or gone is of this save, as the plan has found by the checksums of its files.
@@ -138,7 +138,7 @@ class Mender:
                 directory.put_small(MANIFEST_NAME, raw_manifest)
                 log.warning("%s: manifest restored: %s", directory.checkpoint_id, why)
                 for shard in directory.shards():
-                    self._examined(directory, manifest, shard)
+                    self._examine(directory, manifest, shard)
         if problem is not None:
             raise problem
         return True
@@ -147,7 +147,7 @@ class Mender:
         self, directory: Committed, action: RestoreManifest, manifest: Manifest
     ) -> ReplicatedCkptError | None:
         """Puts intact metadata in place, if it is not there; why that could not be done."""
-        if self._examined(directory, manifest, METADATA_NAME) is None:
+        if self._examine(directory, manifest, METADATA_NAME) is None:
             return None
         try:
             metadata = fetch_metadata(action, manifest, self._addresses(action.sources))
@@ -161,7 +161,7 @@ class Mender:
         """Puts the save here as one that was published; one that is here and newer stays."""
         manifest, raw_manifest = fetch_manifest(action, self._addresses(action.sources))
         metadata = fetch_metadata(action, manifest, self._addresses(action.sources))
-        own = self._store.published(action.checkpoint_id)
+        own = self._store.read_published(action.checkpoint_id)
         if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
             return
         with self._service.completing:
@@ -191,7 +191,7 @@ class Mender:
             entry = manifest.shards.get(action.shard)
             if entry is None:
                 raise ObjectMissing(str(self._store.root), "copy", action.shard, "the manifest does not name it")
-            if action.shard in directory.shards() and self._examined(directory, manifest, action.shard) is None:
+            if action.shard in directory.shards() and self._examine(directory, manifest, action.shard) is None:
                 return
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
             with incoming_file(self._store.root) as path:
@@ -231,7 +231,7 @@ class Mender:
                 tell_suspect(address, action.checkpoint_id, action.save_id, action.shard, error.message)
 
     def _addresses(self, nodes: tuple[str, ...]) -> list[AgentAddress]:
-        known = {peer.node_id: peer for peer in self._service.peers.known()}
+        known = {peer.node_id: peer for peer in self._service.peers.read_all()}
         return [known[node] for node in nodes if node in known]
 
 
@@ -268,7 +268,7 @@ def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced, hin
             length = min(PIECE_BYTES, table.data_bytes - offset)
             paced(length)
             sink.write(_intact(sources, shard, offset, length, hint))
-        sink.write(memoryview(table.encoded()))
+        sink.write(memoryview(table.encode()))
         sink.finish(table)
     except BaseException:
         sink.discard()

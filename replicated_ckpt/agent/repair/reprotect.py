@@ -89,7 +89,7 @@ class Reprotector:
         self._stopping = stopping
         self._woken = threading.Event()
         self._busy = threading.Event()
-        self._suspects = deque(service.damage.known(), maxlen=SUSPECTS_MAX)
+        self._suspects = deque(service.damage.read_all(), maxlen=SUSPECTS_MAX)
         self._orders: deque[tuple[RepairPlan, bool, Future[list[Outcome]]]] = deque()
         self._manifests = ManifestBook(service.store, service.node_id, service.peers)
         self._held_before: set[str] = set()
@@ -136,7 +136,7 @@ class Reprotector:
             "retention": self._retirer.status(),
         }
 
-    def carried_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
+    def carry_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
         """Has this node's part of a plan done by the thread of re-protection, and waits for it; each action's error or "".
 
         `may_replace`: that a save gives way to another one is for the plan to say. Else it does only if this node, by
@@ -174,7 +174,7 @@ class Reprotector:
 
     def _idle_pause_s(self) -> float:
         """Many nodes ask each other less often, so that an agent answers about as many questions a second."""
-        return max(self._idle_s, 0.05 * len(self._service.peers.known()))
+        return max(self._idle_s, 0.05 * len(self._service.peers.read_all()))
 
     def _is_active(self, found: Protection) -> bool:
         return found.in_doubt or (found.planned > 0 and self._stale[1] < STALE_ROUNDS_MAX)
@@ -187,8 +187,8 @@ class Reprotector:
         """
         self._read_suspects()
         self._settle_old_leftovers()
-        policies = self._service.policies.known()
-        others = self.watch.looked()
+        policies = self._service.policies.read_all()
+        others = self.watch.look()
         self._on_seen([view.node_id for view in others if view.presence is Presence.UP])
         views = (self._own_view(), *others)
         told = histories_of(holding.version for view in others for holding in view.holdings or ())
@@ -198,7 +198,7 @@ class Reprotector:
         drop_outlived(self._service, kept, views)
         plan = plan_repair(kept, views, self._service.node_id)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
-        done, failed = self._carried_out(plan.of_node(self._service.node_id))
+        done, failed = self._carry_out(plan.of_node(self._service.node_id))
         found = Protection(
             is_complete=plan.is_complete and not in_doubt,
             planned=len(plan.actions),
@@ -222,9 +222,9 @@ class Reprotector:
                 log.info("%s/%s of save %s was not read: %s", checkpoint_id, name, save_id, exc)
 
     def _settle_old_leftovers(self) -> None:
-        leftovers = self._service.abandoned(LEFTOVER_GRACE_S)
+        leftovers = self._service.find_abandoned(LEFTOVER_GRACE_S)
         if leftovers:
-            settle(self._service, leftovers, self._service.peers.known())
+            settle(self._service, leftovers, self._service.peers.read_all())
 
     def _own_view(self) -> NodeView:
         service = self._service
@@ -237,7 +237,7 @@ class Reprotector:
             part, may_replace, order = self._orders.popleft()
             refused = frozenset() if may_replace else self._not_planned_here(part.adopt)
             order.set_result(
-                [(action, _NOT_PLANNED if action in refused else self._tried(action)) for action in part.actions]
+                [(action, _NOT_PLANNED if action in refused else self._try(action)) for action in part.actions]
             )
 
     def _not_planned_here(self, adoptions: Sequence[RestoreManifest]) -> frozenset[RestoreManifest]:
@@ -245,10 +245,10 @@ class Reprotector:
         others = [action for action in adoptions if not is_of_held_save(action, held)]
         if not others:
             return frozenset()
-        views = (self._own_view(), *self.watch.looked())
+        views = (self._own_view(), *self.watch.look())
         return refuse_unplanned(others, plan_repair(self._manifests.of(views), views, self._service.node_id).adopt)
 
-    def _tried(self, action: Action) -> str:
+    def _try(self, action: Action) -> str:
         """Does one action; why it could not be done, or "".
 
         Raises:
@@ -263,9 +263,9 @@ class Reprotector:
             return one_line(exc)
         return ""
 
-    def _carried_out(self, part: RepairPlan) -> tuple[int, list[str]]:
+    def _carry_out(self, part: RepairPlan) -> tuple[int, list[str]]:
         withheld = self._just_removed(part)
-        outcomes = [(action, self._tried(action)) for action in part.actions if action.save_id not in withheld]
+        outcomes = [(action, self._try(action)) for action in part.actions if action.save_id not in withheld]
         failed = [f"{action}: {error}" for action, error in outcomes if error]
         return len(outcomes) - len(failed), failed
 

@@ -40,23 +40,23 @@ class Retirer:
         node is silent nothing is removed. A policy that was not among those `told` before the look waits for the next one:
         nodes that answered this one may be silent by now.
         """
-        own = self._service.policies.known()
+        own = self._service.policies.read_all()
         agreed = agree([*own, *(policy for view in views for policy in view.standing.policies)])
         plan = plan_retention(manifests, views, agreed)
         if set(own) == set(told) and not in_doubt:
             by_own_word = plan_retention(manifests, views, confirm(agreed, own)).retired
-            self.carry_out(plan.only(by_own_word | self._brought(manifests)))
+            self.carry_out(plan.only(by_own_word | self._find_brought(manifests)))
         self._finish_removals()
         return without_retired(manifests, plan.retired | find_removed(views))
 
     def _finish_removals(self) -> None:
         """Removes what this node's own user has removed and a crash, or a load that was reading it, has kept here."""
-        removed = self._service.removals.known()
+        removed = self._service.removals.read_all()
         for holding in self._service.holdings() if removed else ():
             if holding.save_id in removed:
                 self._try(Removal(holding.node_id, holding.checkpoint_id, holding.save_id, BY_HAND))
 
-    def _brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
+    def _find_brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
         """The saves in which this node had no rank: what lies here of them, other nodes' word has brought."""
         own = self._service.node_id
         return frozenset(

@@ -91,8 +91,8 @@ class Scrubber:
         after = self._position()
         ids = sorted(self._store.catalog.directories())
         for checkpoint_id in [*(found for found in ids if found > after), *(found for found in ids if found <= after)]:
-            inspector = Inspector(self._store, self._node_id, self._paced)
-            findings = [found for found in inspector.inspected(checkpoint_id) if found.problem is Problem.CORRUPT]
+            inspector = Inspector(self._store, self._node_id, self._wait_for_pace)
+            findings = [found for found in inspector.inspect(checkpoint_id) if found.problem is Problem.CORRUPT]
             for holding in inspector.holdings:
                 self._on_read(holding)
             for finding in findings:
@@ -106,8 +106,8 @@ class Scrubber:
         log.info("scrub: pass %d done, %d bytes read, %d bad files so far", *list(asdict(self.done).values())[:3])
         return self.done
 
-    def _paced(self, size_bytes: int) -> None:
-        while any(self._store.is_held(intent.save_id) for intent in self._store.staged()):
+    def _wait_for_pace(self, size_bytes: int) -> None:
+        while any(self._store.is_held(intent.save_id) for intent in self._store.list_staged()):
             if self._stopping.wait(_BUSY_PAUSE_S):
                 raise Stopped
         self._pace.take(size_bytes)

@@ -47,6 +47,6 @@ class Doubts:
         with self._lock:
             self._by_save.pop(save_id, None)
 
-    def known(self) -> tuple[Doubt, ...]:
+    def read_all(self) -> tuple[Doubt, ...]:
         with self._lock:
             return tuple(sorted(self._by_save.values(), key=lambda doubt: doubt.since))

@@ -25,13 +25,13 @@ def drop_outlived(service: NodeService, manifests: Mapping[str, Manifest], views
         StoreError: one cannot be removed.
     """
     service.pins.release_old()
-    names = service.store.catalog.replaced_names()
-    doubts = {doubt.intent.save_id: doubt.intent.checkpoint_id for doubt in service.doubts.known()}
+    names = service.store.catalog.list_replaced()
+    doubts = {doubt.intent.save_id: doubt.intent.checkpoint_id for doubt in service.doubts.read_all()}
     if not names and not doubts:
         return
     whole = whole_versions(manifests, views)
     _drop_replaced(service, names, whole)
-    for save_id, place in service.store.places.known().items():
+    for save_id, place in service.store.places.read_all().items():
         # of another lineage it is what this save is to replace, as far as this node knows: that lets nothing staged go
         if save_id in doubts and may_be_dropped(place, whole=whole.get(doubts[save_id], ()), published=None):
             service.abort(save_id, "a newer save of the same checkpoint is whole")
@@ -39,7 +39,7 @@ def drop_outlived(service: NodeService, manifests: Mapping[str, Manifest], views
 
 
 def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById) -> None:
-    replaced = {manifest.save_id: manifest for manifest in service.store.catalog.replaced()}
+    replaced = {manifest.save_id: manifest for manifest in service.store.catalog.read_replaced()}
     whole_saves = {version.save_id for versions in whole.values() for version in versions}
     for name in names:
         manifest = replaced.get(name)
@@ -52,6 +52,6 @@ def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById
 
 
 def _is_outlived(service: NodeService, checkpoint_id: str, old: Version, whole: _WholeById) -> bool:
-    published = service.store.published(checkpoint_id)
+    published = service.store.read_published(checkpoint_id)
     version = None if published is None else published.version
     return may_be_dropped(old, whole=whole.get(checkpoint_id, ()), published=version)

@@ -72,7 +72,7 @@ class NodeService:
 
         One that cannot be completed stays staged and is logged; it keeps nobody from using the others.
         """
-        staged = self.store.staged()
+        staged = self.store.list_staged()
         self.adoption_locks.take_over(intent.save_id for intent in staged if intent.adopts)
         completed = self._complete_decided([Leftover(intent, "") for intent in staged])
         self.store.empty_trash()
@@ -128,10 +128,10 @@ class NodeService:
 
     def histories(self, scope: str) -> dict[str, History]:
         """What this node knows of the lineages in a directory of checkpoints: committed here, staged here, or heard of."""
-        heard = {lineage: History(sequence) for lineage, sequence in self.sequence_floor.known().items()}
+        heard = {lineage: History(sequence) for lineage, sequence in self.sequence_floor.read_all().items()}
         staged = [
             {note.lineage: History(min(note.sequence, SEQUENCE_FLOOR_MAX))}
-            for note in self.store.places.known().values()
+            for note in self.store.places.read_all().values()
         ]
         return merge_histories([self.store.catalog.histories(scope), heard, *staged])
 
@@ -155,7 +155,7 @@ class NodeService:
         return exclusive(self.store.agent_directory())
 
     def _leftovers(self, session: str, by: Intent | None) -> Iterator[Leftover]:
-        for intent in self.store.staged():
+        for intent in self.store.list_staged():
             if by is not None and intent.save_id == by.save_id:
                 continue
             if by is not None and intent.checkpoint_id == by.checkpoint_id and (intent.adopts or not by.adopts):
@@ -171,12 +171,12 @@ class NodeService:
                 may_live = self._is_held(intent) or self.was_opened_within(OPEN_GRACE_S, intent)
                 yield Leftover(intent, "the processes that made it are gone", may_live)
 
-    def abandoned(self, grace_s: float) -> tuple[Leftover, ...]:
+    def find_abandoned(self, grace_s: float) -> tuple[Leftover, ...]:
         """Staged saves whose processes are gone, none of them opened, or found by this agent, less than `grace_s` ago."""
         with self.looking():
             return tuple(
                 Leftover(intent, "the processes that made it are gone")
-                for intent in self.store.staged()
+                for intent in self.store.list_staged()
                 if not self.was_opened_within(grace_s, intent) and not self._is_held(intent)
             )
 
@@ -210,7 +210,7 @@ class NodeService:
             SaveAborted, StoreFull, ObjectCorrupt, ConnectionResetError, PeerProtocolError
         """
         self.check_open(save_id)
-        path = self.store.staged_file(save_id, name)
+        path = self.store.path_of_staged(save_id, name)
         intent = Intent.read(save_id, self.store.intent_path(save_id))
         if name == MANIFEST_NAME:
             raw = body.read_all(MANIFEST_BYTES_MAX)
@@ -254,7 +254,7 @@ class NodeService:
         intent = Intent.read(save_id, self.store.intent_path(save_id))
         if not intent.adopts:
             raise ConfigInvalid(f"Save {save_id} is no adoption.")
-        self.adoption_locks.hold(save_id, self.store.held(save_id))
+        self.adoption_locks.hold(save_id, self.store.lock_save(save_id))
         tables = stage_shards(self.store.root, intent.checkpoint_id, save_id, names)
         failpoints.reach("adopt.staged")
         return tables
@@ -280,7 +280,7 @@ class NodeService:
             ManifestInvalid: nothing of it is found, and a checkpoint here may be it.
         """
         answer = self.answer_of(save_id)
-        if answer is Answer.ABSENT and (unknown := next(self.store.catalog.unbelieved(), None)) is not None:
+        if answer is Answer.ABSENT and (unknown := next(self.store.catalog.with_invalid_manifest(), None)) is not None:
             raise ManifestInvalid(
                 f"Node {self.node_id} cannot tell what became of save {save_id}: its manifest of {unknown!r} is damaged."
             )
@@ -329,7 +329,7 @@ class NodeService:
 
     def holdings(self, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
         """What lies here, files that are known to be bad marked as such."""
-        return self.damage.seen(self.store.catalog.holdings(self.node_id, checkpoint_id))
+        return self.damage.mark_damaged(self.store.catalog.holdings(self.node_id, checkpoint_id))
 
     def learn_peers(self, peers: Sequence[Mapping[str, Any]]) -> tuple[AgentAddress, ...]:
         """Keeps the addresses of the nodes of a save or load, for as long as this root lives; returns the other nodes'."""

@@ -53,15 +53,15 @@ def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> S
     Raises:
         ObjectMissing: no such save is staged here. ConfigInvalid: ranks still work on it.
     """
-    intent = next((staged for staged in service.store.staged() if staged.save_id == save_id), None)
+    intent = next((staged for staged in service.store.list_staged() if staged.save_id == save_id), None)
     if intent is None:
         raise ObjectMissing(f"node {service.node_id}", "give up", save_id, "it is not staged here")
     if service.store.is_held(save_id):
         raise ConfigInvalid(f"Save {save_id} is not given up: ranks of this node still work on it.", _END_JOB)
     leftover = Leftover(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")
     with service.completing:
-        _settle_one(service, leftover, service.peers.known(), frozenset(lost))
-    waits_for = next((doubt.waits_for for doubt in service.doubts.known() if doubt.intent.save_id == save_id), ())
+        _settle_one(service, leftover, service.peers.read_all(), frozenset(lost))
+    waits_for = next((doubt.waits_for for doubt in service.doubts.read_all() if doubt.intent.save_id == save_id), ())
     if not waits_for and service.store.staging(save_id).is_dir():
         raise ConfigInvalid(
             f"Save {save_id} is not given up: another node of it says that ranks work on it there, or did a moment ago.",
@@ -93,7 +93,7 @@ def _settle_one(
     silent = set() if silent is None else silent
     asked = [address for node, address in addresses.items() if node not in silent]
     answers = _answers(f"{intent.save_id}?settle={how}", asked, silent)
-    nodes = intent.nodes or {*addresses, *(peer.node_id for peer in service.peers.known())}
+    nodes = intent.nodes or {*addresses, *(peer.node_id for peer in service.peers.read_all())}
     is_decision_bad = service.store.is_decision_damaged(intent.save_id)
     settlement = settle_staged(
         own=service.node_id,

@@ -116,7 +116,7 @@ def _stay_client(root: Path, directory: Path) -> None:
 def _starting(directory: Path) -> Iterator[FileLock]:
     """Held by the one process that starts the agent; the others wait until it has."""
     deadline = time.monotonic() + 2 * START_TIMEOUT_S
-    while (lock := FileLock.taken(directory / "start")) is None:
+    while (lock := FileLock.take(directory / "start")) is None:
         if time.monotonic() > deadline:
             raise AgentUnavailable(
                 f"Another process has been starting the agent of {directory.parent} for too long.",

@@ -57,7 +57,7 @@ class DamageBook:
         marks = {(*key, name): _Bad(self._signature((*key, name)), name in holding.footless) for name in bad}
         self._note(marks, [(*key, name) for name in names - bad])
 
-    def known(self) -> list[tuple[str, str, str]]:
+    def read_all(self) -> list[tuple[str, str, str]]:
         """The files that were found bad: checkpoint, save, name. They may be intact by now."""
         with self._lock:
             return list(self._bad)
@@ -68,12 +68,12 @@ class DamageBook:
         with self._lock:
             return (checkpoint_id, save_id, name) in self._bad
 
-    def seen(self, holdings: Iterable[Holding]) -> tuple[Holding, ...]:
+    def mark_damaged(self, holdings: Iterable[Holding]) -> tuple[Holding, ...]:
         """The holdings, with what is known to be bad marked as such."""
         self._forget_changed()
-        return tuple(self._seen(holding) for holding in holdings)
+        return tuple(self._mark_damaged(holding) for holding in holdings)
 
-    def _seen(self, holding: Holding) -> Holding:
+    def _mark_damaged(self, holding: Holding) -> Holding:
         with self._lock:
             bad = {
                 name: found.is_footless

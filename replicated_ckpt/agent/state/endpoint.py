@@ -152,7 +152,7 @@ class FileLock:
         self._fd = fd
 
     @classmethod
-    def taken(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
+    def take(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
         """The lock, or None if somebody else holds it now. A disk that has become read-only can still be locked.
 
         Raises:
@@ -185,7 +185,7 @@ class FileLock:
 
 def single_agent_lock(directory: Path) -> FileLock | None:
     """Held by the one agent of a root for as long as it lives."""
-    return FileLock.taken(directory / LOCK_NAME)
+    return FileLock.take(directory / LOCK_NAME)
 
 
 def is_free(directory: Path) -> bool:
@@ -199,7 +199,7 @@ def is_free(directory: Path) -> bool:
 
 def client_lock(directory: Path) -> FileLock | None:
     """Held by each process that uses the agent. None only while an agent is looking for clients."""
-    return FileLock.taken(directory / _CLIENTS_NAME, shared=True)
+    return FileLock.take(directory / _CLIENTS_NAME, shared=True)
 
 
 def shut_out_clients(directory: Path) -> bool:
@@ -207,12 +207,12 @@ def shut_out_clients(directory: Path) -> bool:
 
     So a rank never takes an agent for its own that has just decided to leave.
     """
-    return FileLock.taken(directory / _CLIENTS_NAME) is not None
+    return FileLock.take(directory / _CLIENTS_NAME) is not None
 
 
 def has_clients(directory: Path) -> bool:
     """Whether any process still uses this root's agent; a process that died holds no lock."""
-    lock = FileLock.taken(directory / _CLIENTS_NAME)
+    lock = FileLock.take(directory / _CLIENTS_NAME)
     if lock is None:
         return True
     lock.release()

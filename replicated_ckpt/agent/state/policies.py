@@ -28,7 +28,7 @@ class PolicyBook:
         self._lock = threading.Lock()
         self._by_key = {policy.key: policy for policy in self._read()}
 
-    def known(self) -> tuple[Policy, ...]:
+    def read_all(self) -> tuple[Policy, ...]:
         with self._lock:
             return tuple(self._by_key.values())
 

@@ -20,7 +20,7 @@ class RemovalBook:
         self._lock = threading.Lock()
         self._save_ids = self._read()
 
-    def known(self) -> frozenset[str]:
+    def read_all(self) -> frozenset[str]:
         with self._lock:
             return frozenset(self._save_ids)
 

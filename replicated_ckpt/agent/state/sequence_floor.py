@@ -26,7 +26,7 @@ class SequenceFloor:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             self._by_lineage = {}
 
-    def known(self) -> Mapping[str, int]:
+    def read_all(self) -> Mapping[str, int]:
         with self._lock:
             return dict(self._by_lineage)
 

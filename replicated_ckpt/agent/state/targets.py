@@ -49,7 +49,7 @@ class TargetBook:
         log.info("object store %s is known", target.url)
         return True
 
-    def known(self) -> tuple[str, ...]:
+    def read_all(self) -> tuple[str, ...]:
         """URLs, in the order in which they were learnt."""
         with self._lock:
             return tuple(self._target_by_url)

@@ -22,7 +22,7 @@ class OrderBook:
         self._lock = threading.Lock()
         self._url_by_save: dict[str, str] = self._read()
 
-    def applied(self, manifest: Manifest) -> Manifest:
+    def apply(self, manifest: Manifest) -> Manifest:
         """The manifest as if the order were written in it: an order goes before what was decided at the save."""
         with self._lock:
             url = self._url_by_save.get(manifest.save_id)

@@ -52,7 +52,7 @@ class Adopter:
             self._abort(plan, save_id, exc.message)
             raise
         failpoints.reach("adopt.accounted")
-        return self._published(plan, save_id, manifest.encoded())
+        return self._publish(plan, save_id, manifest.encode())
 
     def _each(
         self, nodes: Iterable[str], call: Callable[[AgentClient, str], _Result], timeout_s: float = 10.0
@@ -102,7 +102,7 @@ class Adopter:
         hosts = {node: self._addresses[node].host for node in plan.node_ids}
         return manifest_of(found.save, save_id, shards, plan.copies, hosts)
 
-    def _published(self, plan: AdoptUnmanaged, save_id: str, raw: bytes) -> Mapping[str, ReplicatedCkptError]:
+    def _publish(self, plan: AdoptUnmanaged, save_id: str, raw: bytes) -> Mapping[str, ReplicatedCkptError]:
         """From the first manifest that was sent on nothing is taken back: some node may have published already."""
 
         def published(node: str) -> None:

@@ -78,12 +78,12 @@ class UnmanagedAuditor:
 
     def __init__(self, store: LocalStore, lost: Collection[str] = ()) -> None:
         self._store = store
-        self._node_id = store.known_node_id()
-        known = PeerBook(store.root_agent_directory()).known()
+        self._node_id = store.read_node_id()
+        known = PeerBook(store.root_agent_directory()).read_all()
         self._addresses = {peer.node_id: peer for peer in known if peer.node_id not in lost}
         self.node_ids: tuple[str, ...] = ()
 
-    def audited(self, checkpoint_id: str | None = None, without: Iterable[str] = ()) -> tuple[UnmanagedAudit, ...]:
+    def audit(self, checkpoint_id: str | None = None, without: Iterable[str] = ()) -> tuple[UnmanagedAudit, ...]:
         """Audit of one checkpoint, or of all, newest first; ids `without` have a manifest somewhere."""
         look = UnmanagedLook(self._store, self._node_id, self._addresses.values())
         checkpoints = look.checkpoints(checkpoint_id, without)
@@ -116,7 +116,7 @@ class UnmanagedAuditor:
     def _read(self, node: str, found: UnmanagedFound) -> _Reading:
         if node == self._node_id:
             inspector = UnmanagedInspector(self._store, node)
-            findings = tuple(inspector.inspected(found.save.checkpoint_id, found.ranges))
+            findings = tuple(inspector.inspect(found.save.checkpoint_id, found.ranges))
             return _Reading(findings, inspector.bytes_read, inspector.unchecked)
         shards = [shard for held in found.save.checkpoint.holdings if held.node_id == node for shard in held.shards]
         document = {"items": ranges_to_json(found.ranges, shards)}

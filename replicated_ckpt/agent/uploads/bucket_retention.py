@@ -24,11 +24,13 @@ def standing_of(service: NodeService, orders: OrderBook, states: Mapping[str, Up
     wanted = {
         manifest.save_id
         for _, manifest in service.store.catalog.committed()
-        if orders.applied(manifest).upload is not None
+        if orders.apply(manifest).upload is not None
     }
     uploading = frozenset(wanted - over)
     ordered = frozenset(filter(orders.is_ordered, uploading))
-    return Standing(service.policies.known(), uploading, frozenset(wanted & over), ordered, service.removals.known())
+    return Standing(
+        service.policies.read_all(), uploading, frozenset(wanted & over), ordered, service.removals.read_all()
+    )
 
 
 def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:

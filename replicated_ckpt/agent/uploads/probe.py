@@ -27,7 +27,7 @@ class Prober:
         self._begun: set[str] = set()
         self._holdings_by_url: dict[str, tuple[Holding, ...]] = {}
 
-    def probed(self, url: str, checkpoint_id: str) -> Mapping[str, Any]:
+    def probe(self, url: str, checkpoint_id: str) -> Mapping[str, Any]:
         """Whether a bucket can be reached, what lies under a checkpoint's name, and the lineages in its directory of ids.
 
         One that has not answered in time is said to be unavailable, at once while its last probe is still under way.

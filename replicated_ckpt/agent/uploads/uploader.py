@@ -96,15 +96,15 @@ class Uploader:
         since = self._clock() - BUSY_S
         return any(
             state.state == "pending" and not state.is_denied and self._moved_at.get(save_id, since) > since
-            for save_id, state in self._known()
+            for save_id, state in self._read_states()
         )
 
-    def _known(self) -> list[tuple[str, UploadState]]:
+    def _read_states(self) -> list[tuple[str, UploadState]]:
         with self._lock:
             return list(self._states.items())
 
     def status(self) -> Mapping[str, Any]:
-        states = self._known()
+        states = self._read_states()
         pending = {save_id: asdict(state) for save_id, state in states if state.state == "pending"}
         return {"pending": pending, "done": len(states) - len(pending), "bytes_sent": self.bytes_sent}
 
@@ -115,7 +115,7 @@ class Uploader:
     def state_of(self, save_id: str) -> UploadState | None:
         """How far a save has come; somebody waits, so it is looked at soon. None: not here, or not to be uploaded."""
         if save_id not in self._states:
-            self._wanted()
+            self._find_wanted()
         state = self._states.get(save_id)
         if state is not None and state.state == "pending" and not state.error:
             soon = self._clock() + WAITED_FOR_S
@@ -155,16 +155,16 @@ class Uploader:
         Raises:
             StoreError: the own store cannot be read. Stopped: the agent is leaving.
         """
-        wanted = sorted(self._wanted(), key=lambda manifest: -manifest.sequence)
+        wanted = sorted(self._find_wanted(), key=lambda manifest: -manifest.sequence)
         for manifest in wanted:
             if self._stopping.is_set():
                 raise Stopped
             if self._due.get(manifest.save_id, 0.0) <= self._clock():
                 self._try(manifest)
-        soonest = min((self._due[manifest.save_id] for manifest in self._wanted()), default=None)
+        soonest = min((self._due[manifest.save_id] for manifest in self._find_wanted()), default=None)
         return IDLE_PAUSE_S if soonest is None else min(IDLE_PAUSE_S, max(0.0, soonest - self._clock()))
 
-    def _wanted(self) -> list[Manifest]:
+    def _find_wanted(self) -> list[Manifest]:
         """The saves here that are to be uploaded and are not known to be in the bucket, by what is committed here now."""
         committed = [manifest for _, manifest in self._service.store.catalog.committed()]
         with self._lock:
@@ -172,7 +172,7 @@ class Uploader:
 
     def _pending(self, committed: Sequence[Manifest]) -> list[Manifest]:
         found = []
-        for asked in map(self.orders.applied, committed):
+        for asked in map(self.orders.apply, committed):
             if asked.upload is None:
                 continue
             state = self._states.setdefault(asked.save_id, UploadState(asked.checkpoint_id, asked.upload.url))
@@ -194,14 +194,14 @@ class Uploader:
         save_id, state = manifest.save_id, self._states[manifest.save_id]
         state.attempts += 1
         try:
-            is_done = self._advanced(manifest, state)
+            is_done = self._advance(manifest, state)
         except SaveAborted as exc:
             state.state, state.error = "superseded", exc.message
             self._forget(save_id)
             log.info("%s is not uploaded any more: %s", manifest.checkpoint_id, exc.message)
             return
         except ReplicatedCkptError as exc:
-            self._failed(save_id, state, exc)
+            self._note_failure(save_id, state, exc)
             log.warning("%s to %s: %s", manifest.checkpoint_id, state.url, exc)
             return
         self._failing_since.pop(save_id, None)
@@ -223,7 +223,7 @@ class Uploader:
         for book in (self._due, self._waits, self._moved_at, self._first_seen, self._failing_since):
             book.pop(save_id, None)
 
-    def _failed(self, save_id: str, state: UploadState, exc: ReplicatedCkptError) -> None:
+    def _note_failure(self, save_id: str, state: UploadState, exc: ReplicatedCkptError) -> None:
         now = self._clock()
         since = self._failing_since.setdefault(save_id, now)
         state.error, state.kind, state.failing_s = str(exc), type(exc).__name__, now - since
@@ -233,19 +233,21 @@ class Uploader:
         )
         self._due[save_id] = now + pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - chance, not secrecy
 
-    def _advanced(self, manifest: Manifest, state: UploadState) -> bool:
+    def _advance(self, manifest: Manifest, state: UploadState) -> bool:
         """Uploads what is this node's to upload now; whether the save is committed in the bucket afterwards."""
         bucket = self._targets.bucket(state.url)
         there = bucket.save_of(manifest.checkpoint_id)
         if there is not None and there.save_id == manifest.save_id:
             return True
         check_wanted(self._service, bucket, manifest)
-        arrived = {name for name in bucket.arrived(manifest) if self._is_intact(bucket, manifest, name)}
+        arrived = {name for name in bucket.find_arrived(manifest) if self._is_intact(bucket, manifest, name)}
         missing = set(manifest.shards) - arrived
         for name in sorted(self._mine(manifest, missing)):
             self._bring(bucket, manifest, name, state)
             missing.discard(name)
-        if missing and missing - {name for name in bucket.arrived(manifest) if self._is_intact(bucket, manifest, name)}:
+        if missing and missing - {
+            name for name in bucket.find_arrived(manifest) if self._is_intact(bucket, manifest, name)
+        }:
             return False
         with open_directory(self._service.store.root, manifest.checkpoint_id) as directory:
             raw_manifest, raw_metadata = descriptions(directory, manifest)
@@ -271,7 +273,7 @@ class Uploader:
         mine = {name for name in missing & held if manifest.shards[name].owner_node == own}
         others = (missing & held) - mine
         if others and self._clock() - self._first_seen[manifest.save_id] > self._patience.lost_after_s / 3:
-            views = self._watch.looked()
+            views = self._watch.look()
             mine |= {name for name in others if choose_uploader(manifest, name, views, own) == own}
         return mine
 
@@ -284,7 +286,7 @@ class Uploader:
                 expected = Expected(entry.size_bytes, entry.crc32c)
                 source = UploadSource(directory.open(name), label, name, expected, resume_path=notes)
             with source:
-                bucket.put_shard(manifest, name, source, partial(self._paced, manifest.save_id))
+                bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, manifest.save_id))
         except ObjectCorrupt as exc:
             if exc.store == label:
                 self._on_bad(manifest.checkpoint_id, manifest.save_id, name, exc.message)
@@ -292,7 +294,7 @@ class Uploader:
         state.bytes_sent += entry.size_bytes
         self._checked.add((manifest.save_id, name))
 
-    def _paced(self, save_id: str, size_bytes: int) -> None:
+    def _wait_for_pace(self, save_id: str, size_bytes: int) -> None:
         with self._pace_lock:
             self._moved_at[save_id] = self._clock()
             self._pace.take(size_bytes)

@@ -86,8 +86,8 @@ def look_at_nodes(store: LocalStore) -> NodesSeen:
     Raises:
         StoreError: the own store cannot be read.
     """
-    own, peers = store.known_node_id(), PeerBook(store.root_agent_directory())
-    addresses = {peer.node_id: peer for peer in peers.known() if peer.node_id != own}
+    own, peers = store.read_node_id(), PeerBook(store.root_agent_directory())
+    addresses = {peer.node_id: peer for peer in peers.read_all() if peer.node_id != own}
     outcome = FanOut[str, Held]().run(addresses, lambda node: _ask(addresses[node]))
     held = {own: _look_at_own(store, own), **outcome.results}
     views = [NodeView(node, Presence.UP, found.holdings) for node, found in held.items()]
@@ -103,7 +103,7 @@ def _look_at_own(store: LocalStore, own: str) -> Held:
             return _ask(endpoint.local_address())
         except ReplicatedCkptError as exc:
             log.info("this process looks at the store itself: %s", exc)
-    standing = Standing(removed=RemovalBook(store.root_agent_directory()).known())
+    standing = Standing(removed=RemovalBook(store.root_agent_directory()).read_all())
     return Held(store.catalog.holdings(own), RemainsShelf(store, own).found(), standing, measure_room(store.root))
 
 

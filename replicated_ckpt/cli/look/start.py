@@ -28,7 +28,7 @@ def start_agent(store: LocalStore) -> AgentAddress:
     Raises:
         AgentUnavailable
     """
-    peers = PeerBook(store.root_agent_directory()).known()
+    peers = PeerBook(store.root_agent_directory()).read_all()
     own = ensure_agent(store, bind_host(peers)).local_address()
     deadline = time.monotonic() + _GREETING_WAIT_S
     with AgentClient(own) as client:

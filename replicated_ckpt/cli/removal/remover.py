@@ -176,7 +176,7 @@ class Remover:
 
 def _remove_there(url: str, row: CheckpointSeen) -> None:
     """By this process, with credentials from the environment."""
-    client = open_client(ObjectTarget.checked(url, None))
+    client = open_client(ObjectTarget.check(url, None))
     try:
         bucket = Bucket(client)
         there = bucket.save_of(row.checkpoint_id)

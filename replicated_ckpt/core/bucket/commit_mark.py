@@ -48,7 +48,7 @@ class CommitMark:
         """Where the save's shards and manifest lie, relative to the checkpoint."""
         return own_prefix(self.save_id) if self.has_own_prefix else ""
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         body = _BODY.pack(
             MAGIC,
             bytes.fromhex(self.save_id),

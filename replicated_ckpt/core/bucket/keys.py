@@ -35,7 +35,7 @@ class KeyRules:
         Raises:
             ConfigInvalid: nothing is taken, a rule fits nothing, or two entries would have one name.
         """
-        names = self._chosen(list(keys))
+        names = self._choose(list(keys))
         if self.strip_prefix:
             self._check_fits([key.startswith(self.strip_prefix) for key in names], "prefix", self.strip_prefix, names)
             names = {key: name.removeprefix(self.strip_prefix) for key, name in names.items()}
@@ -51,7 +51,7 @@ class KeyRules:
             key_by_name[name] = key
         return names
 
-    def _chosen(self, keys: Sequence[str]) -> dict[str, str]:
+    def _choose(self, keys: Sequence[str]) -> dict[str, str]:
         for glob in self.include:
             self._check_fits([fnmatchcase(key, glob) for key in keys], "glob", glob, keys)
         included = [key for key in keys if not self.include or _fits_any(key, self.include)]

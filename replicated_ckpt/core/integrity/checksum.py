@@ -58,7 +58,7 @@ class BlockTable:
     def file_bytes(self) -> int:
         return self.data_bytes + self.footer_bytes
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """The footer as it lies in the file."""
         body = struct.pack(f"<{len(self.crcs)}I", *self.crcs)
         body += struct.pack("<8sIQ", MAGIC, self.block_bytes, self.data_bytes)
@@ -80,7 +80,7 @@ class BlockTable:
 
     def file_crc(self) -> int:
         """CRC32C of the whole file, footer included: what the manifest records."""
-        return crc32c(self.encoded(), self.data_crc())
+        return crc32c(self.encode(), self.data_crc())
 
     def block_size(self, index: int) -> int:
         return min(self.block_bytes, self.data_bytes - index * self.block_bytes)

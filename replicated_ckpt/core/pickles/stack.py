@@ -72,18 +72,18 @@ class Stack:
         target += above
 
     def _append(self, above: list[Any]) -> None:
-        target = self._filled(list)
+        target = self._fill(list)
         if type(target) is not list:
             raise PickleUnsafe("appends to what is no list")
         target += above
 
     def _set(self, above: list[Any]) -> None:
-        target = self._filled(Pairs)
+        target = self._fill(Pairs)
         if type(target) is not Pairs or len(above) % 2:
             raise PickleUnsafe("sets items of what is no dictionary, or a key without a value")
         target += above
 
-    def _filled(self, kind: type[list[Any]]) -> Any:
+    def _fill(self, kind: type[list[Any]]) -> Any:
         """The container on top, or the contents of an instance there, which begin as one of this kind."""
         target = self._new()
         if type(target) is not Made or target.state is not None:

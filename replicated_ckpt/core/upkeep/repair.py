@@ -42,7 +42,7 @@ class NodeView:
     is_leaving: bool = False
 
     @property
-    def unbelieved(self) -> tuple[str, ...]:
+    def with_invalid_manifest(self) -> tuple[str, ...]:
         """Checkpoints of which it has files of ours and no manifest that is believed."""
         return tuple(found.checkpoint_id for found in self.remains if found.is_ours)
 
@@ -159,7 +159,7 @@ class _Planning:
         self.short: list[ShortShard] = []
 
     def add(self, checkpoint: _Checkpoint) -> None:
-        published = self._published_at(checkpoint)
+        published = self._find_published(checkpoint)
         blank = self._up - published.keys() - checkpoint.foreign
         for lineage, saves in checkpoint.lineages.items():
             whole = next((save for save in saves if save.is_whole), None)
@@ -170,20 +170,20 @@ class _Planning:
                     takers |= blank - checkpoint.unmanaged
                 if save is whole:
                     takers |= {node_id for node_id, other in published.items() if save.version.is_newer_than(other)}
-                    takers |= self._overruled(checkpoint) if lineage == checkpoint.newest_lineage else set()
+                    takers |= self._find_overruled(checkpoint) if lineage == checkpoint.newest_lineage else set()
                 self._add_save(save, takers, is_in_doubt=loads is not None and save is not loads)
                 if save is whole:
                     break  # the older ones of the lineage give way to it
         self._add_foreign(checkpoint)
 
-    def _published_at(self, checkpoint: _Checkpoint) -> dict[str, Version]:
+    def _find_published(self, checkpoint: _Checkpoint) -> dict[str, Version]:
         """The save that has the checkpoint's name on each node that answers, as far as it is known."""
         published = dict(self._published.get(checkpoint.checkpoint_id, {}))
         for save in checkpoint.saves:
             published |= dict.fromkeys(save.holders - save.with_manifest, save.version)
         return published
 
-    def _overruled(self, checkpoint: _Checkpoint) -> set[str]:
+    def _find_overruled(self, checkpoint: _Checkpoint) -> set[str]:
         """The nodes whose files of an unknown save give way to a whole one."""
         return set() if self._silent else {self._own_node or ""} & checkpoint.foreign
 

@@ -191,7 +191,7 @@ def _candidates(
     manifests: Mapping[str, Manifest], up: Sequence[NodeView], holdings: Mapping[str, list[Holding]]
 ) -> Iterator[Candidate]:
     waiting = pending(node.standing for node in up)
-    unbelieved = {checkpoint_id for node in up for checkpoint_id in node.unbelieved}
+    unbelieved = {checkpoint_id for node in up for checkpoint_id in node.with_invalid_manifest}
     for save_id, manifest in manifests.items():
         held_back = NOT_UPLOADED if save_id in waiting else ""
         if not held_back and manifest.checkpoint_id in unbelieved:

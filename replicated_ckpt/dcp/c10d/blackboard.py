@@ -118,13 +118,13 @@ class Blackboard:
         keys = [f"{topic}/{rank}" for rank in ranks]
         with reaching_store():
             if self._store.check(keys):
-                yield from zip(ranks, map(self._opened, keys, self._all_of(keys)), strict=True)
+                yield from zip(ranks, map(self._open, keys, self._all_of(keys)), strict=True)
             elif one_by_one:
                 for rank, key in zip(ranks, keys, strict=True):
                     if self._store.check([key]):
-                        yield rank, self._opened(key, self._store.get(key))
+                        yield rank, self._open(key, self._store.get(key))
 
-    def _opened(self, key: str, sealed: bytes) -> dict[str, Any]:
+    def _open(self, key: str, sealed: bytes) -> dict[str, Any]:
         mark, raw = split(sealed)
         try:
             self._seal.check(key, raw, mark)

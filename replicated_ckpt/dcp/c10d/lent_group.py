@@ -26,7 +26,7 @@ class LentGroup:
         self.group = pool.groups[number]
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         """For a block of collectives. If it breaks off in the middle of one, nobody gets the group any more."""
         try:
             yield

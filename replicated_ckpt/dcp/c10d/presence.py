@@ -78,7 +78,7 @@ class Presence:
         self._host = host
         self._append(host, this)
 
-    def lost(self) -> Mapping[int, Process]:
+    def find_lost(self) -> Mapping[int, Process]:
         """The processes of the job that are gone, as far as a rank of their host has looked, by rank of the job."""
         self._lost_read = self._read("lost", self._lost_read, self._lost)
         if self._host is not None:

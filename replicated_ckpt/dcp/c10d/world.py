@@ -64,7 +64,7 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
 
     def find_lost() -> list[int]:
         with reaching_store():
-            lost = presence.lost() if presence is not None else {}
+            lost = presence.find_lost() if presence is not None else {}
         return [rank for rank, member in enumerate(members) if member in lost]
 
     return World(rank, size, Blackboard(store, rank, size, find_lost, Seal.of_job(name)), name)

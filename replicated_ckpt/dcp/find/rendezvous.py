@@ -85,7 +85,7 @@ def meet(
 
 def _with_own_store(store: LocalStore, survey: Survey) -> Survey:
     """The survey and what lies in this rank's own store, whose agent the coordinator may not have reached."""
-    own = store.known_node_id()
+    own = store.read_node_id()
     if is_nowhere(store) or survey.unmanaged_warning or any(held.node_id == own for held in survey.holdings):
         return survey
     save = survey.found
@@ -171,8 +171,8 @@ def _remember(store: LocalStore, survey: Survey) -> Survey:
 def _alone(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str
 ) -> Survey:
-    look = Surveyor(store, store.known_node_id(), _known_peers(store), bucket, lineage=lineage)
-    survey = look.surveyed(_resolve_id(store, given_id))
+    look = Surveyor(store, store.read_node_id(), _known_peers(store), bucket, lineage=lineage)
+    survey = look.survey(_resolve_id(store, given_id))
     own = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
     tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey, world)
     return survey
@@ -180,7 +180,7 @@ def _alone(
 
 def _known_peers(store: LocalStore) -> Sequence[AgentAddress]:
     """The nodes that this node's agent has met; none that another user names."""
-    return () if is_only_read(store) else PeerBook(store.root_agent_directory()).known()
+    return () if is_only_read(store) else PeerBook(store.root_agent_directory()).read_all()
 
 
 def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None) -> str:
@@ -225,13 +225,13 @@ def _survey(
     nodes, seen = _nodes_of(posts)
     addresses = [node.address for node in nodes.values() if not node.silence]
     if is_nowhere(store):
-        return Surveyor(store, store.known_node_id(), addresses, bucket, nodes, lineage, seen).surveyed(ids[0])
-    own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.known_node_id()
+        return Surveyor(store, store.read_node_id(), addresses, bucket, nodes, lineage, seen).survey(ids[0])
+    own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.read_node_id()
     known = [node.address for node in nodes.values() if node.address.port]
     openers = [node.opener() for node in nodes.values() if not node.silence]
     silent = _introduce(known, openers, world.session)
     absent = [peer for peer in _known_peers(store) if peer.node_id not in nodes]
-    survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent).surveyed(ids[0])
+    survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent).survey(ids[0])
     tell_load(survey.addresses, survey, world)
     return survey
 

@@ -23,12 +23,12 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
     Raises:
         CheckpointExists: it stays; says why.
     """
-    met = {peer.node_id: peer for peer in PeerBook(store.agent_directory()).known()}
+    met = {peer.node_id: peer for peer in PeerBook(store.agent_directory()).read_all()}
     peers = {**met, **{address.node_id: address for address in nodes}}
     surveyor = Surveyor(store, own_node, peers.values(), expected=peers)
     missing = "the manifest"
     try:
-        survey = surveyor.surveyed(checkpoint_id)
+        survey = surveyor.survey(checkpoint_id)
     except (CheckpointNotFound, ShardLost):
         unreached = list(surveyor.unreached)
     except CheckpointAmbiguous as exc:

@@ -122,7 +122,7 @@ class Surveyor:
         self._ids: set[str] = set()
         self._remains: list[Remains] = []
 
-    def surveyed(self, checkpoint_id: str) -> Survey:
+    def survey(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
 
         A save with a copy of every shard goes before a newer one without; if none is whole, an explicit id still gives
@@ -135,7 +135,7 @@ class Surveyor:
             several runs.
         """
         try:
-            return self._surveyed(checkpoint_id)
+            return self._survey_once(checkpoint_id)
         except (CheckpointNotFound, ShardLost) as exc:
             return self._survey_unmanaged(checkpoint_id, exc)
 
@@ -145,25 +145,25 @@ class Surveyor:
         for node, error in look.unreached.items():
             self._searched[node] = f"{self._by_node.pop(node).label}: not reached ({error.message})"
         self._problems += save.refused
-        survey = self._survey(save.holdings, save.manifest.encoded().decode())
+        survey = self._survey(save.holdings, save.manifest.encode().decode())
         return replace(survey, unmanaged_warning=unmanaged_warning(save))
 
-    def _surveyed(self, checkpoint_id: str) -> Survey:
+    def _survey_once(self, checkpoint_id: str) -> Survey:
         wanted = None if checkpoint_id == LATEST else checkpoint_id
         look = None if self._bucket is None else BucketLook(self._bucket, wanted)
         holdings = self._holdings(wanted)
         if look is None:
-            return self._chosen(checkpoint_id, holdings)
+            return self._choose(checkpoint_id, holdings)
         if not look.is_over_within(LOOK_WITHIN_S):
             self._searched[OBJECT_NODE] = f"{look.url}: not reached (no answer within {LOOK_WITHIN_S:.0f} s)"
             with contextlib.suppress(CheckpointNotFound, ShardLost):
-                survey = self._chosen(checkpoint_id, holdings)
+                survey = self._choose(checkpoint_id, holdings)
                 if survey.is_whole:
                     return survey
             look.is_over_within(None)
-        return self._chosen(checkpoint_id, [*holdings, *self._holdings_in_bucket(look)])
+        return self._choose(checkpoint_id, [*holdings, *self._holdings_in_bucket(look)])
 
-    def _chosen(self, checkpoint_id: str, holdings: Sequence[Holding]) -> Survey:
+    def _choose(self, checkpoint_id: str, holdings: Sequence[Holding]) -> Survey:
         saves: Sequence[SaveFound] = saves_found(holdings)
         self._ids |= {save.checkpoint_id for save in saves}
         choice = choose_lineage(checkpoint_id, saves, self._lineage)
@@ -282,7 +282,7 @@ class Surveyor:
 
     def _not_found(self, checkpoint_id: str) -> CheckpointNotFound:
         where = "; ".join(self._places())
-        if any(intent.checkpoint_id == checkpoint_id for intent in self._store.staged()):
+        if any(intent.checkpoint_id == checkpoint_id for intent in self._store.list_staged()):
             return CheckpointNotCommitted(
                 f"Checkpoint {checkpoint_id!r} was begun and never committed. Searched: {where}.",
                 unreached=self.unreached,

@@ -85,7 +85,7 @@ def _copies(
     `problems` gets what the other places have instead, each named.
     """
     save, manifest = survey.found, survey.manifest
-    own_node, size, crc = store.known_node_id(), manifest.metadata_bytes, manifest.metadata_crc32c
+    own_node, size, crc = store.read_node_id(), manifest.metadata_bytes, manifest.metadata_crc32c
     own_address = next((address for address in survey.addresses if address.node_id == own_node), None)
     if any(holding.node_id == own_node for holding in save.holdings):
         path = store.path_of(save.checkpoint_id, save.save_id, METADATA_NAME)

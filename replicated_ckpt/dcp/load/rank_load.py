@@ -206,7 +206,7 @@ class RankLoad:
 
     @cached_property
     def _own_node(self) -> str:
-        return self._store.known_node_id()
+        return self._store.read_node_id()
 
     def _is_remote(self, shard: str) -> bool:
         """Whether no copy of a shard lies on this node."""

@@ -93,13 +93,13 @@ class ReplicatedReader(StorageReader):
         on_load: Callable[[LoadReport], object] | None = None,
     ) -> None:
         super().__init__()
-        self.config = ReaderConfig.checked(root, object_store=object_store, lineage=lineage)
+        self.config = ReaderConfig.check(root, object_store=object_store, lineage=lineage)
         self.last_load: LoadReport | None = None
         self._made_at = find_line()
         self._process_group = process_group
         self._no_dist = no_dist
         self._store = LocalStore(self.config.root or NOWHERE)
-        self._target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
+        self._target = None if object_store is None else ObjectTarget.check(object_store, storage_options)
         self._bucket: Bucket | None = None
         self._given_id: str | os.PathLike[str] | None = None
         self._items = ItemReader(trust_pickles=trust_pickles)
@@ -126,7 +126,7 @@ class ReplicatedReader(StorageReader):
         Raises:
             StoreUnavailable: none was found, but not all were reached. Other ReplicatedCkptErrors, on every rank alike.
         """
-        return self._looked_up(os.fspath(checkpoint_id)) is not None
+        return self._look_up(os.fspath(checkpoint_id)) is not None
 
     def latest(self) -> str | None:
         """The id that "latest" means now, None where no checkpoint is; the same on every rank, and all must ask.
@@ -134,19 +134,19 @@ class ReplicatedReader(StorageReader):
         Raises:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: as for `exists`.
         """
-        return self._looked_up(LATEST)
+        return self._look_up(LATEST)
 
-    def _looked_up(self, checkpoint_id: str) -> str | None:
+    def _look_up(self, checkpoint_id: str) -> str | None:
         try:
             world = world_of_call(self._process_group, self._no_dist)
-            return look_up(self._store, world, checkpoint_id, self._opened_bucket, self.config.lineage)
+            return look_up(self._store, world, checkpoint_id, self._open_bucket, self.config.lineage)
         finally:
             self._close_bucket()
 
-    def listed(self, look: Callable[[LocalStore, Bucket | None, str], T]) -> T:
+    def list_keys(self, look: Callable[[LocalStore, Bucket | None, str], T]) -> T:
         """What `look` finds in this reader's store, bucket and lineage. By this process alone: no rank meets another."""
         try:
-            return look(self._store, self._opened_bucket(), self.config.lineage)
+            return look(self._store, self._open_bucket(), self.config.lineage)
         finally:
             self._close_bucket()
 
@@ -174,7 +174,7 @@ class ReplicatedReader(StorageReader):
         is_alone = True if calling() is None else self._no_dist
         self._world = world_of_call(self._process_group, is_alone)
         try:
-            where, lineage = self._opened_bucket, self.config.lineage
+            where, lineage = self._open_bucket, self.config.lineage
             self._survey = meet(self._store, self._world, self._given_id, where, lineage=lineage)
         except AgreedError as exc:
             self._failure = exc.error
@@ -212,7 +212,7 @@ class ReplicatedReader(StorageReader):
         if self._failure is not None:
             raise self._failure
         metadata = read_verified_metadata(
-            self._store, self._surveyed, self._opened_bucket(), self._reader_key, self._silent
+            self._store, self._surveyed, self._open_bucket(), self._reader_key, self._silent
         )
         self._places = places_of(metadata) if self._surveyed.unmanaged_warning else None
         if self._surveyed.unmanaged_warning and self._world.is_coordinator:
@@ -269,7 +269,7 @@ class ReplicatedReader(StorageReader):
         """
         began = time.monotonic()
         try:
-            traffic = self._load.read(plan, planner, self._opened_bucket())
+            traffic = self._load.read(plan, planner, self._open_bucket())
         finally:
             self._close_bucket()
         now = time.monotonic()
@@ -322,7 +322,7 @@ class ReplicatedReader(StorageReader):
             raise CheckpointNotFound("No checkpoint has been looked for: read_metadata comes first.")
         return self._survey
 
-    def _opened_bucket(self) -> Bucket | None:
+    def _open_bucket(self) -> Bucket | None:
         """The bucket, from the first use in a load to its end: a client must not be forked with its user."""
         if self._bucket is None and self._target is not None:
             look_s = READ_WITHIN_S if self.config.root is None else LOOK_WITHIN_S

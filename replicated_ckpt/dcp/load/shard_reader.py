@@ -123,7 +123,7 @@ class ShardReader:
         self._bucket = bucket
         self._manifest: Manifest = survey.manifest
         self._address_by_node = {address.node_id: address for address in survey.addresses}
-        self._nodes_by_shard = self._ordered(shards, reader_key)
+        self._nodes_by_shard = self._order(shards, reader_key)
         self._places = places or {}
         self._open: dict[str, AnySource] = {}
         self._rebuilt: Tables = {}
@@ -135,7 +135,7 @@ class ShardReader:
         other._open = {}  # noqa: SLF001 - of the same class
         return other
 
-    def _ordered(self, shards: Sequence[str], reader_key: str) -> Mapping[str, tuple[str, ...]]:
+    def _order(self, shards: Sequence[str], reader_key: str) -> Mapping[str, tuple[str, ...]]:
         sizes = {shard: self._manifest.shards[shard].size_bytes for shard in shards}
         holders = {shard: self._survey.found.holders_of(shard, sizes[shard]) for shard in shards}
         orders = source_orders(sizes, holders, self._own_node, reader_key)

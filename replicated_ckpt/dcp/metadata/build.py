@@ -125,17 +125,17 @@ class _Builder(Values):
             if type(key) is not str:
                 self._spend(number)
 
-    def named(self, node: Named) -> torch.dtype:
+    def resolve_name(self, node: Named) -> torch.dtype:
         found = self.find(key_of(node))
         if not isinstance(found, torch.dtype):
             raise PickleUnsafe(f"holds {_describe(node)} as a value, which is none")
         return found
 
-    def made(self, node: Made) -> Any:
+    def make(self, node: Made) -> Any:
         if self.find(key_of(node.called)) in _FILLED_AT_ONCE:
             for items in node.arguments:
                 self.check_keys(items if type(items) is list else ())
-        return super().made(node)
+        return super().make(node)
 
     def _spend(self, steps: int) -> None:
         self._steps_left -= steps
@@ -201,7 +201,7 @@ class _Builder(Values):
             raise PickleUnsafe(f"makes a {key[1]} in a way that picklers do not")
         return state
 
-    def _made(
+    def _make(
         self, node: Made, kind: type[Instance], fields: Mapping[str, Any], attributes: dict[str, Any]
     ) -> Instance:
         """The instance of a node: with these attributes, and whatever else a newer torch may have given it."""
@@ -226,7 +226,7 @@ class _Builder(Values):
                 raise PickleUnsafe("has a chunk of other dimensions than its tensor")
         properties = self._properties(fields.get("properties"))
         attributes = {"properties": properties, "size": size, "chunks": chunks}
-        return self._made(node, TensorStorageMetadata, fields, attributes)
+        return self._make(node, TensorStorageMetadata, fields, attributes)
 
     def _chunk(self, node: Any) -> ChunkStorageMetadata:
         if type(node) is Made and type(node.value) is ChunkStorageMetadata:
@@ -235,7 +235,7 @@ class _Builder(Values):
         offsets, sizes = self._size(fields.get("offsets")), self._size(fields.get("sizes"))
         if len(offsets) != len(sizes):
             raise PickleUnsafe("has a chunk with more offsets than sizes, or fewer")
-        return self._made(node, ChunkStorageMetadata, fields, {"offsets": offsets, "sizes": sizes})
+        return self._make(node, ChunkStorageMetadata, fields, {"offsets": offsets, "sizes": sizes})
 
     def _index(self, node: Any) -> MetadataIndex:
         if type(node) is Made and type(node.value) is MetadataIndex:
@@ -249,7 +249,7 @@ class _Builder(Values):
             attributes["index"] = number
         if "offset" in fields:
             attributes["offset"] = None if offset is None else self._size(offset)
-        return self._made(node, MetadataIndex, fields, attributes)
+        return self._make(node, MetadataIndex, fields, attributes)
 
     def _info(self, node: Any) -> StorageInfo:
         if type(node) is Made and type(node.value) is StorageInfo:
@@ -263,7 +263,7 @@ class _Builder(Values):
             found = self._is_shard[path] = is_shard_path(path)
         if not found:
             raise PickleUnsafe(f"has an item in {path[:_NAME_CHARACTERS]!r}, which is no shard")
-        return self._made(node, StorageInfo, fields, {"relative_path": path, "offset": offset, "length": length})
+        return self._make(node, StorageInfo, fields, {"relative_path": path, "offset": offset, "length": length})
 
     def _size(self, node: Any) -> torch.Size:
         """A size. So few may hash alike that no dictionary of places gets slow."""

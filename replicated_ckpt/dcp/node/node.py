@@ -129,7 +129,7 @@ def reading_post(store: LocalStore) -> NodePost | None:
     except AgentUnavailable as exc:
         silence = str(exc)
         warn(silence)
-    node_id = store.known_node_id()
+    node_id = store.read_node_id()
     if node_id == NO_NODE:
         return None
     log.warning("only the ranks of this node read its store: %s", silence)

@@ -73,7 +73,7 @@ class Storages:
         self._memory_of = memory_of
         self._known: dict[str, tuple[StorageOutline, torch.TypedStorage]] = {}
 
-    def typed(self, outline: StorageOutline) -> torch.TypedStorage:
+    def make_typed(self, outline: StorageOutline) -> torch.TypedStorage:
         """The storage.
 
         Raises:

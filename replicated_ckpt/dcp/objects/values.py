@@ -54,10 +54,10 @@ class Values:
             self._known[id(node)] = make(self, node)
         return self._known[id(node)]
 
-    def named(self, node: Named) -> Any:
+    def resolve_name(self, node: Named) -> Any:
         return self.find(key_of(node))
 
-    def made(self, node: Made) -> Any:
+    def make(self, node: Made) -> Any:
         """What a call of something that is named gives, with the state and the contents that come after it.
 
         Raises:
@@ -77,7 +77,7 @@ class Values:
                 f"has something that {node.called.path[:_NAMES_CHARACTERS]} does not take ({problem})"
             ) from exc
 
-    def stored(self, node: Stored) -> Any:
+    def load_stored(self, node: Stored) -> Any:
         del node
         raise PickleUnsafe("holds a persistent id")
 
@@ -112,9 +112,9 @@ class Values:
 
 
 _MAKE: dict[type, Callable[[Values, Any], Any]] = {
-    Named: lambda values, node: values.named(node),
-    Made: lambda values, node: values.made(node),
-    Stored: lambda values, node: values.stored(node),
+    Named: lambda values, node: values.resolve_name(node),
+    Made: lambda values, node: values.make(node),
+    Stored: lambda values, node: values.load_stored(node),
     tuple: Values.tuple_of,
     list: Values.list_of,
     Pairs: Values.pairs,

@@ -131,10 +131,10 @@ class ObjectValues(Values):
             raise UnknownName(key)
         return found
 
-    def stored(self, node: Stored) -> Any:
-        return self._storages.typed(storage_of(node))
+    def load_stored(self, node: Stored) -> Any:
+        return self._storages.make_typed(storage_of(node))
 
-    def made(self, node: Made) -> Any:
+    def make(self, node: Made) -> Any:
         key = key_of(node.called)
         if key in numpy_values.KEYS:
             return numpy_values.numpy_value(node, key, self.of)
@@ -145,7 +145,7 @@ class ObjectValues(Values):
             _check_call(node, key)
         if key == _SPARSE:
             return self._sparse(node)
-        return super().made(node)
+        return super().make(node)
 
     def _bytes(self, node: Made, key: Key) -> bytes | bytearray:
         """Bytes as protocol 2 has them: a text and its encoding. Others would take long, and numbers any memory."""

@@ -78,7 +78,7 @@ class ObjectTier:
             return [f"this node's agent does not know the object store: {exc}"]
         return []
 
-    def probed(self, checkpoint_id: str, *, replaces: bool, overwrite: bool) -> Probed:
+    def probe(self, checkpoint_id: str, *, replaces: bool, overwrite: bool) -> Probed:
         """Looks at the bucket before a save. What is wrong with it does not keep the save from the nodes.
 
         Raises:

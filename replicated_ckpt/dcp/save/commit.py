@@ -48,7 +48,7 @@ def commit_save(
     try:
         with put_off():
             raw_metadata, manifest = _describe(decision, config.copies, receipts, metadata, results, notes or {})
-        raw_manifest = manifest.encoded()
+        raw_manifest = manifest.encode()
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
         failpoints.reach("coordinator.metadata-staged")

@@ -25,7 +25,7 @@ class HeldSave:
             SaveAborted: it is not open. StoreError
         """
         with translate_errors(str(store.root), "hold", save_id):
-            self._open.callback(os.close, store.held(save_id))
+            self._open.callback(os.close, store.lock_save(save_id))
 
     def close(self) -> None:
         self._open.close()

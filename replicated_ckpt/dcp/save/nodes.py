@@ -205,7 +205,7 @@ class LoneNode:
     def _drop_outlived(self) -> None:
         """Removes what was read when a newer save replaced it, and is read no more: there may be no agent to do it."""
         service = self._service
-        if service.store.catalog.replaced_names():
+        if service.store.catalog.list_replaced():
             view = NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.found())
             drop_outlived(service, {each.save_id: each for _, each in service.store.catalog.committed()}, (view,))
 
@@ -220,7 +220,7 @@ class LoneService(NodeService):
         """Nobody sees the save before this process holds it; it does so until this object is gone."""
         with self.looking():
             super().open_in_store(intent)
-            weakref.finalize(self, os.close, self.store.held(intent.save_id))
+            weakref.finalize(self, os.close, self.store.lock_save(intent.save_id))
 
     def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
         """Goes by the files, too, where this node has an agent: ranks hold what it opened only once they write."""

@@ -30,7 +30,7 @@ def assign_sequence(
     decision, problems = _place_in_lineage(decision, opened.histories, seen)
     if not object_tier.takes(decision.sequence):
         return decision, [*unreached, *problems]
-    found = object_tier.probed(decision.checkpoint_id, replaces=opened.replaces, overwrite=decision.overwrite)
+    found = object_tier.probe(decision.checkpoint_id, replaces=opened.replaces, overwrite=decision.overwrite)
     decision, problems = _place_in_lineage(decision, merge_histories([opened.histories, found.histories]), seen)
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]

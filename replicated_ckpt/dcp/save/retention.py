@@ -30,12 +30,12 @@ class Retaining:
         node = decision.node_of(rank).node_id
         if rank != decision.ranks_of(node)[0] or node in decision.unreached or not self._is_used:
             return []
-        return self._told(decision, is_committed=False)
+        return self._tell(decision, is_committed=False)
 
     def committed(self, decision: SaveDecision, *, has_agents: bool) -> None:
         """The save was committed. Agents that committed it look by themselves; where there was none, one is told."""
         if not has_agents and self._is_used:
-            for problem in self._told(decision, is_committed=True):
+            for problem in self._tell(decision, is_committed=True):
                 log.warning("%s", problem)
 
     @property
@@ -43,7 +43,7 @@ class Retaining:
         is_wanted = self._config.retention is not None or self._config.object_retention is not None
         return is_wanted or (self._store.root_agent_directory() / NAME).exists()
 
-    def _told(self, decision: SaveDecision, *, is_committed: bool) -> list[str]:
+    def _tell(self, decision: SaveDecision, *, is_committed: bool) -> list[str]:
         scope, revision = scope_of(decision.checkpoint_id), decision.sequence
         lineage = decision.lineage
         policies = [Policy(scope, NODES, revision, self._config.retention, lineage)]

@@ -70,7 +70,7 @@ class ShardWriter:
         name = str(ShardName(rank, 0))
         own = decision.node_of(rank).node_id
         buddies = decision.buddies_of(own) if stream_to_peers else ()
-        path = self._store.staged_file(decision.save_id, name)
+        path = self._store.path_of_staged(decision.save_id, name)
         own_file = FileSink(path, self._direct_io)
         sinks: list[Sink] = [own_file]
         sinks += [PeerSink(decision.address_of(node), decision.save_id, name, durable=durable) for node in buddies]
@@ -85,7 +85,7 @@ class ShardWriter:
             raise
         _raise_own(outcomes[0])
         began = time.perf_counter()
-        holders, missed = self._made_up(name, table, buddies, outcomes[1:], decision, own, durable=durable)
+        holders, missed = self._make_up(name, table, buddies, outcomes[1:], decision, own, durable=durable)
         phases |= {"write": outcomes[0].write_s, "fsync": outcomes[0].finish_s}
         phases["send"] = max((sent.write_s + sent.finish_s for sent in outcomes[1:]), default=0.0)
         phases["send"] += time.perf_counter() - began
@@ -101,7 +101,7 @@ class ShardWriter:
             results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
         return results
 
-    def _made_up(
+    def _make_up(
         self,
         name: str,
         table: BlockTable,
@@ -125,7 +125,7 @@ class ShardWriter:
             _raise_if_aborted_or_bug(error)
             log.warning("copy of %s to node %s failed: %s", name, node, error)
             for candidate in (other for other in (node, *spare) if other not in silent):
-                again = self._copied(name, table, decision, candidate, durable=durable)
+                again = self._copy(name, table, decision, candidate, durable=durable)
                 if again is None:
                     holders.append(candidate)
                     spare = [other for other in spare if other != candidate]
@@ -137,11 +137,11 @@ class ShardWriter:
                 missed.append(f"no copy of {name} was made on node {node}: {error}")
         return holders, missed
 
-    def _copied(
+    def _copy(
         self, name: str, table: BlockTable, decision: SaveDecision, node: str, *, durable: bool
     ) -> ReplicatedCkptError | None:
         """Copies a shard that is complete in the own store to one more node; the error if that fails."""
-        path = self._store.staged_file(decision.save_id, name)
+        path = self._store.path_of_staged(decision.save_id, name)
         sink = PeerSink(decision.address_of(node), decision.save_id, name, durable=durable)
         piece = memoryview(bytearray(BUFFER_BYTES))
         try:

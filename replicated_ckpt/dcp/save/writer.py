@@ -84,7 +84,7 @@ class ReplicatedWriter(StorageWriter):
         on_save: Callable[[SaveReport], object] | None = None,
     ) -> None:
         super().__init__()
-        self.config = WriterConfig.checked(
+        self.config = WriterConfig.check(
             root,
             copies=copies,
             ack=ack,
@@ -98,7 +98,7 @@ class ReplicatedWriter(StorageWriter):
             checkpoint_id_from=checkpoint_id_from,
             direct_io=direct_io,
         )
-        self._target = None if object_store is None else ObjectTarget.checked(object_store, storage_options)
+        self._target = None if object_store is None else ObjectTarget.check(object_store, storage_options)
         self.last_save: SaveReport | None = None
         self._process_group = process_group
         self._storage_options = storage_options
@@ -132,7 +132,7 @@ class ReplicatedWriter(StorageWriter):
     @property
     def store(self) -> LocalStore:
         """This node's store."""
-        return self._store
+        return self._parts.store
 
     def note(self, notes: Mapping[str, Any]) -> None:
         """Keeps notes (core.notes) with the next save. The coordinator's count."""

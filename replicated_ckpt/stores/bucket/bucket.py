@@ -90,16 +90,16 @@ class Bucket:
         found: list[BucketSave] = []
         level = [""]
         for _ in range(_DEPTH_MAX):
-            looked = FanOut[str, tuple[list[BucketSave], list[str]]]().run(level, self._looked).raise_first()
+            looked = FanOut[str, tuple[list[BucketSave], list[str]]]().run(level, self._look).raise_first()
             found += [save for saves, _ in looked.values() for save in saves]
             level = [directory for _, directories in looked.values() for directory in directories]
             if not level:
                 break
         return tuple(found)
 
-    def _looked(self, directory: str) -> tuple[list[BucketSave], list[str]]:
+    def _look(self, directory: str) -> tuple[list[BucketSave], list[str]]:
         """The checkpoint in a directory, if it is one, and the directories that may hold others."""
-        listing = self.client.listed(directory)
+        listing = self.client.list_keys(directory)
         checkpoint_id = directory.rstrip("/")
         if METADATA_NAME in listing.sizes and is_checkpoint_id(checkpoint_id):
             return [self._save(checkpoint_id, listing)], []
@@ -108,7 +108,7 @@ class Bucket:
 
     def save_of(self, checkpoint_id: str) -> BucketSave | None:
         """The committed save of one checkpoint, if there is one."""
-        listing = self.client.listed(f"{checkpoint_id}/")
+        listing = self.client.list_keys(f"{checkpoint_id}/")
         return self._save(checkpoint_id, listing) if METADATA_NAME in listing.sizes else None
 
     def _save(self, checkpoint_id: str, listing: Listing) -> BucketSave:
@@ -118,7 +118,7 @@ class Bucket:
         if mark is None and is_ours:
             mark = self._mark(checkpoint_id, size)
         if mark is not None and mark.has_own_prefix:
-            sizes = self.client.listed(f"{checkpoint_id}/{mark.prefix}").sizes
+            sizes = self.client.list_keys(f"{checkpoint_id}/{mark.prefix}").sizes
         shards = {name: size for name, size in sizes.items() if ShardName.parse(name) is not None}
         return BucketSave(checkpoint_id, mark, shards, size - (MARK_BYTES if mark else 0), is_ours and not mark)
 
@@ -131,7 +131,7 @@ class Bucket:
 
     def is_empty(self, checkpoint_id: str) -> bool:
         """Whether nothing at all lies under a checkpoint's name. Also tells whether the bucket can be reached."""
-        listing = self.client.listed(f"{checkpoint_id}/")
+        listing = self.client.list_keys(f"{checkpoint_id}/")
         return not listing.sizes and not listing.directories
 
     def manifest_raw(self, save: BucketSave) -> bytes:
@@ -165,9 +165,9 @@ class Bucket:
         self.client.put_shard(key_of(manifest, name), source, paced)
         failpoints.reach("upload.shard-arrived")
 
-    def arrived(self, manifest: Manifest) -> set[str]:
+    def find_arrived(self, manifest: Manifest) -> set[str]:
         """The shards of a save of which an object of the right size is there."""
-        sizes = self.client.listed(f"{manifest.checkpoint_id}/{prefix_of(manifest)}").sizes
+        sizes = self.client.list_keys(f"{manifest.checkpoint_id}/{prefix_of(manifest)}").sizes
         return {name for name, entry in manifest.shards.items() if sizes.get(name) == entry.size_bytes}
 
     def is_intact(self, manifest: Manifest, name: str) -> bool:
@@ -223,7 +223,7 @@ class Bucket:
                 self._tidy(manifest, replaced)
                 return
             replaced = there
-            self.client.put_over(key, raw_metadata + mark.encoded(), version)
+            self.client.put_over(key, raw_metadata + mark.encode(), version)
             failpoints.reach("upload.marked")
         raise ObjectCorrupt(self.client.target.url, "commit", key, "what is read back is not what was written")
 
@@ -291,7 +291,7 @@ def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
         metadata_crc32c=0,
         nodes=(node,),
         shards=shards,
-    ).encoded()
+    ).encode()
 
 
 def _rank_of(shard: str) -> int:

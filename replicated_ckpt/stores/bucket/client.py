@@ -32,7 +32,7 @@ class ObjectClient(Protocol):
 
     target: ObjectTarget
 
-    def listed(self, directory: str) -> Listing:
+    def list_keys(self, directory: str) -> Listing:
         """What lies directly under `directory` ("" or "a/b/")."""
 
     def read(self, key: str, offset: int, target: memoryview) -> None:

@@ -58,7 +58,7 @@ class FsspecClient:
         except ImportError as exc:
             raise missing_package(target, exc) from exc
         except (ValueError, TypeError) as exc:
-            detail = target.scrubbed(f"{type(exc).__name__}: {exc}")[:400]
+            detail = target.scrub(f"{type(exc).__name__}: {exc}")[:400]
             raise ConfigInvalid(
                 f"{target.url} cannot be reached through fsspec: {detail}.", "Correct the URL or storage_options."
             ) from None
@@ -66,9 +66,9 @@ class FsspecClient:
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}".rstrip("/")
 
-    def listed(self, directory: str) -> Listing:
+    def list_keys(self, directory: str) -> Listing:
         path = self._path(directory)
-        with self._translated("list", directory):
+        with self._translate("list", directory):
             try:
                 entries = self._fs.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
@@ -83,7 +83,7 @@ class FsspecClient:
     def read(self, key: str, offset: int, target: memoryview) -> None:
         if not target:
             return
-        with self._translated("read", key):
+        with self._translate("read", key):
             try:
                 raw = self._fs.cat_file(self._path(key), start=offset, end=offset + len(target))
             except OSError as exc:
@@ -97,11 +97,11 @@ class FsspecClient:
         target[:] = raw
 
     def size_bytes(self, key: str) -> int:
-        with self._translated("look at", key):
+        with self._translate("look at", key):
             return int(self._fs.size(self._path(key)))
 
     def put(self, key: str, data: bytes) -> None:
-        with self._translated("write", key):
+        with self._translate("write", key):
             self._fs.pipe_file(self._path(key), data)
 
     def version(self, key: str) -> str:
@@ -116,7 +116,7 @@ class FsspecClient:
 
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
         source.check_all()
-        with self._translated("write", key):
+        with self._translate("write", key):
             if self.target.scheme in ("s3", "s3a"):
                 extra = {"chunksize": PART_BYTES, "max_concurrency": PARTS_PARALLEL}
                 self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
@@ -129,7 +129,7 @@ class FsspecClient:
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            with self._translated("delete", key), contextlib.suppress(FileNotFoundError):
+            with self._translate("delete", key), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(key))
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
@@ -141,7 +141,7 @@ class FsspecClient:
         """fsspec closes by itself what it opened."""
 
     @contextmanager
-    def _translated(self, op: str, key: str) -> Iterator[None]:
+    def _translate(self, op: str, key: str) -> Iterator[None]:
         """fsspec's back ends raise what they like: OSErrors by kind, and their SDK's own, which are told apart by name."""
         try:
             yield
@@ -162,4 +162,4 @@ class FsspecClient:
             raise kind(self.target.url, op, key, self._detail(exc)) from None
 
     def _detail(self, exc: BaseException) -> str:
-        return self.target.scrubbed(f"{type(exc).__name__}: {exc}")[:400]
+        return self.target.scrub(f"{type(exc).__name__}: {exc}")[:400]

@@ -27,7 +27,7 @@ class BucketInspector:
         self.checkpoint_ids: list[str] = []
         self.unchecked: list[str] = []
 
-    def inspected(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
+    def inspect(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
         """What is wrong."""
         found = [self._bucket.save_of(checkpoint_id)] if checkpoint_id else self._bucket.saves()
         for save in found:

@@ -22,6 +22,6 @@ def missing_package(target: ObjectTarget, why: ImportError) -> ConfigInvalid:
     """The error where the package for a bucket is not installed; its hint is the line that installs it."""
     package = _PACKAGE_BY_SCHEME.get(target.scheme, "fsspec")
     return ConfigInvalid(
-        f"{target.url} needs the package {package}, which this Python cannot import: {target.scrubbed(str(why))[:300]}.",
+        f"{target.url} needs the package {package}, which this Python cannot import: {target.scrub(str(why))[:300]}.",
         f"`{sys.executable} -m pip install {package}` on every node: ranks and agents use it.",
     )

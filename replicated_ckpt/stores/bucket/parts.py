@@ -27,13 +27,13 @@ class MultipartClient(Protocol):
     bucket: str
     prefix: str
 
-    def begun(self, key: str) -> str:
+    def begin(self, key: str) -> str:
         """Begins an upload; returns its id."""
 
     def checksum_of(self, crc: int) -> dict[str, str]:
         """Parameters by which the server verifies what it receives."""
 
-    def translated(self, op: str, key: str) -> AbstractContextManager[None]:
+    def translate_errors(self, op: str, key: str) -> AbstractContextManager[None]:
         """Turns botocore's errors into ours."""
 
 
@@ -62,7 +62,7 @@ class MultipartUpload:
                 waiting.put(number)
         self._send_all(waiting)
         parts = [self._parts[number] for number in range(1, count + 1)]
-        with self._client.translated("complete the upload of", self._key):
+        with self._client.translate_errors("complete the upload of", self._key):
             self._client.s3.complete_multipart_upload(
                 **self._where, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
             )
@@ -97,7 +97,7 @@ class MultipartUpload:
         part = memoryview(memory)[:size]
         crc = self._crcs[number] = self._source.read(offset, part)
         checksum = self._client.checksum_of(crc)
-        with self._client.translated(f"send part {number} of", self._key):
+        with self._client.translate_errors(f"send part {number} of", self._key):
             answer = self._client.s3.upload_part(
                 **self._where, UploadId=self._upload_id, PartNumber=number, Body=MemoryBody(part), **checksum
             )
@@ -107,7 +107,7 @@ class MultipartUpload:
             self._parts[number] = {"PartNumber": number, "ETag": answer["ETag"], **stored}
 
     def _create(self) -> None:
-        self._upload_id: str = self._client.begun(self._key)
+        self._upload_id: str = self._client.begin(self._key)
         note = {"key": self._where["Key"], "upload_id": self._upload_id, "part_bytes": self._part_bytes}
         note["file"] = [self._source.size_bytes, self._source.crc32c]
         with translate_errors(str(self._source.resume_path.parent), "write", self._source.resume_path.name):
@@ -124,7 +124,7 @@ class MultipartUpload:
         except (OSError, ValueError, KeyError, TypeError):
             return False
         try:
-            self._parts = {part["PartNumber"]: part for part in self._stored_parts()}
+            self._parts = {part["PartNumber"]: part for part in self._list_parts()}
         except ObjectMissing:
             return False
         except ReplicatedCkptError as exc:
@@ -133,10 +133,10 @@ class MultipartUpload:
             raise
         return True
 
-    def _stored_parts(self) -> Iterator[dict[str, Any]]:
+    def _list_parts(self) -> Iterator[dict[str, Any]]:
         marker: dict[str, int] = {}
         while True:
-            with self._client.translated("list parts of", self._key):
+            with self._client.translate_errors("list parts of", self._key):
                 page = self._client.s3.list_parts(**self._where, UploadId=self._upload_id, **marker)
             for part in page.get("Parts", ()):
                 if self._is_ours(part):

@@ -38,20 +38,20 @@ class RetryingClient:
         self._clock = clock
         self._sleep = sleep
 
-    def listed(self, directory: str) -> Listing:
-        return self._tried(lambda: self._client.listed(directory), self._look_within_s)
+    def list_keys(self, directory: str) -> Listing:
+        return self._try(lambda: self._client.list_keys(directory), self._look_within_s)
 
     def read(self, key: str, offset: int, target: memoryview) -> None:
         try:
-            self._tried(lambda: self._client.read(key, offset, target), self._within_s)
+            self._try(lambda: self._client.read(key, offset, target), self._within_s)
         except ObjectCorrupt:
-            self._tried(lambda: self._client.read(key, offset, target), self._within_s)
+            self._try(lambda: self._client.read(key, offset, target), self._within_s)
 
     def size_bytes(self, key: str) -> int:
-        return self._tried(lambda: self._client.size_bytes(key), self._look_within_s)
+        return self._try(lambda: self._client.size_bytes(key), self._look_within_s)
 
     def version(self, key: str) -> str:
-        return self._tried(lambda: self._client.version(key), self._look_within_s)
+        return self._try(lambda: self._client.version(key), self._look_within_s)
 
     def put(self, key: str, data: bytes) -> None:
         self._client.put(key, data)
@@ -71,7 +71,7 @@ class RetryingClient:
     def close(self) -> None:
         self._client.close()
 
-    def _tried(self, call: Callable[[], T], within_s: float) -> T:
+    def _try(self, call: Callable[[], T], within_s: float) -> T:
         deadline, pause_s = self._clock() + within_s, _PAUSE_FIRST_S
         while True:
             try:

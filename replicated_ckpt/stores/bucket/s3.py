@@ -76,15 +76,15 @@ class S3Client:
         try:
             self.s3 = _botocore_client(target)
         except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exc:
-            raise ConfigInvalid(f"{target.url}: {target.scrubbed(str(exc))}", "Correct storage_options.") from None
+            raise ConfigInvalid(f"{target.url}: {target.scrub(str(exc))}", "Correct storage_options.") from None
 
-    def listed(self, directory: str) -> Listing:
+    def list_keys(self, directory: str) -> Listing:
         start = self.prefix + directory
         sizes: dict[str, int] = {}
         directories: list[str] = []
         token: dict[str, str] = {}
         while True:
-            with self.translated("list", directory):
+            with self.translate_errors("list", directory):
                 page = self.s3.list_objects_v2(Bucket=self.bucket, Prefix=start, Delimiter="/", **token)
             sizes.update({entry["Key"][len(start) :]: entry["Size"] for entry in page.get("Contents", ())})
             directories += [entry["Prefix"][len(start) : -1] for entry in page.get("CommonPrefixes", ())]
@@ -96,7 +96,7 @@ class S3Client:
         if not target:
             return
         span = f"bytes={offset}-{offset + len(target) - 1}"
-        with self.translated("read", key):
+        with self.translate_errors("read", key):
             answer = self.s3.get_object(Bucket=self.bucket, Key=self.prefix + key, Range=span)
             status = answer["ResponseMetadata"]["HTTPStatusCode"]
             with contextlib.closing(answer["Body"]) as body:
@@ -110,21 +110,21 @@ class S3Client:
                     done += count
 
     def size_bytes(self, key: str) -> int:
-        with self.translated("look at", key):
+        with self.translate_errors("look at", key):
             return int(self.s3.head_object(Bucket=self.bucket, Key=self.prefix + key)["ContentLength"])
 
     def put(self, key: str, data: bytes) -> None:
         self._put(key, data, crc32c(data))
 
     def _put(self, key: str, data: bytes | bytearray, crc: int, **conditions: str) -> None:
-        with self.translated("write", key):
+        with self.translate_errors("write", key):
             self.s3.put_object(
                 Bucket=self.bucket, Key=self.prefix + key, Body=MemoryBody(data), **self.checksum_of(crc), **conditions
             )
 
     def version(self, key: str) -> str:
         try:
-            with self.translated("look at", key):
+            with self.translate_errors("look at", key):
                 return str(self.s3.head_object(Bucket=self.bucket, Key=self.prefix + key)["ETag"])
         except ObjectMissing:
             return ""
@@ -144,14 +144,14 @@ class S3Client:
     def delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), _DELETE_MAX):
             some = keys[start : start + _DELETE_MAX]
-            with self.translated("delete", some[0]):
+            with self.translate_errors("delete", some[0]):
                 for key in some:  # DeleteObjects wants checksums that differ between stores; this is not a hot path
                     self.s3.delete_object(Bucket=self.bucket, Key=self.prefix + key)
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
         ended, marker = 0, dict[str, str]()
         while True:
-            with self.translated("list uploads of", prefix):
+            with self.translate_errors("list uploads of", prefix):
                 page = self.s3.list_multipart_uploads(Bucket=self.bucket, Prefix=self.prefix + prefix, **marker)
                 for upload in page.get("Uploads", ()):
                     if time.time() - upload["Initiated"].timestamp() >= older_than_s:
@@ -182,23 +182,23 @@ class S3Client:
             self.delete([key])
             raise
 
-    def begun(self, key: str) -> str:
+    def begin(self, key: str) -> str:
         """Begins an upload in parts, with checksums unless the store knows none; returns its id."""
         where = {"Bucket": self.bucket, "Key": self.prefix + key}
         if self.has_checksums:
             try:
-                with self.translated("begin the upload of", key):
+                with self.translate_errors("begin the upload of", key):
                     return str(self.s3.create_multipart_upload(**where, ChecksumAlgorithm="CRC32C")["UploadId"])
             except StoreError as exc:
                 if type(exc) is not StoreError:
                     raise
                 self.has_checksums = False
-        with self.translated("begin the upload of", key):
+        with self.translate_errors("begin the upload of", key):
             return str(self.s3.create_multipart_upload(**where)["UploadId"])
 
     def _check_stored(self, key: str, source: UploadSource, of_parts: str) -> None:
         """Compares with what the store says it holds: a checksum of the whole, or, of an upload in parts, of theirs."""
-        with self.translated("look at", key):
+        with self.translate_errors("look at", key):
             found = self.s3.head_object(Bucket=self.bucket, Key=self.prefix + key, ChecksumMode="ENABLED")
         if found["ContentLength"] != source.size_bytes:
             raise self._corrupt(key, f"expected {source.size_bytes} bytes, the store holds {found['ContentLength']}")
@@ -218,21 +218,21 @@ class S3Client:
         return ObjectCorrupt(self.target.url, "check", key, detail)
 
     @contextmanager
-    def translated(self, op: str, key: str) -> Iterator[None]:
+    def translate_errors(self, op: str, key: str) -> Iterator[None]:
         try:
             yield
         except botocore.exceptions.ClientError as exc:
             raise self._error_of(exc, op, key) from None
         except (botocore.exceptions.NoCredentialsError, botocore.exceptions.PartialCredentialsError) as exc:
-            raise StoreDenied(self.target.url, op, key, self.target.scrubbed(str(exc)), _DENIED_HINT) from None
+            raise StoreDenied(self.target.url, op, key, self.target.scrub(str(exc)), _DENIED_HINT) from None
         except (botocore.exceptions.BotoCoreError, OSError) as exc:
-            detail = self.target.scrubbed(f"{type(exc).__name__}: {exc}")
+            detail = self.target.scrub(f"{type(exc).__name__}: {exc}")
             raise StoreUnavailable(self.target.url, op, key, detail, _AWAY_HINT) from None
 
     def _error_of(self, exc: botocore.exceptions.ClientError, op: str, key: str) -> StoreError:
         error = exc.response.get("Error", {})
         code, status = str(error.get("Code")), exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        detail = self.target.scrubbed(f"{code}: {error.get('Message', '')} (status {status})")[:400]
+        detail = self.target.scrub(f"{code}: {error.get('Message', '')} (status {status})")[:400]
         store = self.target.url
         if code in _MISSING:
             return ObjectMissing(store, op, key, detail)

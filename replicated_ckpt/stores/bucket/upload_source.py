@@ -34,7 +34,7 @@ class UploadSource:
 
     def __enter__(self) -> Self:
         self._table: BlockTable = self._file.open().table
-        self._footer = self._table.encoded()
+        self._footer = self._table.encode()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,12 +56,12 @@ class UploadSource:
             with translate_errors(self._store, "read", self._name):
                 if read_exactly(self._fd, target, offset) != len(target):
                     raise OSError(errno.EIO, "the file ended early")
-            crc, problem = self._checked(offset, target)
+            crc, problem = self._check(offset, target)
             if not problem:
                 return crc
         raise ObjectCorrupt(self._store, "read", self._name, problem)
 
-    def _checked(self, offset: int, piece: memoryview) -> tuple[int, str]:
+    def _check(self, offset: int, piece: memoryview) -> tuple[int, str]:
         table, total, position = self._table, 0, 0
         assert offset % table.block_bytes == 0 or offset >= table.data_bytes, "pieces begin where blocks do"
         while position < len(piece) and offset + position < table.data_bytes:

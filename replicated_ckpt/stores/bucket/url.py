@@ -26,7 +26,7 @@ class ObjectTarget:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def checked(cls, url: str, options: Mapping[str, Any] | None) -> "ObjectTarget":
+    def check(cls, url: str, options: Mapping[str, Any] | None) -> "ObjectTarget":
         """The target that the user of this process named, with what the environment says of it.
 
         Raises:
@@ -58,7 +58,7 @@ class ObjectTarget:
         """Whether what is put there is seen by this process alone."""
         return self.scheme in PROCESS_LOCAL_SCHEMES
 
-    def scrubbed(self, text: str) -> str:
+    def scrub(self, text: str) -> str:
         """`text` without any value of the options."""
         for secret in sorted(self._secrets(), key=len, reverse=True):
             text = text.replace(secret, "***")

@@ -90,14 +90,14 @@ class Catalog:
             if path not in seen:  # the checkpoint was retired
                 self._parsed.pop(path, None)
 
-    def replaced(self) -> Iterator[Manifest]:
+    def read_replaced(self) -> Iterator[Manifest]:
         """Manifests of the versions that newer saves have replaced here and that are kept until those are seen whole."""
-        for name in self.replaced_names():
-            manifest = self._replaced_manifest(name)
+        for name in self.list_replaced():
+            manifest = self._read_replaced(name)
             if manifest is not None:
                 yield manifest
 
-    def replaced_names(self) -> list[str]:
+    def list_replaced(self) -> list[str]:
         """Directories of replaced versions. One whose manifest is not believed goes by the save that replaced it."""
         try:
             return sorted(entry.name for entry in os.scandir(self.root / REPLACED_DIR) if is_save_id(entry.name))
@@ -106,9 +106,9 @@ class Catalog:
 
     def is_replaced(self, save_id: str) -> bool:
         """Whether the save is kept here although a newer one has its name."""
-        return self._replaced_manifest(save_id) is not None
+        return self._read_replaced(save_id) is not None
 
-    def _replaced_manifest(self, save_id: str) -> Manifest | None:
+    def _read_replaced(self, save_id: str) -> Manifest | None:
         try:
             manifest = self.manifest(f"{REPLACED_DIR}/{save_id}")
         except (ObjectMissing, ManifestInvalid):
@@ -129,7 +129,7 @@ class Catalog:
             pass
         except ManifestInvalid as exc:
             problem = exc
-        found = self._replaced_manifest(save_id)
+        found = self._read_replaced(save_id)
         if found is not None and found.checkpoint_id == checkpoint_id:
             return f"{REPLACED_DIR}/{save_id}"
         if problem is not None:
@@ -139,7 +139,7 @@ class Catalog:
     def checkpoint_of(self, save_id: str) -> str | None:
         """Under which id a save is or was committed here; None: it is not, or not any more."""
         named = ((name, manifest.save_id) for name, manifest in self.committed())
-        replaced = ((manifest.checkpoint_id, manifest.save_id) for manifest in self.replaced())
+        replaced = ((manifest.checkpoint_id, manifest.save_id) for manifest in self.read_replaced())
         return next((name for name, found in itertools.chain(named, replaced) if found == save_id), None)
 
     def holdings(self, node_id: str, checkpoint_id: str | None = None) -> tuple[Holding, ...]:
@@ -148,7 +148,7 @@ class Catalog:
         published = [self._holding(node_id, name, name, manifest) for name, manifest in found]
         replaced = [
             self._holding(node_id, manifest.checkpoint_id, f"{REPLACED_DIR}/{manifest.save_id}", manifest)
-            for manifest in self.replaced()
+            for manifest in self.read_replaced()
             if checkpoint_id in (None, manifest.checkpoint_id)
         ]
         return (*published, *replaced)
@@ -199,7 +199,7 @@ class Catalog:
         """Every directory that has files of a checkpoint in it, its manifest believed, damaged or missing."""
         yield from self._checkpoint_ids(self.root, 0, _looks_like_a_checkpoint)
 
-    def unbelieved(self) -> Iterator[str]:
+    def with_invalid_manifest(self) -> Iterator[str]:
         """Directories with shards of this package whose manifest is damaged or missing."""
         for checkpoint_id in self.directories():
             try:

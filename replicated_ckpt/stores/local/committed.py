@@ -52,7 +52,7 @@ class Committed:
 
     def names(self) -> list[str]:
         """The files of a checkpoint that lie in the directory."""
-        with self._translated("list", ""):
+        with self._translate("list", ""):
             return sorted(
                 name
                 for name in os.listdir(self._fd)  # noqa: PTH208 - of an open directory, not of a path
@@ -70,13 +70,13 @@ class Committed:
         """
         if not is_checkpoint_file(name):
             raise ConfigInvalid(f"{name[:200]!r} is no file of a checkpoint.")
-        with self._translated("open", name):
+        with self._translate("open", name):
             try:
                 return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
             except FileNotFoundError as exc:
                 raise ObjectMissing(str(self._root), "open", f"{self.checkpoint_id}/{name}") from exc
 
-    def _opened(self, name: str) -> BinaryIO:
+    def _open(self, name: str) -> BinaryIO:
         fd = self.open(name)
         try:
             return os.fdopen(fd, "rb")
@@ -85,7 +85,7 @@ class Committed:
             raise
 
     def read_small(self, name: str) -> bytes:
-        with self._translated("read", name), self._opened(name) as file:
+        with self._translate("read", name), self._open(name) as file:
             return file.read(MANIFEST_BYTES_MAX + 1)
 
     def read_checked(self, name: str, size_bytes: int, crc: int) -> bytes:
@@ -94,7 +94,7 @@ class Committed:
         Raises:
             ObjectCorrupt: it is another. ObjectMissing, StoreError
         """
-        with self._translated("read", name), self._opened(name) as file:
+        with self._translate("read", name), self._open(name) as file:
             raw = file.read(size_bytes + 1)
         if len(raw) != size_bytes or crc32c(raw) != crc:
             detail = f"expected {size_bytes} bytes of CRC32C {crc:08x}, found {len(raw)} of {crc32c(raw):08x}"
@@ -103,16 +103,16 @@ class Committed:
 
     def set_aside(self, name: str, why: str) -> Path | None:
         """Moves a file to the quarantine, with a note of why; returns where it is now, None if it was not there."""
-        return self._quarantined(name, why, self._moved)
+        return self._quarantine(name, why, self._move)
 
     def keep_aside(self, name: str, why: str) -> Path | None:
         """As `set_aside`, and the file stays where it is, too."""
-        return self._quarantined(name, why, self._linked)
+        return self._quarantine(name, why, self._link)
 
-    def _quarantined(self, name: str, why: str, into: Callable[[str, Path], None]) -> Path | None:
+    def _quarantine(self, name: str, why: str, into: Callable[[str, Path], None]) -> Path | None:
         save = self._save_id_or_unknown()
         folder = self._root / QUARANTINE_DIR / save
-        with self._translated("set aside", name):
+        with self._translate("set aside", name):
             make_directories(folder, self._root)
             target = folder / f"{name}.{uuid.uuid4().hex[:8]}"
             note = {"checkpoint_id": self.checkpoint_id, "save_id": save, "name": name, "why": why}
@@ -123,19 +123,19 @@ class Committed:
             write_file(target.with_name(f"{target.name}.json"), json.dumps(note).encode())
         return target
 
-    def _moved(self, name: str, target: Path) -> None:
+    def _move(self, name: str, target: Path) -> None:
         os.rename(name, target, src_dir_fd=self._fd)
         fsync_directory(target.parent)
         os.fsync(self._fd)
 
-    def _linked(self, name: str, target: Path) -> None:
+    def _link(self, name: str, target: Path) -> None:
         """Gives the file a second name, so that the first is never without a file; moves it where that cannot be."""
         try:
             os.link(name, target, src_dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
             raise
         except OSError:
-            self._moved(name, target)
+            self._move(name, target)
 
     def _save_id_or_unknown(self) -> str:
         try:
@@ -146,8 +146,8 @@ class Committed:
 
     def place(self, incoming: Path, name: str) -> None:
         """Gives a file that is complete and durable its name in the checkpoint, durably. What was there is set aside."""
-        self._quarantined(name, "a verified copy replaces it", self._linked)
-        with self._translated("place", name):
+        self._quarantine(name, "a verified copy replaces it", self._link)
+        with self._translate("place", name):
             os.rename(incoming, name, dst_dir_fd=self._fd)
             os.fsync(self._fd)
             fsync_directory(incoming.parent)
@@ -155,12 +155,12 @@ class Committed:
     def put_small(self, name: str, data: bytes) -> None:
         """Writes a small file into the checkpoint, durably. What was there is set aside."""
         with incoming_file(self._root) as path:
-            with self._translated("write", name):
+            with self._translate("write", name):
                 write_file(path, data)
             self.place(path, name)
 
     @contextmanager
-    def _translated(self, op: str, name: str) -> Iterator[None]:
+    def _translate(self, op: str, name: str) -> Iterator[None]:
         with translate_errors(str(self._root), op, f"{self.checkpoint_id}/{name}"):
             yield
 

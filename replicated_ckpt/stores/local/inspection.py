@@ -46,7 +46,7 @@ class Inspector:
         self.remains: list[Remains] = []
         self.bytes_read = 0
 
-    def inspected(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
+    def inspect(self, checkpoint_id: str | None = None) -> Iterator[Finding]:
         """What is wrong with one checkpoint, or with any. One that disappears meanwhile is passed over.
 
         Raises:
@@ -57,7 +57,7 @@ class Inspector:
         for found in sorted(every):
             with contextlib.suppress(ObjectMissing), open_directory(self._store.root, found) as directory:
                 yield from self._of_directory(directory)
-        for manifest in list(catalog.replaced()):
+        for manifest in list(catalog.read_replaced()):
             if checkpoint_id in (None, manifest.checkpoint_id):
                 place = manifest.checkpoint_id, manifest.save_id
                 with (
@@ -70,7 +70,9 @@ class Inspector:
         """How many bytes `inspected` has to read, as the directory shows them now; for progress."""
         catalog = self._store.catalog
         ids = catalog.directories() if checkpoint_id is None else [checkpoint_id]
-        names = [f"{REPLACED_DIR}/{m.save_id}" for m in catalog.replaced() if checkpoint_id in (None, m.checkpoint_id)]
+        names = [
+            f"{REPLACED_DIR}/{m.save_id}" for m in catalog.read_replaced() if checkpoint_id in (None, m.checkpoint_id)
+        ]
         return sum(size for place in [*ids, *names] for size in catalog.shard_sizes(place).values())
 
     def _of_directory(self, directory: Committed) -> Iterator[Finding]:
@@ -161,7 +163,7 @@ class Inspector:
         """What is wrong with `.metadata`; None if it is intact."""
         expected = f"{manifest.metadata_bytes} bytes of CRC32C {manifest.metadata_crc32c:08x}"
         try:
-            size, crc = self._hashed(directory, METADATA_NAME)
+            size, crc = self._hash(directory, METADATA_NAME)
         except ObjectMissing:
             return self._finding(directory, manifest.save_id, METADATA_NAME, Problem.MISSING, expected, "none")
         except StoreError as exc:
@@ -178,7 +180,7 @@ class Inspector:
         found = ""
         for _ in range(2):
             try:
-                size, crc = self._hashed(directory, shard)
+                size, crc = self._hash(directory, shard)
             except ObjectMissing:
                 return self._absent(directory, manifest, shard)
             except StoreError as exc:
@@ -189,7 +191,7 @@ class Inspector:
             found = f"{size} bytes of CRC32C {crc:08x}"
         return self._finding(directory, manifest.save_id, shard, Problem.CORRUPT, expected, found)
 
-    def _hashed(self, directory: Committed, name: str) -> tuple[int, int]:
+    def _hash(self, directory: Committed, name: str) -> tuple[int, int]:
         """Size and CRC32C of a file, as the disk has it now."""
         fd = directory.open(name)
         try:

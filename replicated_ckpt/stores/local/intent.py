@@ -27,7 +27,7 @@ class Intent:
     announced: Announced = NOTHING_ANNOUNCED
     """What peers may bring of it."""
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod

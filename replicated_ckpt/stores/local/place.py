@@ -31,7 +31,7 @@ class PlaceNotes:
         with translate_errors(str(self._root), "write", save_id), contextlib.suppress(FileNotFoundError):
             path.write_text(json.dumps({"lineage": lineage, "sequence": sequence}))
 
-    def known(self) -> dict[str, Version]:
+    def read_all(self) -> dict[str, Version]:
         """The places of staged saves, by save id. One that cannot be read is left out."""
         places = {}
         for path in (self._root / STAGING_DIR).glob(f"*{_SUFFIX}"):

@@ -41,7 +41,7 @@ class RemainsShelf:
     def _ids(self, checkpoint_id: str | None) -> Iterable[str]:
         if checkpoint_id is not None:
             return [checkpoint_id]
-        return sorted({*self._store.catalog.unbelieved(), *self._store.catalog.without_manifest()})
+        return sorted({*self._store.catalog.with_invalid_manifest(), *self._store.catalog.without_manifest()})
 
     def _of(self, checkpoint_id: str) -> Remains | None:
         try:

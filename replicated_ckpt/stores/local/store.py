@@ -91,7 +91,7 @@ class LocalStore:
         """
         return ensure_identity(self.root)
 
-    def known_node_id(self) -> str:
+    def read_node_id(self) -> str:
         """This store's identity as `node_id` gives it, or NO_NODE where none was made; never writes."""
         return read_identity(self.root) if (self.root / NODE_NAME).exists() else NO_NODE
 
@@ -120,7 +120,7 @@ class LocalStore:
             raise ConfigInvalid(f"{checkpoint_id!r} is no checkpoint id.")
         return self.root / checkpoint_id
 
-    def staged_file(self, save_id: str, name: str) -> Path:
+    def path_of_staged(self, save_id: str, name: str) -> Path:
         """Path of a file of a staged save. Nothing outside the staging directory can be named."""
         if not is_checkpoint_file(name):
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint.")
@@ -140,11 +140,11 @@ class LocalStore:
         staging = self.staging(intent.save_id)
         with translate_errors(str(self.root), "begin", intent.checkpoint_id):
             make_directories(staging.parent, self.root)
-            replaces = self.published(intent.checkpoint_id)
+            replaces = self.read_published(intent.checkpoint_id)
             asked = "" if replaces is None or not replaces_others else replaces.save_id
             intent = replace(intent, replaces=asked)
             if not self._is_intent_kept(intent):
-                write_file(self.intent_path(intent.save_id), intent.encoded())
+                write_file(self.intent_path(intent.save_id), intent.encode())
             failpoints.reach("store.intent-written")
             make_directory(staging)
             fsync_directory(staging.parent)
@@ -154,7 +154,7 @@ class LocalStore:
         """Whether the save is staged here already, and its intent names nodes that the new one does not know."""
         return bool(self.intent_of(intent.save_id).nodes) and not intent.nodes
 
-    def held(self, save_id: str) -> int:
+    def lock_save(self, save_id: str) -> int:
         """Marks an open save as being worked on, for as long as the returned file descriptor is open.
 
         Raises:
@@ -183,7 +183,7 @@ class LocalStore:
 
     def put_small(self, save_id: str, name: str, data: bytes) -> None:
         """Writes a small file into a staged save, durably."""
-        path = self.staged_file(save_id, name)
+        path = self.path_of_staged(save_id, name)
         with translate_errors(str(self.root), "write", name):
             if not path.parent.is_dir():
                 raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
@@ -208,7 +208,7 @@ class LocalStore:
             final = self.final(manifest.checkpoint_id)
             intent = self.intent_of(save_id)
             check_replaceable(self.root, manifest.checkpoint_id, intent)
-            before = self.published(manifest.checkpoint_id)
+            before = self.read_published(manifest.checkpoint_id)
             replaced.check_order(manifest, before, intent)
             failpoints.reach("commit.checked")
             bring_others(self.root, final, staging)
@@ -254,7 +254,7 @@ class LocalStore:
             return checkpoint_id
         return directory or (None if self.catalog.save_id_of(checkpoint_id) else checkpoint_id)
 
-    def published(self, checkpoint_id: str) -> Manifest | None:
+    def read_published(self, checkpoint_id: str) -> Manifest | None:
         """The manifest under that name; None where none lies, or none that is believed."""
         try:
             return self.catalog.manifest(checkpoint_id)
@@ -354,7 +354,7 @@ class LocalStore:
         """Removes what a crash kept from being removed, and what it kept from getting into a checkpoint."""
         with translate_errors(str(self.root), "remove", TRASH_DIR), exclusive(self.root / STAGING_DIR):
             remove_tree(self.root / INCOMING_DIR)
-            empty_trash(self.root, self._places(self.staged()))
+            empty_trash(self.root, self._places(self.list_staged()))
 
     def _places(self, intents: Iterable[Intent]) -> list[Path]:
         """The directories in which these saves may have moved names: the staging area, and where their checkpoints lie."""
@@ -362,7 +362,7 @@ class LocalStore:
         places = (self.root / STAGING_DIR, *(self.final(checkpoint_id).parent for checkpoint_id in named))
         return [place for place in places if place.is_dir()]
 
-    def staged(self) -> tuple[Intent, ...]:
+    def list_staged(self) -> tuple[Intent, ...]:
         """The saves that are not committed. An unreadable intent counts as one without a name."""
         directory = self.root / STAGING_DIR
         names = {path.name.partition(".")[0] for path in directory.iterdir()} if directory.is_dir() else set()

@@ -59,7 +59,7 @@ class Board:
     def leave(self) -> None:
         self._words[_LEFT] = 1
 
-    def passed(self, fetcher: int) -> int:
+    def count_passed(self, fetcher: int) -> int:
         """How many pieces of rank `fetcher`'s spool the owner needs no more, from the first on; -1: not opened yet."""
         return int(self._words[self._passed + fetcher]) - 1
 

@@ -85,11 +85,11 @@ class Exchange:
 
     def _has_passed(self, taker: int, number: int) -> bool:
         if taker == self._rank:
-            return self._spool.board.passed(taker) > number
+            return self._spool.board.count_passed(taker) > number
         if taker in self._lost:
             return True
         board = self._others[taker].board
-        return board.has_left or board.passed(self._rank) > number
+        return board.has_left or board.count_passed(self._rank) > number
 
     def wait_for_slot(self, number: int, is_stopped: Callable[[], bool]) -> bool:
         """Returns when the slot of piece `number` may be used; False: it is not needed any more."""
@@ -119,7 +119,9 @@ class Exchange:
         if unit.fetcher in self._lost:
             return Found.NEVER
         board, number = self._others[unit.fetcher].board, self.number_of(unit)
-        is_over = board.has_left or board.passed(unit.fetcher) > number  # written after the entry, so read before it
+        is_over = (
+            board.has_left or board.count_passed(unit.fetcher) > number
+        )  # written after the entry, so read before it
         there = board.entry(number)[0]
         if there == number:
             return Found.THERE
@@ -149,7 +151,7 @@ class Exchange:
     def _wait_for(self, ranks: Sequence[int], wait: Wait) -> None:
         """One look at the ranks that are waited for. A rank is as fresh as those that it waits for, and no fresher."""
         spools = {rank: self._others[rank] for rank in ranks}
-        for rank in wait.lost(spools):
+        for rank in wait.find_lost(spools):
             self.give_up(rank)
         for spool in spools.values():
             self._spool.board.pulse(spool.board.pulse_ns)

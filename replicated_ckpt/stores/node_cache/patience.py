@@ -41,7 +41,7 @@ class Wait:
         self._last_s = time.monotonic()
         self._quiet_s = 0.0
 
-    def lost(self, spools: Mapping[int, OtherSpool]) -> list[int]:
+    def find_lost(self, spools: Mapping[int, OtherSpool]) -> list[int]:
         """Those of the ranks waited for that are not worth it any more: dead, or silent for too long."""
         now = time.monotonic()
         step_s = min(now - self._last_s, _STEP_MAX_S)

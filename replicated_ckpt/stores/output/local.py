@@ -120,7 +120,7 @@ class LocalOutput(Output):
         """Where a file lies until it is published."""
         return self._part / name
 
-    def _opened(self, name: str) -> Stream:
+    def _open(self, name: str) -> Stream:
         return _FileStream(self.part(name))
 
     def _pieces(self, name: str) -> Iterator[memoryview]:

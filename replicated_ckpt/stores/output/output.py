@@ -78,7 +78,7 @@ class Output(abc.ABC):
         Raises:
             StoreError
         """
-        stream = self._opened(name)
+        stream = self._open(name)
         try:
             yield stream
             stream.close()
@@ -112,7 +112,7 @@ class Output(abc.ABC):
         self._is_published = True
 
     @abc.abstractmethod
-    def _opened(self, name: str) -> Stream: ...
+    def _open(self, name: str) -> Stream: ...
 
     @abc.abstractmethod
     def _pieces(self, name: str) -> Iterator[memoryview | bytes]: ...

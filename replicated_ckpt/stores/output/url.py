@@ -20,12 +20,12 @@ class _UrlStream(Stream):
         self._file = files.opened(path, "wb")
 
     def _append(self, view: memoryview) -> None:
-        with self._files.translated("write", self._path):
+        with self._files.translate_errors("write", self._path):
             for start in range(0, len(view), PART_BYTES):
                 self._file.write(bytes(view[start : start + PART_BYTES]))
 
     def close(self) -> None:
-        with self._files.translated("write", self._path):
+        with self._files.translate_errors("write", self._path):
             self._file.close()
 
     def give_up(self) -> None:
@@ -37,22 +37,22 @@ class _Files(FsspecClient):
     """The few operations on files that an output needs. Paths are relative to the directory of the output."""
 
     def opened(self, path: str, mode: str) -> Any:
-        with self._translated("open", path):
+        with self._translate("open", path):
             return self._fs.open(self._path(path), mode, block_size=PART_BYTES)
 
-    def translated(self, op: str, path: str) -> contextlib.AbstractContextManager[None]:
-        return self._translated(op, path)
+    def translate_errors(self, op: str, path: str) -> contextlib.AbstractContextManager[None]:
+        return self._translate(op, path)
 
     def has(self, path: str) -> bool:
-        with self._translated("look at", path):
+        with self._translate("look at", path):
             return bool(self._fs.exists(self._path(path)))
 
     def move(self, path: str, to: str) -> None:
-        with self._translated("publish", to):
+        with self._translate("publish", to):
             self._fs.mv(self._path(path), self._path(to))
 
     def remove(self, path: str) -> None:
-        with self._translated("remove", path), contextlib.suppress(FileNotFoundError):
+        with self._translate("remove", path), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path(path), recursive=True)
 
 
@@ -76,7 +76,7 @@ class UrlOutput(Output):
         super().__init__()
         parent, _, name = url.rstrip("/").rpartition("/")
         self.label = url
-        self._files = _Files(ObjectTarget.checked(parent, storage_options))
+        self._files = _Files(ObjectTarget.check(parent, storage_options))
         self._name = name
         self._is_directory = is_directory
         self._may_replace = may_replace
@@ -87,19 +87,19 @@ class UrlOutput(Output):
         if self._may_replace is None and self._files.has(self._name):
             raise ConfigInvalid(f"{self.label} exists; nothing was written.", "Name another place, or --overwrite.")
         if self._may_replace is not None and self._is_directory:
-            found = self._files.listed(f"{self._name}/")
+            found = self._files.list_keys(f"{self._name}/")
             others = [name for name in (*found.sizes, *found.directories) if not self._may_replace(name)]
             if others:
                 listed = ", ".join(sorted(others)[:5])
                 raise ConfigInvalid(f"{self.label} holds other files, too: {listed}.", "Move them.")
 
-    def _opened(self, name: str) -> Stream:
+    def _open(self, name: str) -> Stream:
         return _UrlStream(self._files, f"{self._part}/{name}")
 
     def _pieces(self, name: str) -> Iterator[bytes]:
         path = f"{self._part}/{name}"
         file = self._files.opened(path, "rb")
-        with self._files.translated("read back", path), file:
+        with self._files.translate_errors("read back", path), file:
             while piece := file.read(READ_BYTES):
                 yield piece
 

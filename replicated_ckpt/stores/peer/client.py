@@ -72,7 +72,7 @@ class AgentAddress:
         """With the token: for those who are to talk to the agent, and no list that others read."""
         return asdict(self)
 
-    def shown(self) -> dict[str, Any]:
+    def without_token(self) -> dict[str, Any]:
         """The same without the token."""
         return {name: value for name, value in asdict(self).items() if name != "token"}
 
@@ -144,14 +144,14 @@ class AgentClient:
     def within(self, seconds: float) -> Iterator[None]:
         """The requests of the block, the peer's work included, end within so many seconds or raise StoreUnavailable."""
         if self._connection.sock is None:
-            with self.translated("CONNECT", "/"):
+            with self.translate_errors("CONNECT", "/"):
                 self._connection.connect()
         with give_up_after(self._connection.sock, seconds):
             yield
 
     def fetch(self, method: str, path: str, body: bytes | None = None) -> bytes:
         """Body of the answer to a request, as bytes, at most ANSWER_BYTES_MAX of them."""
-        with self.translated(method, path):
+        with self.translate_errors(method, path):
             self._connection.request(method, path, body, self._headers())
             response = self._connection.getresponse()
             raw = self.body_of(response, ANSWER_BYTES_MAX, f"{method} {path}")
@@ -192,7 +192,7 @@ class AgentClient:
         Raises:
             ObjectCorrupt: the peer's file is shorter. StoreUnavailable, ObjectMissing, PeerProtocolError
         """
-        with self.translated("GET", path):
+        with self.translate_errors("GET", path):
             headers = {**self._headers(), "Range": f"bytes={offset}-{offset + len(target) - 1}"}
             self._connection.request("GET", path, headers=headers)
             response = self._connection.getresponse()
@@ -218,7 +218,7 @@ class AgentClient:
 
     def start_upload(self, path: str, headers: Mapping[str, str]) -> "Upload":
         """A PUT whose body is sent piece by piece, its size not known beforehand."""
-        with self.translated("PUT", path):
+        with self.translate_errors("PUT", path):
             self._connection.putrequest("PUT", path, skip_accept_encoding=True)
             for name, value in {**self._headers(), **headers, "Transfer-Encoding": "chunked"}.items():
                 self._connection.putheader(name, value)
@@ -226,7 +226,7 @@ class AgentClient:
         return Upload(self, self._connection, path)
 
     @contextmanager
-    def translated(self, method: str, path: str) -> Iterator[None]:
+    def translate_errors(self, method: str, path: str) -> Iterator[None]:
         """Turns transport errors of the block into typed ones, and drops the connection, whose state is unknown then."""
         try:
             yield
@@ -263,7 +263,7 @@ class Upload:
 
     def send(self, *pieces: memoryview) -> None:
         """Sends the next bytes, which may lie in several places, as one chunk."""
-        with self._client.translated("PUT", self._path):
+        with self._client.translate_errors("PUT", self._path):
             try:
                 self._connection.send(b"%x\r\n" % sum(map(len, pieces)))
                 for piece in pieces:
@@ -277,7 +277,7 @@ class Upload:
 
     def finish(self) -> dict[str, Any]:
         """Ends the body and returns the agent's JSON answer, which comes within ACK_TIMEOUT_S."""
-        with self._client.translated("PUT", self._path), give_up_after(self._connection.sock, ACK_TIMEOUT_S):
+        with self._client.translate_errors("PUT", self._path), give_up_after(self._connection.sock, ACK_TIMEOUT_S):
             try:
                 self._connection.send(b"0\r\n\r\n")
             except ConnectionError:

@@ -126,7 +126,7 @@ def copy_with_footer(fd: int, sink: FileSink, path: str, paced: Paced) -> BlockT
             if count < len(piece):
                 break
         table = hasher.table()
-        sink.write(memoryview(table.encoded()))
+        sink.write(memoryview(table.encode()))
         sink.finish_durably()
     except BaseException:
         sink.discard()

@@ -71,11 +71,11 @@ class UnmanagedDirectory:
             ObjectMissing: it is not here, is no plain file, has another size, or is of a checkpoint of ours by now.
         """
         try:
-            return self._opened(checkpoint_id, name, size_bytes)
+            return self._open(checkpoint_id, name, size_bytes)
         except ObjectMissing:
-            return self._opened(checkpoint_id, name, size_bytes)  # its directory may have been exchanged at that moment
+            return self._open(checkpoint_id, name, size_bytes)  # its directory may have been exchanged at that moment
 
-    def _opened(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
+    def _open(self, checkpoint_id: str, name: str, size_bytes: int) -> int:
         with open_directory(self.root, checkpoint_id) as directory:
             sizes = {size_bytes}
             if MANIFEST_NAME in directory.names():

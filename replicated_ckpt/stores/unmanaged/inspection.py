@@ -27,7 +27,7 @@ class UnmanagedInspector:
         self.bytes_read = 0
         self.unchecked = 0
 
-    def inspected(self, checkpoint_id: str, ranges: Mapping[str, Sequence[ByteRange]]) -> Iterator[Finding]:
+    def inspect(self, checkpoint_id: str, ranges: Mapping[str, Sequence[ByteRange]]) -> Iterator[Finding]:
         """What is wrong with the shards that lie here, where `.metadata` has items at `ranges`."""
         try:
             with open_directory(self._store.root, checkpoint_id) as directory:

@@ -81,7 +81,7 @@ def _broken_promises(store: LocalStore, promises: Promises) -> Iterator[str]:
             if found not in allowed:
                 yield f"checkpoint {name} is of save {found}, and should be of {allowed}"
         elif kind == "peers":
-            known = PeerBook(store.root_agent_directory()).known()
+            known = PeerBook(store.root_agent_directory()).read_all()
             if known not in allowed:
                 yield f"the peers known are {known}, and should be one of {allowed}"
     for name, manifest in listed.items():

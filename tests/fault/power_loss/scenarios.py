@@ -67,7 +67,7 @@ def shard_data(save_id: str, shard: str) -> bytes:
 def shard_file(save_id: str, shard: str) -> bytes:
     """The whole file of a shard, footer included."""
     data = shard_data(save_id, shard)
-    return data + table_of([data]).encoded()
+    return data + table_of([data]).encode()
 
 
 def manifest_of(node_id: str, save_id: str, checkpoint_id: str) -> Manifest:
@@ -99,7 +99,7 @@ def nothing(store: LocalStore) -> None:
 
 def write_own(store: LocalStore, save_id: str, shard: str) -> None:
     """A rank's shard, as the writer writes it: the first one past the page cache, the others through it."""
-    sink = FileSink(store.staged_file(save_id, shard), _direct_io(shard))
+    sink = FileSink(store.path_of_staged(save_id, shard), _direct_io(shard))
     tee = Tee([sink], Buffers(2, PAGE_BYTES), copies=sink.is_direct)
     tee.write(shard_data(save_id, shard))
     for outcome in tee.finish()[1]:
@@ -112,7 +112,7 @@ def receive_copy(store: LocalStore, save_id: str, shard: str, *, in_memory: bool
     raw = shard_file(save_id, shard)
     headers = Message()
     headers["Content-Length"] = str(len(raw))
-    body, path = Body(io.BytesIO(raw), headers), store.staged_file(save_id, shard)
+    body, path = Body(io.BytesIO(raw), headers), store.path_of_staged(save_id, shard)
     receive_file(path, body, lambda _: None, durable=not in_memory, direct_io=_direct_io(shard))
 
 
@@ -140,7 +140,7 @@ def save(
         mark(f"durable {shard}", save_id)
     store.put_small(save_id, ".metadata", METADATA)
     mark(subject, before, save_id)
-    store.put_small(save_id, ".manifest.json", manifest_of(service.node_id, save_id, checkpoint_id).encoded())
+    store.put_small(save_id, ".manifest.json", manifest_of(service.node_id, save_id, checkpoint_id).encode())
     mark(subject, save_id)
     service.commit(save_id)
 
@@ -192,7 +192,7 @@ def aborted_late(store: LocalStore, mark: Marker) -> None:
     for shard in SHARDS:
         write_own(store, NEW, shard)
     store.put_small(NEW, ".metadata", METADATA)
-    store.put_small(NEW, ".manifest.json", manifest_of(service.node_id, NEW, CHECKPOINT).encoded())
+    store.put_small(NEW, ".manifest.json", manifest_of(service.node_id, NEW, CHECKPOINT).encode())
     service.abort(NEW, "the coordinator failed")
 
 

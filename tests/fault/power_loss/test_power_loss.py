@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.local import others, shard_file
 from replicated_ckpt.stores.local import retire as retiring
-from replicated_ckpt.stores.local import shard_file
 from replicated_ckpt.stores.local import store as local
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
@@ -184,7 +184,7 @@ def test_removing_before_the_move_to_the_trash_is_durable_is_found(
     base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that is given up would come back in part, decided and without its shards."""
-    monkeypatch.setattr(local, "remove_moved", lambda path, *origins: durable.remove_tree(path))
+    monkeypatch.setattr(others, "remove_moved", lambda path, *origins: durable.remove_tree(path))
     log = recorded(SCENARIOS["abort after the decision"], base).log
     assert any("distcp" in finding for finding in Judge(memory).findings(crash_states(log)))
 
@@ -195,9 +195,10 @@ def test_removing_before_a_retirement_is_durable_is_found(
 ) -> None:
     """A checkpoint would come back in part: from the removal itself, or from a restart that takes the trash for durable."""
     if forgotten == "the move":
-        monkeypatch.setattr(retiring, "remove_moved", lambda path, *origins: durable.remove_tree(path))
+        for module in (others, retiring):
+            monkeypatch.setattr(module, "remove_moved", lambda path, *origins: durable.remove_tree(path))
     else:
-        monkeypatch.setattr(local, "origins", lambda root: [])
+        monkeypatch.setattr(retiring, "_origins", lambda root: [])
     log = recorded(SCENARIOS["retirement"], base).log
     found = Judge(memory).findings(crash_states(log)) or findings_after_kills(log, memory, restarted)
     assert any("distcp" in finding for finding in found)

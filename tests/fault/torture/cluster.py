@@ -108,7 +108,7 @@ class Node:
         self.reprotector = Reprotector(
             self.service, patience, NoPace(), stopping, clock, self.uploader.standing, self.greeter.greet
         )
-        self.reprotector.carried_out = self._carry_out  # type: ignore[method-assign] # its thread does not run
+        self.reprotector.carry_out = self._carry_out  # type: ignore[method-assign] # its thread does not run
         objects = ObjectRoutes(self.service, targets, self.uploader)
         self.routes = Routes(self.service, self.reprotector, objects, self._status, stopping.set)
 
@@ -244,7 +244,7 @@ class Cluster:
         """Lets every running agent read all it has and do rounds until all say that they are done; what each said last."""
         self.wait(LOST_AFTER_S + 70)
         for node in (node for node in self.nodes if node.is_up):
-            for finding in Inspector(node.service.store, node.node_id()).inspected():
+            for finding in Inspector(node.service.store, node.node_id()).inspect():
                 if finding.problem is Problem.CORRUPT:
                     node.reprotector.suspect_finding(finding)
         said: list[Protection] = []

@@ -196,7 +196,7 @@ class Course:
     def saved(self, job: Any, attempt: Attempt, *, overwrite: bool) -> Saved:
         """How a save ended; the oracle knows it from that moment on."""
         saved: Saved = job.save(attempt.checkpoint_id, attempt.number, overwrite=overwrite)
-        self.oracle.ended(attempt, is_acknowledged=saved.error is None)
+        self.oracle.end(attempt, is_acknowledged=saved.error is None)
         return saved
 
     def finish(self, job: Any, attempt: Attempt, saved: Saved, what: str, *, is_calm: bool) -> None:

@@ -74,7 +74,7 @@ class Oracle:
         self.attempts.append(attempt)
         return attempt
 
-    def ended(self, attempt: Attempt, *, is_acknowledged: bool) -> None:
+    def end(self, attempt: Attempt, *, is_acknowledged: bool) -> None:
         """A save returned, or raised."""
         self._time += 1
         attempt.ended = self._time

@@ -148,7 +148,7 @@ class Schedule:
     def _check_done(self, *, is_done: bool) -> None:
         """What agents and command line say is true, and nothing is left over."""
         course = self.course
-        audits = {node.index: Auditor(LocalStore(node.root)).audited() for node in course.cluster.nodes}
+        audits = {node.index: Auditor(LocalStore(node.root)).audit() for node in course.cluster.nodes}
         codes = {index: exit_code(audit) for index, audit in audits.items()}
         course.say(f"verify: {codes}")
         published = [a for a in course.oracle.attempts if a.readable_on and not course.oracle.is_superseded(a)]

@@ -346,7 +346,7 @@ def scatter(course: Course) -> None:
     attempt = course.oracle.began(checkpoint_id, len(world), is_stock=True)
     job.save_with_stock_torch(checkpoint_id, attempt.number)
     job.end()
-    course.oracle.ended(attempt, is_acknowledged=True)
+    course.oracle.end(attempt, is_acknowledged=True)
     course.say(f"stock torch saves {checkpoint_id} (attempt {attempt.number}) on nodes {world}")
 
 

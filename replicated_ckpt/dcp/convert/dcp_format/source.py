@@ -60,13 +60,13 @@ class ReaderFetcher:
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         if wanted:
-            plan = self._planned([(w.shard, w.offset, w.length) for w in wanted])
+            plan = self._plan([(w.shard, w.offset, w.length) for w in wanted])
             self._reader.read_data(plan, _RangePlanner(wanted)).wait()
 
     def check(self, places: Iterable[tuple[str, int, int]]) -> None:
-        self._planned(list(places))
+        self._plan(list(places))
 
-    def _planned(self, places: Sequence[tuple[str, int, int]]) -> LoadPlan:
+    def _plan(self, places: Sequence[tuple[str, int, int]]) -> LoadPlan:
         infos = {MetadataIndex(str(n)): StorageInfo(*place) for n, place in enumerate(places)}
         self._reader.set_up_storage_reader(Metadata({}, storage_data=infos), True)
         return self._reader.prepare_local_plan(LoadPlan([_range(number) for number in range(len(places))]))

@@ -98,16 +98,16 @@ class ItemsSource:
             for chunk in part.entry.chunks:
                 common = chunk.common(part.box)
                 if common is not None and common.elements:
-                    wanted += self._wanted(part, chunk, common, target)
+                    wanted += self._find_wanted(part, chunk, common, target)
         self._fetcher.fetch(wanted)
         return targets
 
-    def _wanted(self, part: Part, chunk: Chunk, common: Chunk, target: torch.Tensor) -> list[Wanted]:
+    def _find_wanted(self, part: Part, chunk: Chunk, common: Chunk, target: torch.Tensor) -> list[Wanted]:
         """What is to be read so that `common` gets into its place in `target`."""
         info, entry = self._info(part.entry.key, chunk.offsets), part.entry
         start = self._data_starts.get((info.relative_path, info.offset))
         if start is None:
-            inside, place = common.seen_from(chunk), _view(target, common.seen_from(part.box))
+            inside, place = common.relative_to(chunk), _view(target, common.relative_to(part.box))
 
             def take_item(raw: memoryview) -> None:
                 place.copy_(_view(self._tensor(raw, entry, chunk), inside))
@@ -117,7 +117,7 @@ class ItemsSource:
         found = []
         for run in common.runs(chunk, PIECE_BYTES // itemsize):
             offset = info.offset + start + run.start_in(chunk) * itemsize
-            take = _taker(_view(target, run.seen_from(part.box)))
+            take = _taker(_view(target, run.relative_to(part.box)))
             found.append(Wanted(info.relative_path, offset, run.elements * itemsize, take))
         return found
 

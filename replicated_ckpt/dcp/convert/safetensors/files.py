@@ -34,13 +34,13 @@ class SafetensorsFiles:
         entries: list[TensorEntry] = []
         try:
             for path in paths:
-                entries += self._opened(path)
+                entries += self._open(path)
         except BaseException:
             self._held.close()
             raise
         self.contents = Contents(tuple(entries), (), tuple(entry.key for entry in entries))
 
-    def _opened(self, path: Path) -> list[TensorEntry]:
+    def _open(self, path: Path) -> list[TensorEntry]:
         with translate_errors(str(path.parent), "read", path.name):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._held.callback(os.close, fd)
