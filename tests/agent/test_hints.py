@@ -84,11 +84,10 @@ def test_a_rank_gets_the_agents_own_hint(tmp_path: Path) -> None:
     """A real agent refuses; the caller reads what to do about this very case."""
     document = {"checkpoint_id": "step-1", "session": "s", "overwrite": False}
     with running_agent(tmp_path / "a") as agent, agent.client() as client:
-        (tmp_path / "a" / "step-1").mkdir()
-        (tmp_path / "a" / "step-1" / "config.json").write_text("{}")
-        with pytest.raises(CheckpointExists, match="is no checkpoint") as exists:
+        (tmp_path / "a" / "step-1").write_text("a user's file")
+        with pytest.raises(ConfigInvalid, match="is no directory") as taken:
             client.call("POST", f"/v1/saves/{1:032x}", {**document, "peers": peers_of(agent)})
-        assert "move that directory away" in exists.value.hint
+        assert "move that away on every node" in taken.value.hint
         with pytest.raises(ConfigInvalid, match="environment") as invalid:
             client.call("POST", "/v1/object/target", {"url": "s3://b/x", "options": {}, "environment": {"A": "b"}})
         assert invalid.value.hint == "Pass what the client needs as storage_options."

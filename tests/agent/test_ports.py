@@ -62,7 +62,10 @@ def test_an_agent_that_ranks_start_takes_a_port_of_the_environments(
 def test_no_free_port_says_what_to_do(tmp_path: Path, free_ports: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never one outside the range, where a firewall would drop what the peers send."""
     monkeypatch.setenv(PORT_ENV, str(free_ports))
-    with socket.create_server(("127.0.0.1", free_ports)), pytest.raises(AgentUnavailable, match=f"port {free_ports}"):
+    with (
+        socket.create_server(("127.0.0.1", free_ports)),
+        pytest.raises(AgentUnavailable, match=f"127.0.0.1:{free_ports}"),
+    ):
         ensure_agent(LocalStore(tmp_path), "127.0.0.1")
 
 

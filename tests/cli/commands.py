@@ -9,7 +9,10 @@ from typing import Any
 
 from tests.agent.agents import HOME
 
-MAIN = "import sys; from replicated_ckpt.cli.main import main; sys.exit(main())"
+MAIN = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "  # a test run may ignore it
+    "from replicated_ckpt.cli.main import main; sys.exit(main())"
+)
 AS_USER = "import os, sys; from replicated_ckpt.cli.main import main, parser; parser(); os.setuid({}); sys.exit(main())"
 """All is imported before, as another user may not read where it lies."""
 

@@ -15,7 +15,7 @@ from tests.agent.checkpoints import checkpointed, introduced, shard
 from tests.cli.commands import as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
-LARGE_BYTES = 1 << 30
+LARGE_BYTES = 4 << 30
 
 
 def large_store(root: Path) -> LocalStore:
@@ -49,7 +49,7 @@ def test_the_command_says_how_far_it_is(tmp_path: Path) -> None:
     assert done.returncode in (ExitCode.FAILED, ExitCode.SHARD_LOST)
     lines = [line for line in done.stderr.splitlines() if line.startswith("verify: ")]
     assert lines, done.stderr
-    assert all("of 1.1 GB" in line and line.endswith(" left") for line in lines)
+    assert all("of 4.3 GB" in line and line.endswith(" left") for line in lines)
     code, found = as_json("verify", "--root", store.root)
     assert code == done.returncode
     assert 0 < found["seconds"] < 120

@@ -38,6 +38,8 @@ from tests.agent.checkpoints import checkpointed, held, shard
 from tests.agent.scattered import ID, scattered
 from tests.agent.test_verify_repair import tree
 
+REFUSED = (ConfigInvalid, PeerProtocolError)
+
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 SAVE = f"{7:032x}"
 QUIET = ("--lost-after-s", "600")
@@ -255,7 +257,7 @@ def test_an_adoption_by_a_peer_keeps_to_what_lies_there(tmp_path: Path) -> None:
                 with pytest.raises(error):
                     client.call("POST", f"/v1/saves/{SAVE}", adoption(checkpoint_id))
             client.call("POST", f"/v1/saves/{SAVE}", adoption())
-            with pytest.raises(ConfigInvalid, match="could be brought"):
+            with pytest.raises(REFUSED, match="could be brought"):
                 client.put("PUT", f"/v1/saves/{SAVE}/{shard(9)}", b"x")
             client.put("PUT", f"/v1/saves/{SAVE}/.metadata", contents[".metadata"])
             manifest = replace(saved, save_id=SAVE, checkpoint_id=ID, sequence=0)
@@ -268,7 +270,7 @@ def test_an_adoption_by_a_peer_keeps_to_what_lies_there(tmp_path: Path) -> None:
                 {"metadata_bytes": METADATA_BYTES_MAX + 1},
             )
             for wrong in wrongs:
-                with pytest.raises(ObjectCorrupt, match="manifest says otherwise"):
+                with pytest.raises(ObjectCorrupt, match="manifest says otherwise|does not parse"):
                     client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", replace(manifest, **wrong).encode())
             assert len(said_of(agent, f"saves/{SAVE}/.manifest.json")) == len(wrongs)
             client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encode())  # shows that the test can fail
@@ -295,7 +297,7 @@ def test_an_adoption_says_how_large_its_metadata_is(tmp_path: Path, size: int | 
     scattered([store], tmp_path)
     document = {**adoption(), "announced": {} if size is None else {"save_bytes_max": size}}
     with running_agent(store.root, *QUIET) as agent:
-        with agent.peer() as client, pytest.raises(PeerProtocolError, match=r"announce|no save has"):
+        with agent.peer() as client, pytest.raises(REFUSED, match=r"announce|no save has"):
             client.call("POST", f"/v1/saves/{SAVE}", document)
         assert not (store.root / ".staging" / SAVE).exists()
 
@@ -309,14 +311,14 @@ def test_an_adoption_brings_what_it_announced(tmp_path: Path) -> None:
             other = AgentAddress("b" * 12, "127.0.0.2", 9, "t" * 32)
             owner.call("POST", "/v1/peers", {"peers": [other.to_json()]})
         client.call("POST", f"/v1/saves/{SAVE}", adoption(metadata_bytes=len(raw)))
-        with pytest.raises(PeerProtocolError, match="announced"):
+        with pytest.raises(REFUSED, match="announced"):
             client.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw + b"x")
         upload = client.start_upload(f"/v1/saves/{SAVE}/.metadata", {})
         upload.send(memoryview(raw + b"x"))
-        with pytest.raises(PeerProtocolError, match="announced"):
+        with pytest.raises(REFUSED, match="announced"):
             upload.finish()
         pull = {"from": other.node_id, "size_bytes": len(raw) + 1, "crc32c": 1}
-        with pytest.raises(PeerProtocolError, match="announced"):
+        with pytest.raises(REFUSED, match="announced"):
             client.call("POST", f"/v1/saves/{SAVE}/pull", pull)
         assert not list((store.root / ".staging" / SAVE).iterdir())
         client.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from tests.agent.agents import wait_for
 from tests.multiprocess.cluster import Call, call
@@ -91,8 +92,9 @@ def test_names_of_any_kind_work_on_all_nodes(cluster_of: ClusterOf, capsys: pyte
     assert main(["ls", "--root", root]) == 0
     listed = capsys.readouterr().out
     assert all(checkpoint_id in listed for checkpoint_id in ids[2:])
-    main(["verify", "--root", root, "--checkpoint", ids[3]])  # the job is over, and its agents may have left
-    assert "intact" in capsys.readouterr().out
+    assert main(["verify", "--root", root, "--checkpoint", ids[3]]) in (ExitCode.OK, ExitCode.UNREACHABLE)
+    said = capsys.readouterr().out  # the job is over, and its agents may have left
+    assert "intact" in said or "all that was read is as it was saved" in said
     assert results.all_warnings == []
 
 

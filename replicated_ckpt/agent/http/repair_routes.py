@@ -119,10 +119,13 @@ class RepairRoutes:
             return json_answer(is_removed=False, why=f"a load reads it, or did in the last {PIN_S:.0f} s")
         if fields.get("is_asked"):
             return json_answer(is_removed=False, why="")
+        service.pins.drop(save_id)
         service.removals.take(save_id)  # first: after a crash the agent goes on with it, and no node brings it back
         with request.heartbeat:
             is_removed = retire(service.store.root, checkpoint_id, save_id)
-        return replace(json_answer(is_removed=is_removed, why=""), after=self._reprotector.wake)
+        is_read = not is_removed and service.store.catalog.checkpoint_of(save_id) is not None
+        why = "a process of this node reads it; it goes when that has ended" if is_read else ""
+        return replace(json_answer(is_removed=is_removed, why=why), after=self._reprotector.wake)
 
     def _forget(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """The user says that a node never comes back: it is taken out of the address book."""

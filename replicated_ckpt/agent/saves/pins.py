@@ -50,6 +50,13 @@ class Pins:
                 del self._by_reader[reader]
             self._release()
 
+    def drop(self, save_id: str) -> None:
+        """Keeps a save for no reader any more, as the user of the node wants; a process that reads it has its own lock."""
+        with self._lock:
+            for reader in self._readers_of(save_id):
+                del self._by_reader[reader]
+            self._release()
+
     def release_old(self) -> None:
         """Gives back the locks of versions that are pinned no more."""
         with self._lock:

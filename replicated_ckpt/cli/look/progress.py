@@ -8,7 +8,7 @@ from typing import Self
 
 from replicated_ckpt.cli.look.table import format_bytes, format_duration
 
-_EVERY_S = 1.0
+_FIRST_S, _EVERY_S = 0.2, 1.0
 _CLEAR = "\r\x1b[K"
 Look = Callable[[], Mapping[str, tuple[int, int]]]
 """By node, how many bytes it has read, and of how many; it stands there only while it reads."""
@@ -36,7 +36,9 @@ class ReadingProgress:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
 
     def _run(self) -> None:
-        while not self._over.wait(_EVERY_S):
+        wait_s = _FIRST_S
+        while not self._over.wait(wait_s):
+            wait_s = _EVERY_S
             line = self._describe(self._look(), time.monotonic() - self._began_at)
             if not line or self._over.is_set():
                 continue

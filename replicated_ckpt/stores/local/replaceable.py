@@ -16,7 +16,7 @@ _ONE_EACH = (
 )
 
 _USE_ANOTHER = "Use another id; overwrite=True does not help."
-_MOVE_AWAY = "Use another id, or move that directory away on every node."
+_MOVE_AWAY = "Use another id, or move that away on every node."
 
 
 def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
