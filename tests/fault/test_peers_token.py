@@ -270,7 +270,7 @@ def test_an_adoption_by_a_peer_keeps_to_what_lies_there(tmp_path: Path) -> None:
                 {"metadata_bytes": METADATA_BYTES_MAX + 1},
             )
             for wrong in wrongs:
-                with pytest.raises(ObjectCorrupt, match="manifest says otherwise|does not parse"):
+                with pytest.raises(ObjectCorrupt, match=r"manifest says otherwise|does not parse"):
                     client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", replace(manifest, **wrong).encode())
             assert len(said_of(agent, f"saves/{SAVE}/.manifest.json")) == len(wrongs)
             client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encode())  # shows that the test can fail
