@@ -174,7 +174,7 @@ def assert_nodes_are_alike(cluster: Cluster, checkpoint_ids: set[str]) -> None:
         assert first == second
 
 
-@pytest.mark.parametrize("case", mark_long(NEW_ID, keep=one_of_each_point(NEW_ID)[::2]), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mark_long(NEW_ID, keep=one_of_each_point(NEW_ID)), ids=lambda case: case.name)
 def test_a_kill_during_a_save(cluster: Cluster, case: Case) -> None:
     """The old checkpoint loads bit for bit, the killed one is whole or gone, alike everywhere, and the next save works."""
     expected = expected_seed(case, killed(cluster, case))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import long
 from tests.multiprocess.cluster import Launcher, call
 from tests.multiprocess.conftest import ClusterOf
 from tests.multiprocess.launch import base_environment
@@ -26,7 +25,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("launcher", ["direct", long("torchrun")])
+@pytest.mark.parametrize("launcher", ["direct", "torchrun"])
 def test_a_world_has_the_shape_that_was_asked_for(cluster_of: ClusterOf, launcher: Launcher) -> None:
     """Ranks are numbered along the nodes as listed, torchrun or not, and end with their launch."""
     cluster = cluster_of(2, quick_exit=False)

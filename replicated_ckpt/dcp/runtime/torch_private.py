@@ -84,7 +84,7 @@ def follow_step(exchange: Callable[[Callable[[Any], Any], Any], Any]) -> bool:
     """Has the DCP step under way call `exchange(collective, value)` where its ranks learn how it ended; False: none is.
 
     Called by a storage writer or reader in the step's first half. The wrapper is of this one call of DCP, so nothing has to
-    be put back. Seen on torch 2.7 to 2.15.
+    be put back. Seen on torch 2.15.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
     while frame is not None:
