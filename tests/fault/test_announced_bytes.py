@@ -98,7 +98,7 @@ def test_uploads_at_once_are_counted_together(agent: RunningAgent) -> None:
     with agent.peer() as first, agent.peer() as second:
         uploads = [client.start_upload(f"/v1/saves/{SAVE}/{shard(3)}", {}) for client in (first, second)]
         uploads[0].send(piece)
-        wait_for(lambda: part.exists() and part.stat().st_size >= 4 << 20, 10, "the first bytes")
+        wait_for(lambda: part.exists() and part.stat().st_size >= 4 << 20, 40, "the first bytes")
         uploads[1].send(piece)
         with pytest.raises(PeerProtocolError, match=f"more than {8 << 20} bytes"):
             uploads[1].finish()

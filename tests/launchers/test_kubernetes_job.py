@@ -131,7 +131,7 @@ def test_the_store_is_owned_by_the_user_of_the_pod(manifest: str, tmp_path: Path
     )
 
 
-@pytest.mark.slow  # torchrun gives up each meeting with a lost pod after a minute
+@pytest.mark.long  # torchrun gives up each meeting with a lost pod after a minute
 @pytest.mark.fault
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)

@@ -355,7 +355,7 @@ def test_root_loads_from_a_read_only_root_of_another(reachable: Path) -> None:
             os.chown(path, NOBODY, NOBODY)
         with pytest.raises(StoreDenied):
             LocalStore(disk / "root").agent_directory()
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(disk)], check=True)
         assert loads(disk / "root")
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
