@@ -153,8 +153,8 @@ def make_as_picklers_do(called: Any, arguments: tuple[Any, ...], state: Any, con
     for part in (attributes, slots):
         if part is not None and not isinstance(part, dict):
             raise TypeError(f"a state is a dictionary, not {type(part).__name__}")
-    if attributes:
-        vars(instance).update(attributes)
+    if attributes is not None:
+        vars(instance).update(attributes)  # an empty one, too, needs an instance that takes attributes, as C's has it
     for name, value in (slots or {}).items():
         setattr(instance, name, value)
     return instance
