@@ -325,11 +325,11 @@ class CheckpointManager:
         if not self._reader.exists(checkpoint_id):
             return False
         store = self._writer.store
-        save_ids = self._agreed(lambda: self._reader.list_keys(partial(find_saves, checkpoint_id)))
+        save_ids = self._agreed(lambda: self._reader.look_alone(partial(find_saves, checkpoint_id)))
         with self._use_group() as group:
             agree_on_all(group, lambda: remove_here(store, checkpoint_id, save_ids))
         self._agreed(
-            lambda: self._reader.list_keys(lambda _, bucket, __: remove_in_bucket(bucket, checkpoint_id, save_ids))
+            lambda: self._reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, checkpoint_id, save_ids))
         )
         return True
 
@@ -338,7 +338,7 @@ class CheckpointManager:
         self._settle()
         if self._reader.latest() is None:
             return ()
-        listed = self._agreed(lambda: self._reader.list_keys(list_checkpoints))
+        listed = self._agreed(lambda: self._reader.look_alone(list_checkpoints))
         whole = {each.checkpoint_id: each for each in reversed(listed) if each.is_whole}
         return tuple(reversed(whole.values()))
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import replicated_ckpt.dcp.find.rendezvous
-import replicated_ckpt.dcp.load.reader
+import replicated_ckpt.dcp.load.attempt
 import replicated_ckpt.dcp.save.attempt
 import replicated_ckpt.dcp.save.commit
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.endpoint import single_agent_lock
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
-from replicated_ckpt.dcp.load.rank_load import RankLoad
+from replicated_ckpt.dcp.load.attempt import LoadAttempt
 from replicated_ckpt.dcp.save.nodes import AgentCluster
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.stores.local.store import LocalStore
@@ -48,10 +48,10 @@ PLACES: Mapping[str, tuple[Any, str]] = {
     "load: present": (replicated_ckpt.dcp.find.rendezvous, "reading_post"),
     "load: look": (Surveyor, "surveyed"),
     "load: told": (Survey, "from_json"),
-    "load: metadata": (replicated_ckpt.dcp.load.reader, "read_verified_metadata"),
-    "load: check": (RankLoad, "check"),
-    "load: plan": (replicated_ckpt.dcp.load.reader, "plan_sharing"),
-    "load: read": (RankLoad, "read"),
+    "load: metadata": (replicated_ckpt.dcp.load.attempt, "read_verified_metadata"),
+    "load: check": (LoadAttempt, "plan"),
+    "load: plan": (replicated_ckpt.dcp.load.attempt, "plan_sharing"),
+    "load: read": (LoadAttempt, "read"),
 }
 """Where an error is met: what stands there is replaced while the save or load goes on."""
 

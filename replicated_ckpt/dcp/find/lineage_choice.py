@@ -52,3 +52,12 @@ def describe_lineage(found: LineageFound) -> str:
     made = datetime.fromtimestamp(min(found.created_unix_s, _TIME_MAX_S), UTC)
     nodes = ", ".join(found.nodes)
     return f"lineage {found.lineage!r}, newest {found.newest_id!r} of {made:%Y-%m-%d %H:%M:%S} UTC, on node {nodes}"
+
+
+def describe_lineages(lineages: Sequence[LineageFound]) -> str:
+    """For the warning of a load: which run was chosen, and which were not."""
+    chosen, *others = map(describe_lineage, lineages)
+    return (
+        f"Checkpoints of several runs lie in one directory of ids. Loaded is {chosen}. Left alone is {'; '.join(others)}. "
+        "Pass ReplicatedReader(lineage=...) to load another, and give each run a directory of its own."
+    )

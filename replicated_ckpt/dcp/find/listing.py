@@ -28,7 +28,7 @@ class Listed:
 
 
 class _Lister(Surveyor):
-    def list_keys(self) -> tuple[Listed, ...]:
+    def list(self) -> tuple[Listed, ...]:
         holdings = self._holdings(None)
         if self._bucket is not None:
             look = BucketLook(self._bucket, None)
@@ -55,4 +55,4 @@ def list_checkpoints(store: LocalStore, bucket: Bucket | None, lineage: str) -> 
         LineagesMet: as for a load.
     """
     peers = PeerBook(store.root_agent_directory()).read_all()
-    return _Lister(store, store.read_node_id(), peers, bucket, (), lineage).list_keys()
+    return _Lister(store, store.read_node_id(), peers, bucket, (), lineage).list()

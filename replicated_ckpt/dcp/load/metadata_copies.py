@@ -1,7 +1,7 @@
 """Finding an intact copy of a checkpoint's `.metadata`: the own one, a peer's, the bucket's."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost
@@ -120,3 +121,11 @@ def _path(survey: Survey, name: str, size_bytes: int) -> str:
     if survey.unmanaged_warning:
         return unmanaged_path(survey.found.checkpoint_id, name, size_bytes)
     return file_path(survey.found.checkpoint_id, survey.found.save_id, name)
+
+
+def places_of(metadata: Metadata) -> Mapping[str, Sequence[ByteRange]]:
+    """Where the items of a checkpoint lie, by shard."""
+    places: dict[str, list[ByteRange]] = {}
+    for info in metadata.storage_data.values():
+        places.setdefault(str(info.relative_path), []).append(ByteRange(info.offset, info.length))
+    return places

@@ -21,7 +21,8 @@ from replicated_ckpt.core.integrity.checksum import BlockHasher
 from replicated_ckpt.core.reading.windows import Window
 from replicated_ckpt.dcp.c10d import world
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.load import loading, reader
+from replicated_ckpt.dcp.load import attempt as load_attempt
+from replicated_ckpt.dcp.load import loading, parts, reader
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.dcp.node import local_agent as own_agent
 from replicated_ckpt.dcp.node import node as node_module
@@ -135,18 +136,18 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (loading, "FetchAhead", FetchInTurn),
         (upload, "random", cluster.random),
         (targets, "open_client", partial(_open_bucket, cluster)),
-        (reader, "open_client", partial(_open_bucket, cluster)),
-        (reader, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
+        (parts, "open_client", partial(_open_bucket, cluster)),
+        (parts, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
         (catalog, "leads_out", _never),  # there are no symbolic links here, and it is a fifth of all work
         (committed, "leads_out", _never),
         (world, "_SESSION", now),
         (seen_lineage, "_seen", now),
         (attempt, "warn", now.warn),
-        (reader, "warn", now.warn),
+        (load_attempt, "warn", now.warn),
         (writer, "world_of_call", lambda *_: now.rank.world),
         (reader, "world_of_call", lambda *_: now.rank.world),
         (reader, "calling", lambda: True),
-        (reader, "meet", now.meet),
+        (load_attempt, "meet", now.meet),
         (node_module, "node_post", lambda *_: now.rank.post()),
         (attempt, "node_post", lambda *_: now.rank.post()),
         (own_agent, "ensure_agent", partial(_endpoint_of, cluster)),

@@ -1,0 +1,335 @@
+"""One load as one rank does it: its steps, in the order in which DCP calls for them."""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+from replicated_ckpt.core.bucket.commit_mark import own_prefix
+from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.find.lineage_choice import describe_lineages
+from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet, tell_load
+from replicated_ckpt.dcp.find.survey import Survey
+from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
+from replicated_ckpt.dcp.load.metadata_copies import places_of, read_verified_metadata
+from replicated_ckpt.dcp.load.parts import ReaderParts
+from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.load.shard_reader import ShardReader, Traffic
+from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
+from replicated_ckpt.dcp.load.unasked import describe_unasked
+from replicated_ckpt.dcp.runtime.callback import call_back
+from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, follow_step
+from replicated_ckpt.dcp.tensors.stored_tensor import plan_ranges
+from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
+from replicated_ckpt.stores.local.replaced import lock_version
+from replicated_ckpt.stores.local.store import is_nowhere
+from replicated_ckpt.stores.node_cache.cache import Spool
+from replicated_ckpt.stores.node_cache.exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+REMIND_S = 100.0
+"""How often a rank that reads tells the nodes that it reads from: they keep its checkpoint for minutes after a word."""
+
+
+_BAD_METADATA = "Load another checkpoint, and report this one: an intact save has no such metadata."
+_TRANSFORMED = "Load it with the reader that knows the transforms, and save it with ReplicatedWriter, without them."
+
+
+class LoadAttempt:
+    """One load as one rank does it: `meet`, `read_metadata`, `prepare`, `plan`, at the coordinator `share`, then `read`.
+
+    What goes wrong on this rank alone while the ranks meet and read the metadata is kept, and raised by `prepare`, where
+    DCP tells all ranks. One thread.
+    """
+
+    def __init__(
+        self,
+        parts: ReaderParts,
+        given_id: str | os.PathLike[str] | None,
+        keep_report: Callable[[LoadReport], None],
+    ) -> None:
+        """`keep_report` takes what this rank read, and again with what all ranks read."""
+        self._parts = parts
+        self._store = parts.store
+        self._given_id = given_id
+        self._keep_report = keep_report
+        self._started_at = time.monotonic()
+        self._found: Survey | None = None
+        self._failure: BaseException | None = None
+        self._silent: set[str] = set()
+        self._places: Mapping[str, Sequence[ByteRange]] | None = None
+        self._stored = parts.stored
+        self._spool: Spool | None = None
+        self.is_met = False
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The checkpoint that was found, if one was."""
+        return None if self._found is None else self._found.found.checkpoint_id
+
+    def meet(self, world: World) -> None:
+        """The ranks meet and find the checkpoint.
+
+        Raises:
+            ReplicatedCkptError: on every rank alike. What went wrong on this rank alone is raised by `prepare`.
+        """
+        self.is_met = True
+        self._world = world
+        lineage = self._parts.config.lineage
+        try:
+            self._found = meet(self._store, world, self._given_id, self._parts.bucket.open, lineage=lineage)
+        except AgreedError as exc:
+            self._failure = exc.error
+            raise exc.error from None
+        except BaseException as exc:
+            self._failure = exc
+            if world.blackboard is None:
+                raise
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps an error for `prepare`."""
+        self._failure = error
+
+    def read_metadata(self) -> Metadata:
+        """The checkpoint's `.metadata`, verified and safely read. Warns of what should be known of where it lies."""
+        self.check_failure()
+        key, bucket = f"rank {self._world.rank}", self._parts.bucket.open()
+        metadata = read_verified_metadata(self._store, self._survey, bucket, key, self._silent)
+        self._places = places_of(metadata) if self._survey.unmanaged_warning else None
+        if self._survey.unmanaged_warning and self._world.is_coordinator:
+            warn(self._survey.unmanaged_warning, self._parts.made_at)
+        if len(self._survey.lineages) > 1:
+            warn(describe_lineages(self._survey.lineages), self._parts.made_at)
+        return metadata
+
+    def check_failure(self) -> None:
+        """Raises what kept this rank from reading the metadata."""
+        if self._failure is not None:
+            raise self._failure
+
+    def prepare(self, metadata: Metadata) -> None:
+        """Takes what `read_metadata` gave, as DCP has passed it on. Raises what kept it from reading."""
+        self.check_failure()
+        self._stored.describe(metadata)
+        self._saved = metadata.state_dict_metadata
+        self._info_by_index: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
+        self._prefix = own_prefix(self._survey.found.save_id)
+        self._remind_at = time.monotonic() + REMIND_S
+
+    def plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan with what this rank would fetch from other nodes. Every item lies in a shard that has a copy somewhere.
+
+        Raises:
+            ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
+        """
+        self._check(plan)
+        return replace(plan, storage_data=self._remote_needs(plan))
+
+    def share(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Coordinator: tells the ranks of each node which of them fetches what several need: each block once.
+
+        Warns of saved entries for which no rank asks, unless that is expected.
+        """
+        if not self._parts.expect_partial:
+            warning = describe_unasked(self._survey.found.checkpoint_id, self._saved, plans)
+            if warning is not None:
+                warn(warning, self._parts.made_at)
+        return plan_sharing(plans, sorted(self._survey.manifest.shards))
+
+    def _check(self, plan: LoadPlan) -> None:
+        """Every item of the plan lies in a shard of the save that has a copy somewhere.
+
+        Raises:
+            ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
+        """
+        manifest, found = self._survey.manifest, self._survey.found
+        asked = {self._shard(item) for item in plan.items}
+        unknown = asked - set(manifest.shards)
+        if unknown:
+            raise ManifestInvalid(
+                f"The .metadata names {sorted(unknown)}, which the manifest does not know.", _BAD_METADATA
+            )
+        for item in plan.items:
+            info = self._info(item)
+            if info.offset + info.length > manifest.shards[self._shard(item)].size_bytes:
+                raise ManifestInvalid(
+                    f"The .metadata has {item.storage_index.fqn!r} beyond {self._shard(item)}'s end.", _BAD_METADATA
+                )
+        lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in asked})
+        if lost:
+            owners = {shard: manifest.owner_of(shard) for shard in lost}
+            raise ShardLost(found.checkpoint_id, owners, self._survey.searched)
+
+    def _remote_needs(self, plan: LoadPlan) -> RemoteNeeds | None:
+        """What this rank would fetch from elsewhere, if other ranks of its node may need the same.
+
+        Its spool is there when this returns: the others learn of the name with the plan, and need not wait for the file.
+        """
+        if self._world.blackboard is None or is_nowhere(self._store):
+            return None
+        remote = {shard for shard in map(self._shard, plan.items) if self._is_remote(shard)}
+        wanted = self._group_by_shard(item for item in plan.items if self._shard(item) in remote)
+        windows = windows_for(wanted, lambda _: True, sorted(self._survey.manifest.shards))
+        if not windows:
+            return None
+        self._spool = self._new_spool()
+        return RemoteNeeds(self._own_node, tuple(windows), None if self._spool is None else self._spool.name)
+
+    def _new_spool(self) -> Spool | None:
+        try:
+            return Spool(self._store.root_agent_directory(), self._world.size, CELL_BYTES)
+        except OSError as exc:
+            log.warning("this rank fetches for itself alone: %s", exc)
+            return None
+
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Reads every item of the plan, verified, into the planner's tensors.
+
+        What lies here of the save is not removed meanwhile, however long it takes.
+
+        Raises:
+            ShardLost: no intact copy is left. And what the planner raises.
+        """
+        began, save, key = time.monotonic(), self._survey.found, f"rank {self._world.rank}"
+        wanted = self._group_by_shard(plan.items)
+        shards = sorted(self._survey.manifest.shards)
+        remote = {shard for shard in wanted if self._is_remote(shard)}
+        windows = windows_for(wanted, remote.__contains__, shards)
+        with ExitStack() as stack:
+            stack.callback(self._parts.bucket.close)
+            spool = self._take_spool(stack)
+            version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
+            if version is not None:
+                stack.callback(os.close, version)
+            bucket = self._parts.bucket.open()
+            reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
+            reader.findings.note_silent(self._silent)
+            stack.callback(reader.tell_suspects)
+            stack.callback(reader.close)
+            exchange = self._join(plan.storage_data, spool, windows)
+            if exchange is not None:
+                stack.enter_context(closing(exchange))
+                reader.findings.exchange = exchange
+            items = {
+                shard: ShardItems(shard, ones, reader, self._parts.items, planner) for shard, ones in wanted.items()
+            }
+
+            def feed(window: Window, raw: memoryview) -> None:
+                items[window.shard].take(window, raw)
+                self._remind_if_due(reader, remote)
+
+            Loading(reader, remote.__contains__, exchange).run(windows, shards, feed)
+            for ones in items.values():
+                ones.finish()
+        self._report_read(reader.findings.traffic, len(plan.items), began)
+
+    def _take_spool(self, stack: ExitStack) -> Spool | None:
+        spool, self._spool = self._spool, None
+        if spool is not None:
+            stack.callback(spool.close)
+        return spool
+
+    def _report_read(self, traffic: Traffic, items: int, began: float) -> None:
+        now = time.monotonic()
+        self._report = LoadReport(
+            self._survey.found.checkpoint_id,
+            self._survey.found.save_id,
+            traffic.bytes_local,
+            traffic.bytes_peer,
+            traffic.bytes_object,
+            items,
+            now - self._started_at,
+            tuple(traffic.bad_copies),
+            traffic.bytes_shared,
+            self._world.rank,
+            socket.gethostname(),
+            {"plan": began - self._started_at, "read": now - began},
+        )
+        self._keep_report(self._report)
+        if not follow_step(self._learn_outcome):
+            self._report_loaded([self._report])
+
+    def _learn_outcome(self, all_gather: Callable[[Any], list[Any]], value: object) -> list[Any]:
+        """Every rank tells all others that it has read, and here what: the end of the load, on this rank.
+
+        DCP gathers None from a rank that has, and takes what else it finds for an error.
+        """
+        told = all_gather(self._report.as_dict() if value is None else value)
+        if all(one is None or isinstance(one, dict) for one in told):
+            self._report_loaded([LoadReport.from_dict(one) for one in told if one is not None])
+        return [None if isinstance(one, dict) else one for one in told]
+
+    def _report_loaded(self, reports: Sequence[LoadReport]) -> None:
+        report = replace(self._report, ranks=tuple(reports))
+        self._keep_report(report)
+        if self._world.is_coordinator:
+            log.info("%s", report)
+        call_back(self._parts.on_load, report)
+
+    def _remind_if_due(self, reader: ShardReader, shards: Collection[str]) -> None:
+        """Has the nodes that these shards lie on keep them, however long this rank is busy with others."""
+        if time.monotonic() < self._remind_at:
+            return
+        self._remind_at = time.monotonic() + REMIND_S
+        holders = {held.node_id for held in self._survey.holdings if not held.sizes.keys().isdisjoint(shards)}
+        holders = {node for node in holders if not reader.findings.is_silent(node)}
+        tell_load([peer for peer in self._survey.addresses if peer.node_id in holders], self._survey, self._world)
+
+    def _join(self, shared: object, spool: Spool | None, windows: Sequence[Window]) -> Exchange | None:
+        if spool is None or not isinstance(shared, NodeSharing):
+            return None
+        directory = self._store.root_agent_directory()
+        exchange = join_exchange(shared, self._world.rank, spool, directory, self._world.size, windows)
+        if exchange is None:
+            spool.close()
+        return exchange
+
+    def _group_by_shard(self, items: Iterable[ReadItem]) -> dict[str, list[Wanted]]:
+        wanted: dict[str, list[Wanted]] = {}
+        for item in items:
+            info = self._info(item)
+            stored = self._stored.of(item, info)
+            one = Wanted(item, info, stored, plan_ranges(item, info, stored))
+            wanted.setdefault(self._shard(item), []).append(one)
+        return wanted
+
+    def _info(self, item: ReadItem) -> StorageInfo:
+        info = self._info_by_index.get(item.storage_index)
+        if info is None:
+            raise ManifestInvalid(f"The .metadata does not say where {item.storage_index.fqn!r} lies.", _BAD_METADATA)
+        if getattr(info, "transform_descriptors", None):
+            raise ManifestInvalid(
+                f"{item.storage_index.fqn!r} was saved through stream transforms, which are not read.", _TRANSFORMED
+            )
+        return info
+
+    def _shard(self, item: ReadItem) -> str:
+        """Name of the shard that an item lies in; in a bucket its path may have the save's own prefix before it."""
+        return str(self._info(item).relative_path).removeprefix(self._prefix)
+
+    @property
+    def _survey(self) -> Survey:
+        if self._found is None:
+            raise CheckpointNotFound("No checkpoint has been looked for: read_metadata comes first.")
+        return self._found
+
+    @cached_property
+    def _own_node(self) -> str:
+        return self._store.read_node_id()
+
+    def _is_remote(self, shard: str) -> bool:
+        """Whether no copy of a shard lies on this node."""
+        size = self._survey.manifest.shards[shard].size_bytes
+        return self._own_node not in self._survey.found.holders_of(shard, size)

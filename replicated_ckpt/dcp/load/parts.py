@@ -1,0 +1,51 @@
+"""What a reader keeps from one load to the next; its bucket is open for as long as a load or a look lasts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from replicated_ckpt.config import ReaderConfig
+from replicated_ckpt.dcp.load.item_reader import ItemReader
+from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.runtime.caller import Line
+from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
+from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.bucket.opening import open_client
+from replicated_ckpt.stores.bucket.retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
+from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
+
+
+class ReaderBucket:
+    """Opened by its first use, until `close`: a client must not be forked with its user. One thread."""
+
+    def __init__(self, target: ObjectTarget | None, *, is_all: bool) -> None:
+        """`is_all`: there is nothing else to read from, so a look at it is waited for as long as a read."""
+        self._target = target
+        self._look_s = READ_WITHIN_S if is_all else LOOK_WITHIN_S
+        self._bucket: Bucket | None = None
+
+    def open(self) -> Bucket | None:
+        """The bucket; None if the reader was given none."""
+        if self._bucket is None and self._target is not None:
+            self._bucket = Bucket(RetryingClient(open_client(self._target), look_within_s=self._look_s))
+        return self._bucket
+
+    def close(self) -> None:
+        """Gives the connections back. It may be opened again."""
+        if self._bucket is not None:
+            self._bucket.client.close()
+            self._bucket = None
+
+
+@dataclass(frozen=True)
+class ReaderParts:
+    """What a reader keeps from one load to the next."""
+
+    config: ReaderConfig
+    store: LocalStore
+    bucket: ReaderBucket
+    items: ItemReader
+    stored: StoredTensors
+    expect_partial: bool
+    made_at: Line | None
+    on_load: Callable[[LoadReport], object] | None
