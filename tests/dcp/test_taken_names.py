@@ -8,6 +8,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent
@@ -36,21 +38,47 @@ def refusal(root: Path, checkpoint_id: str = "step-1") -> ReplicatedCkptError:
     return error
 
 
-@pytest.mark.parametrize("gone", [["__0_0.distcp"], [".metadata"], [".metadata", ".manifest.json"], [".manifest.json"]])
+@pytest.mark.parametrize("gone", [["__0_0.distcp"], [".metadata"]])
 def test_a_checkpoint_that_is_lost_does_not_block_its_name(tmp_path: Path, gone: list[str]) -> None:
     """A part that the only node has lost cannot come back: the save needs no `overwrite`, and loads."""
     save(tmp_path, value=1.0)
     for name in gone:
         (tmp_path / "step-1" / name).unlink()
-    if gone == [".manifest.json"]:  # what stock torch's files show is all there
-        assert isinstance(refusal(tmp_path), CheckpointExists)
-        return
     save(tmp_path, value=2.0)
     assert loaded(tmp_path) == 2.0
 
 
-def test_a_save_of_stock_torch_that_died_does_not_block_its_name(tmp_path: Path) -> None:
-    """Shards without `.metadata`, which stock torch writes last, are no checkpoint; with it they are, and stay."""
+@pytest.mark.parametrize("gone", [[".metadata", ".manifest.json"], [".manifest.json"]])
+def test_what_no_manifest_describes_stays(tmp_path: Path, gone: list[str]) -> None:
+    """Which nodes have parts of it, and in which format, cannot be known: the error says so, and the way out."""
+    save(tmp_path, value=1.0)
+    for name in gone:
+        (tmp_path / "step-1" / name).unlink()
+    error = refusal(tmp_path)
+    assert isinstance(error, CheckpointExists)
+    assert "overwrite=True" in error.hint or gone == [".manifest.json"]  # that is whole as stock torch's files are
+    assert (tmp_path / "step-1" / "__0_0.distcp").exists()
+
+
+def test_a_newer_format_stays(tmp_path: Path) -> None:
+    """A manifest that this version cannot read is no reason to take its checkpoint for lost."""
+    save(tmp_path, value=1.0)
+    path = tmp_path / "step-1" / MANIFEST_NAME
+    body = (
+        path.read_text()
+        .split("\n", 1)[1]
+        .removeprefix('"manifest":')
+        .rstrip()[:-1]
+        .replace('"version":1', '"version":99')
+    )
+    path.write_text(f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n')
+    before = sorted((tmp_path / "step-1").iterdir())
+    assert isinstance(refusal(tmp_path), ReplicatedCkptError)
+    assert sorted((tmp_path / "step-1").iterdir()) == before
+
+
+def test_a_save_of_stock_torch_that_died_stays(tmp_path: Path) -> None:
+    """Shards without `.metadata`, which stock torch writes last, may have it on a node that is not in the job."""
     folder = tmp_path / "step-1"
     dcp.save({"w": torch.ones(8)}, checkpoint_id=folder)
     assert isinstance(refusal(tmp_path), CheckpointExists)
@@ -58,8 +86,8 @@ def test_a_save_of_stock_torch_that_died_does_not_block_its_name(tmp_path: Path)
     dcp.load(state, storage_reader=FileSystemReader(folder))
     assert state["w"][0] == 1.0
     (folder / ".metadata").unlink()
-    save(tmp_path)
-    assert loaded(tmp_path) == 2.0
+    assert isinstance(refusal(tmp_path), CheckpointExists)
+    assert (folder / "__0_0.distcp").exists()
 
 
 def test_a_node_that_does_not_answer_may_hold_what_is_missing(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ BROAD_EXCEPTS_ALLOWED = {
     "replicated_ckpt/dcp/find/bucket_look.py": 1,  # top of a thread; whoever looks gets the error
     "replicated_ckpt/dcp/load/fetch_ahead.py": 1,  # top of a thread; whoever takes the window gets the error
     "replicated_ckpt/dcp/find/rendezvous.py": 3,  # told to the ranks that wait for this one; then it is raised
-    "replicated_ckpt/dcp/load/reader.py": 2,  # raised a little later, where DCP tells all ranks
+    "replicated_ckpt/dcp/load/attempt.py": 1,  # raised a little later, where DCP tells all ranks
+    "replicated_ckpt/dcp/load/reader.py": 1,  # raised a little later, where DCP tells all ranks
     "replicated_ckpt/dcp/c10d/tellable.py": 1,  # an error's own code raises anything when it is pickled
     "replicated_ckpt/dcp/runtime/callback.py": 1,  # the user's own function; its error is logged, and fails no save
     "replicated_ckpt/dcp/objects/values.py": 1,  # a class that a user has allowed may raise anything

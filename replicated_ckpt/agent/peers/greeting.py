@@ -122,10 +122,13 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str) -> None:
     before = replace(known, incarnation=said.incarnation)
     asked = FanOut[AgentAddress, Who]().run({before, announced}, ask_who)
     expected = Who(known.node_id, said.incarnation, is_leaving=False)
+    there = asked.results.get(before)
+    if there is not None and there != expected and there.node_id == known.node_id and before != announced:
+        raise _denial(said, "it answers at the address that is known, and says otherwise")
     found = [address for address in (before, announced) if asked.results.get(address) == expected]
     if not found:
-        answered = asked.results.get(announced) or asked.errors[announced].message
-        raise _denial(said, f"called back at {announced.host}:{announced.port}, it does not say so itself: {answered}")
+        log.info("called back at %s:%d: %s", announced.host, announced.port, asked.errors.get(announced) or there)
+        raise _denial(said, f"called back at {announced.host}:{announced.port}, it does not say so itself")
     book.learn(found[:1])
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
-from replicated_ckpt.errors import CheckpointAmbiguous, CheckpointExists, CheckpointNotFound, ShardLost
+from replicated_ckpt.errors import CheckpointAmbiguous, CheckpointExists, CheckpointNotFound, ManifestInvalid, ShardLost
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -17,8 +17,8 @@ _OVER = (Answer.PUBLISHED.value, Answer.ABSENT.value)
 def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddress], checkpoint_id: str) -> None:
     """Looks whether what has a checkpoint's name can still be loaded. `nodes` are those of the save that wants the name.
 
-    It gives way only if every node that may hold a part of it has answered, none of them still publishes it, and a part
-    is missing all the same. A node that does not answer may have that part.
+    It gives way only if its manifest says which nodes may hold a part of it, all of them have answered, none still
+    publishes it, and a part is missing all the same. A node that does not answer may have that part.
 
     Raises:
         CheckpointExists: it stays; says why.
@@ -26,17 +26,19 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
     met = {peer.node_id: peer for peer in PeerBook(store.agent_directory()).read_all()}
     peers = {**met, **{address.node_id: address for address in nodes}}
     surveyor = Surveyor(store, own_node, peers.values(), expected=peers)
-    missing = "the manifest"
     try:
         survey = surveyor.survey(checkpoint_id)
-    except (CheckpointNotFound, ShardLost):
-        unreached = list(surveyor.unreached)
-    except CheckpointAmbiguous as exc:
-        raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {store.root}. {exc.message}") from exc
-    else:
-        _check_may_go(survey, checkpoint_id, store)
-        missing = ", ".join(_missing(survey)) or "the metadata"
-        unreached = [*surveyor.unreached, *_unreached_of_manifest(survey, own_node), *_publishing(survey, own_node)]
+    except (CheckpointAmbiguous, CheckpointNotFound, ManifestInvalid, ShardLost) as exc:
+        raise CheckpointExists(
+            f"Checkpoint already exists: {checkpoint_id!r} in {store.root}. Which nodes have parts of it cannot be known: "
+            f"{exc.message}",
+            "Save with ReplicatedWriter(..., overwrite=True) to give it up, or move its directory away on every node.",
+        ) from exc
+    _check_may_go(survey, checkpoint_id, store)
+    missing = ", ".join(_missing(survey)) or "the metadata"
+    unreached = [*surveyor.unreached, *_unreached_of_manifest(survey, own_node), *_publishing(survey, own_node)]
+    if store.staging(survey.manifest.save_id).is_dir():
+        unreached.append("this node, which still publishes it")
     if unreached:
         raise CheckpointExists(
             f"Checkpoint {checkpoint_id!r} exists and is not whole as far as can be seen: {missing} is missing, and may "

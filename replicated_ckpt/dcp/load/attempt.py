@@ -32,7 +32,7 @@ from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, follow_step
 from replicated_ckpt.dcp.tensors.stored_tensor import plan_ranges
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
-from replicated_ckpt.stores.local.replaced import lock_version
+from replicated_ckpt.stores.local.replaced import lock_version, unlock_version
 from replicated_ckpt.stores.local.store import is_nowhere
 from replicated_ckpt.stores.node_cache.cache import Spool
 from replicated_ckpt.stores.node_cache.exchange import Exchange
@@ -212,7 +212,7 @@ class LoadAttempt:
             spool = self._take_spool(stack)
             version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
             if version is not None:
-                stack.callback(os.close, version)
+                stack.callback(unlock_version, version)
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
             reader.findings.note_silent(self._silent)

@@ -6,9 +6,9 @@ and how its planners name what is nested is their own.
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -91,10 +91,24 @@ def follow_step(exchange: Callable[[Callable[[Any], Any], Any], Any]) -> bool:
         wrapper = frame.f_locals.get("self") if frame.f_code.co_name in _OUTCOMES else None
         if isinstance(wrapper, _DistWrapper):
             name = _OUTCOMES[frame.f_code.co_name]
-            setattr(wrapper, name, partial(exchange, getattr(wrapper, name)))
+            setattr(wrapper, name, _once(weakref.ref(wrapper), name, exchange))
             return True
         frame = frame.f_back
     return False
+
+
+def _once(
+    found: "weakref.ref[_DistWrapper]", name: str, exchange: Callable[[Callable[[Any], Any], Any], Any]
+) -> Callable[[Any], Any]:
+    """Gives the wrapper its own method back and calls `exchange` with it. Nothing holds what holds it."""
+
+    def call(value: Any) -> Any:
+        wrapper = found()
+        assert wrapper is not None, "its method is being called"
+        delattr(wrapper, name)
+        return exchange(getattr(wrapper, name), value)
+
+    return call
 
 
 def weights_only_names() -> Mapping[str, Any]:

@@ -275,8 +275,11 @@ class SaveAttempt:
         try:
             yield
         except BaseException as exc:
-            self._cluster.abort(self._decision.save_id, f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}")
-            self.close()
+            why = f"rank {self._world.rank} failed: {type(exc).__name__}: {exc}"
+            try:
+                self._cluster.abort(self._decision.save_id, why)
+            finally:
+                self.close()
             raise
 
     def _warn(self, problems: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
 """The nodes of one save, as the coordinator commands them: through their agents, or directly on one process alone."""
 
 import json
+import logging
 import os
 import time
 import weakref
@@ -27,6 +28,8 @@ from replicated_ckpt.stores.local.replaceable import holds_checkpoint
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+
+log = logging.getLogger(__name__)
 
 COMMIT_TIMEOUT_S = 10.0
 COMMIT_DEADLINE_S = 120.0
@@ -199,7 +202,10 @@ class LoneNode:
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:  # noqa: ARG002 - staged here already
         held = self._service.commit(save_id)
-        self._drop_outlived()
+        try:
+            self._drop_outlived()
+        except (ReplicatedCkptError, OSError) as exc:  # the save is published: the next one tries again
+            log.warning("what earlier saves have replaced stays on this node for now: %s", exc)
         return Committed({self._service.node_id: held}, {})
 
     def _drop_outlived(self) -> None:
@@ -210,7 +216,13 @@ class LoneNode:
             drop_outlived(service, {each.save_id: each for _, each in service.store.catalog.committed()}, (view,))
 
     def abort(self, save_id: str, why: str) -> None:
-        self._service.abort(save_id, why)
+        try:
+            self._service.abort(save_id, why)
+        except (
+            ReplicatedCkptError,
+            OSError,
+        ) as exc:  # another error is being raised; the next save removes what is left
+            log.warning("save %s is given up (%s), and could not be removed: %s", save_id, why, exc)
 
 
 class LoneService(NodeService):

@@ -174,13 +174,15 @@ def publish_directory(
     before: Path,
     *,
     is_kept: bool,
+    is_version: bool = True,
     carry: Callable[[Path, Path], None] = lambda *_: None,
 ) -> None:
     """Gives the directory `staged` the name `final` in one step; what had that name goes to `before`, durably if `is_kept`.
 
     At every instant, and after a crash, `final` names the whole old or the whole new directory. Where the file system
     cannot exchange names there is an instant at which `final` names nothing; recovery then completes the publication.
-    `carry` moves what outlives the old directory to the new one, before the old one leaves the places where it is found.
+    `carry` moves what outlives the old directory to the new one. `is_version`: somebody may look for the old directory, so
+    it has a name where it is found meanwhile; else it is carried from before it goes where nobody knows its name.
     """
     fsync_directory(staged)
     failpoints.reach("commit.staging-fsynced")
@@ -188,8 +190,11 @@ def publish_directory(
         staged.rename(final)
     elif _exchange(staged, final):
         failpoints.reach("commit.replaced")
-        carry(staged, final)
+        if not is_version:
+            carry(staged, final)
         staged.rename(before)
+        if is_version:
+            carry(before, final)
     else:
         carry(final, staged)
         final.rename(before)

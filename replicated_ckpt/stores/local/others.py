@@ -7,6 +7,7 @@ the two leaves it in the staging area or in the trash, whence the next settling 
 
 import contextlib
 import json
+import logging
 import os
 import re
 import uuid
@@ -23,6 +24,8 @@ from replicated_ckpt.stores.files.durable import (
     rename_if_free,
     write_file,
 )
+
+log = logging.getLogger(__name__)
 
 _BROKEN_OFF = re.compile(r"(.+?)(\.part|\.[0-9]+\.tmp)")
 
@@ -92,13 +95,16 @@ def move_others(root: Path, source: Path, target: Path) -> None:
 def give_back_others(root: Path, directory: Path, checkpoint_id: str) -> None:
     """Moves what is not ours out of a directory that is about to be removed, to where its checkpoint is or was.
 
-    Where that is not known, it is kept in the quarantine.
+    Where that is not known, or it cannot lie there, it is kept in the quarantine.
     """
     others = list(others_in(directory))
     if others and is_checkpoint_id(checkpoint_id):
-        make_directories(root / checkpoint_id, root)
-        move_others(root, directory, root / checkpoint_id)
-        return
+        try:
+            make_directories(root / checkpoint_id, root)
+            move_others(root, directory, root / checkpoint_id)
+        except OSError as exc:
+            log.warning("what is not ours in %s goes to the quarantine, as it cannot go back: %s", directory, exc)
+        others = list(others_in(directory))
     for entry in others:
         _set_aside(root, Path(entry.path))
 

@@ -64,10 +64,10 @@ def _check_others(root: Path, final: Path) -> None:
     for entry in others_in(final):
         if not entry.is_dir(follow_symlinks=False):
             continue
-        if os.path.ismount(entry.path) or not os.access(entry.path, os.W_OK | os.X_OK):
+        if os.path.ismount(entry.path) or not os.access(entry.path, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigInvalid(
-                f"{entry.path} cannot be moved, as it is mounted or may not be written: it could not stay with the "
-                "checkpoint.",
+                f"{entry.path} cannot be moved, as it is mounted or may not be read and written: it could not stay with "
+                "the checkpoint.",
                 "Move it out of the checkpoint's directory, or use another id.",
             )
         inside = _checkpoint_below(Path(entry.path), 1)

@@ -6,6 +6,7 @@ And the lock of those who read a version: it is not removed while one of them ho
 import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from replicated_ckpt.core.layout import MANIFEST_NAME, REPLACED_DIR, ShardName
@@ -16,6 +17,9 @@ from replicated_ckpt.stores.files.durable import fsync_directory, make_directori
 from replicated_ckpt.stores.local.catalog import Catalog
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.others import give_back_others
+
+_MOVES_MAX = 5
+"""So often a version may be moved while a reader locks it; it is moved once, when a newer save replaces it."""
 
 
 def check_order(manifest: Manifest, before: Manifest | None, intent: Intent) -> None:
@@ -33,10 +37,22 @@ def check_order(manifest: Manifest, before: Manifest | None, intent: Intent) -> 
 
 
 def replaced_path(root: Path, before: Manifest | None, save_id: str) -> Path:
-    """Where the version goes that save `save_id` replaces. One whose manifest is not believed goes by that save."""
+    """Where the version goes that save `save_id` replaces. One whose manifest is not believed goes by that save.
+
+    If such a one has the place of `before`, which had replaced it, it goes by the newer save from now on.
+    """
     directory = root / REPLACED_DIR
     make_directories(directory, root)
-    return directory / (save_id if before is None else before.save_id)
+    path = directory / (save_id if before is None else before.save_id)
+    if before is not None and path.is_dir() and _save_id_in(path) != before.save_id:
+        path.rename(directory / save_id)
+    return path
+
+
+def _save_id_in(directory: Path) -> str | None:
+    with contextlib.suppress(OSError, ManifestInvalid):
+        return decode_manifest((directory / MANIFEST_NAME).read_bytes(), str(directory)).save_id
+    return None
 
 
 def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> int | None:
@@ -48,30 +64,66 @@ def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> int | No
         StoreError
     """
     with translate_errors(str(catalog.root), "lock", checkpoint_id):
-        try:
-            directory = catalog.directory_of(checkpoint_id, save_id)
-            if directory is None:
+        for _ in range(_MOVES_MAX):
+            try:
+                directory = catalog.directory_of(checkpoint_id, save_id)
+                if directory is None:
+                    return None
+                fd = os.open(catalog.root / directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except (ManifestInvalid, FileNotFoundError, PermissionError):
                 return None
-            fd = os.open(catalog.root / directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except (ManifestInvalid, FileNotFoundError, PermissionError):
-            return None
-        fcntl.flock(fd, fcntl.LOCK_SH)
-    return fd
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                if _is_there(fd, catalog, checkpoint_id, save_id):
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # it was moved, or is being removed, between the look and the lock
+    return None
+
+
+def _is_there(fd: int, catalog: Catalog, checkpoint_id: str, save_id: str) -> bool:
+    """Whether the directory behind `fd` is where the version lies now."""
+    try:
+        directory = catalog.directory_of(checkpoint_id, save_id)
+        return directory is not None and os.path.samestat(os.fstat(fd), (catalog.root / directory).stat())
+    except (ManifestInvalid, FileNotFoundError):
+        return False
+
+
+def unlock_version(fd: int) -> None:
+    """Ends the lock, in processes that were forked meanwhile, too."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+@contextlib.contextmanager
+def unread(directory: Path) -> Iterator[bool]:
+    """Whether nobody reads the version in this directory; then nobody begins to until the block has moved it.
+
+    An agent that keeps it for a reader elsewhere counts as a reader.
+    """
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
 
 
 def is_read(directory: Path) -> bool:
     """Whether a process reads the version in this directory, or an agent keeps it for a reader elsewhere."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    with unread(directory) as is_free:
+        return not is_free
 
 
 def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:

@@ -1,5 +1,6 @@
 """Retiring a committed checkpoint: it goes in one step, durably, and only then its files; a crash leaves all or nothing."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from replicated_ckpt.stores.files.durable import (
 )
 from replicated_ckpt.stores.local.catalog import Catalog
 from replicated_ckpt.stores.local.others import remove_trash
-from replicated_ckpt.stores.local.replaced import is_read
+from replicated_ckpt.stores.local.replaced import unread
+
+log = logging.getLogger(__name__)
 
 
 def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
@@ -35,12 +38,15 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
         make_directories(staging, root)
         with exclusive(staging):
             place = _place_of(root, checkpoint_id, save_id)
-            if place is None or is_read(place):
+            if place is None:
                 return False
             trash = root / TRASH_DIR / save_id
             make_directory(trash.parent)
             remove_trash(root, trash, place.parent, staging)
-            place.rename(trash)
+            with unread(place) as is_unread:
+                if not is_unread:
+                    return False
+                place.rename(trash)
             failpoints.reach("retire.trashed")
             remove_trash(root, trash, place.parent)
     return True
@@ -62,7 +68,11 @@ def empty_trash(root: Path, origins: Sequence[Path]) -> None:
     """Removes the trash, with what a crash has left there, once it is sure to have left `origins` and its own places."""
     trash, left = root / TRASH_DIR, {*origins, *_origins(root)}
     for path in list(trash.glob("*")):
-        remove_trash(root, path, *left)
+        try:
+            remove_trash(root, path, *left)
+        except OSError as exc:
+            log.warning("%s stays in the trash until the next start: %s", path, exc)
+            return
     remove_moved(trash, *left)
 
 

@@ -136,9 +136,9 @@ class LocalStore:
             StoreError
         """
         self.final(intent.checkpoint_id)  # refuses what is no id
-        check_replaceable(self.root, intent.checkpoint_id, intent)
         staging = self.staging(intent.save_id)
         with translate_errors(str(self.root), "begin", intent.checkpoint_id):
+            check_replaceable(self.root, intent.checkpoint_id, intent)
             make_directories(staging.parent, self.root)
             replaces = self.read_published(intent.checkpoint_id)
             asked = "" if replaces is None or not replaces_others else replaces.save_id
@@ -218,10 +218,16 @@ class LocalStore:
             trash = self._trash(save_id)
             remove_trash(self.root, trash, final.parent, staging.parent)
             replaced.take_back(self.catalog, save_id, staging)
-            is_over = replaced.holds_all_shards(staging, manifest) and not replaced.is_read(final)
-            place = trash if is_over else replaced.replaced_path(self.root, before, save_id)
-            publish_directory(staging, final, place, is_kept=not is_over, carry=partial(move_others, self.root))
+            with replaced.unread(final) as is_unread:
+                is_over = is_unread and replaced.holds_all_shards(staging, manifest)
+                place = trash if is_over else replaced.replaced_path(self.root, before, save_id)
+                carry = partial(move_others, self.root)
+                publish_directory(
+                    staging, final, place, is_kept=not is_over, is_version=before is not None, carry=carry
+                )
             failpoints.reach("commit.durable")
+            if trash.is_dir():
+                give_back_others(self.root, trash, manifest.checkpoint_id)
             remove_tree(trash)  # a part of it that came back under this save's staged name would be no decision of it
             self._forget(save_id)
         failpoints.reach("commit.done")
@@ -267,10 +273,13 @@ class LocalStore:
             raise ConfigInvalid(f"{name!r} is no save id.")
         with translate_errors(str(self.root), "remove", f"{REPLACED_DIR}/{name}"), exclusive(self.root / STAGING_DIR):
             path = self.root / REPLACED_DIR / name
-            if path.is_dir() and not replaced.is_read(path):
+            if path.is_dir():
                 trash = self._trash(name)
                 remove_trash(self.root, trash)
-                path.rename(trash)
+                with replaced.unread(path) as is_unread:
+                    if not is_unread:
+                        return False
+                    path.rename(trash)
                 remove_trash(self.root, trash, path.parent)
             return not path.is_dir()
 
