@@ -137,4 +137,8 @@ def _parts(value: Any) -> list[Any]:
     items: list[Any] = list(value.items()) if isinstance(value, dict) else []
     items += list(value) if isinstance(value, list | tuple) else []
     items += [value.real, value.imag] if isinstance(value, complex) else []
-    return [*items, *sorted(own.items(), key=repr), *slots]
+    return [*items, *sorted(own.items(), key=_name_of), *slots]
+
+
+def _name_of(attribute: tuple[Any, Any]) -> str:
+    return attribute[0] if isinstance(attribute[0], str) else repr(told(attribute[0]))

@@ -102,6 +102,9 @@ def _read_metadata(raw: bytes) -> str:
         if "too many values to unpack" in str(exc):  # properties of a newer torch: ours leaves out what this one lacks
             return "read of a newer torch"
         raise
+    described = getattr(stock, "storage_meta", None)
+    if type(described) is StorageMeta and not hasattr(described, "modules"):
+        described.modules = []  # as ours gives what an older torch did not have
     if told(found) != told(stock):
         raise Difference("C's unpickler makes other metadata")
     ranges = {(shard, item.offset, item.length) for shard, items in item_ranges(raw).items() for item in items}
