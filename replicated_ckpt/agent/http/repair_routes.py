@@ -1,6 +1,7 @@
 """The agent's verbs of repair: who is here, what seems bad, what is kept, read everything, carry out a plan."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_file, 
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
-from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, StoreError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -124,6 +125,9 @@ class RepairRoutes:
         with request.heartbeat:
             is_removed = retire(service.store.root, checkpoint_id, save_id)
         is_read = not is_removed and service.store.catalog.checkpoint_of(save_id) is not None
+        if not is_read:
+            with suppress(StoreError):  # the next look ends it
+                service.removals.finish(save_id)
         why = "a process of this node reads it; it goes when that has ended" if is_read else ""
         return replace(json_answer(is_removed=is_removed, why=why), after=self._reprotector.wake)
 
