@@ -17,6 +17,7 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, agree_on_first, borrow_group
+from replicated_ckpt.dcp.c10d.world import ALONE, session_of
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
@@ -313,11 +314,11 @@ class CheckpointManager:
         """Removes a step from every node of this job and from the bucket; False: there is none. May be called again.
 
         It is not brought back by re-protection, and may be saved again. A node that took part in saving it and has no
-        rank in this job keeps its copy, until `replicated-ckpt rm` is run there; what is being read goes afterwards.
+        rank in this job keeps its copy, until `replicated-ckpt rm` is run there. What another job reads goes afterwards.
 
         Raises:
-            StoreUnavailable: nothing was found, but not all answered. AgentUnavailable, StoreError: it is still on a node
-                or in the bucket; the others have removed it.
+            StoreUnavailable: no save of it was found, but not all answered, or stock torch wrote it. AgentUnavailable,
+                StoreError: it is still on a node or in the bucket; the others have removed it.
         """
         self._check_open("delete")
         checkpoint_id = _id_of(step)
@@ -325,12 +326,11 @@ class CheckpointManager:
         if not self._reader.exists(checkpoint_id):
             return False
         store = self._writer.store
-        save_ids = self._agreed(lambda: self._reader.look_alone(partial(find_saves, checkpoint_id)))
+        session = session_of(ALONE if self._group is None else str(self._group.group_name))
+        named = self._agreed(lambda: self._reader.look_alone(partial(find_saves, checkpoint_id, session)))
         with self._use_group() as group:
-            agree_on_all(group, lambda: remove_here(store, checkpoint_id, save_ids))
-        self._agreed(
-            lambda: self._reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, checkpoint_id, save_ids))
-        )
+            agree_on_all(group, lambda: remove_here(store, named))
+        self._agreed(lambda: self._reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, named)))
         return True
 
     def _listed(self) -> tuple[Listed, ...]:

@@ -112,12 +112,21 @@ class RepairRoutes:
         return replace(json_answer(waits_for=list(waits_for)), after=self._reprotector.wake)
 
     def _remove(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """The user has this node's copy of a save removed for good; why it stays, if it does. `is_asked`: it would be."""
+        """The user has this node's copy of a save removed for good; why it stays, if it does. `is_asked`: it would be.
+
+        `is_patient`: what a load reads is noted, and goes once that is over. `session`: its loads are over.
+        """
         checkpoint_id, save_id, service = fields["checkpoint_id"], fields["save_id"], self._service
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
             raise ConfigInvalid("remove: no save of a checkpoint is named.")
-        if service.pins.is_pinned(save_id) and not fields.get("force"):
-            return json_answer(is_removed=False, why=f"a load reads it, or did in the last {PIN_S:.0f} s")
+        if fields.get("session"):
+            service.pins.end(str(fields["session"]))
+        is_pinned = service.pins.is_pinned(save_id) and not fields.get("force")
+        why = f"a load reads it, or did in the last {PIN_S:.0f} s" if is_pinned else ""
+        if is_pinned and fields.get("is_patient"):
+            service.removals.take(save_id)
+        if is_pinned:
+            return json_answer(is_removed=False, why=why)
         if fields.get("is_asked"):
             return json_answer(is_removed=False, why="")
         service.pins.drop(save_id)
