@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -17,6 +16,7 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, agree_on_first, borrow_group
+from replicated_ckpt.dcp.c10d.world import ALONE, session_of
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
@@ -25,7 +25,9 @@ from replicated_ckpt.dcp.removal import find_saves, remove_here, remove_in_bucke
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
+from replicated_ckpt.dcp.step_ids import find_step, id_of, step_of
 from replicated_ckpt.dcp.step_notes import StepNotes, notes_of
+from replicated_ckpt.dcp.told_saves import ToldSaves
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed
 
 T = TypeVar("T")
@@ -59,7 +61,8 @@ class CheckpointManager:
         object_every: only every so many-th checkpoint goes there.
         preempt_on: names of signals. After any rank was sent one, `should_save` is true once more, and `preempted` on.
         trust_pickles, expect_partial: as of ReplicatedReader.
-        on_save, on_load: called on every rank with its SaveReport or LoadReport; of an asynchronous save in its thread.
+        on_save, on_load: called on every rank with its SaveReport or LoadReport; of an asynchronous save in its thread,
+            where a call of this manager would wait for itself, and raises ConfigInvalid.
         writer_options: whatever else ReplicatedWriter takes: on_degraded, object_retention, direct_io, ...
             A step that was saved before is replaced, as after a loss beyond repair, unless {"overwrite": False}.
 
@@ -90,13 +93,9 @@ class CheckpointManager:
     ) -> None:
         self.config = ManagerConfig(every=every, preempt_on=preempt_on)
         where: dict[str, Any] = {"object_store": object_store, "storage_options": storage_options}
-        how: dict[str, Any] = {
-            "overwrite": True,
-            "retention": retention,
-            "object_every": object_every,
-            "on_save": on_save,
-        }
-        how |= {"copies": copies, "ack": ack, "domain": domain, **(writer_options or {})}
+        how: dict[str, Any] = {"overwrite": True, "retention": retention, "object_every": object_every}
+        how |= {"on_save": on_save, "copies": copies, "ack": ack, "domain": domain, **(writer_options or {})}
+        how["on_save"] = self._told = ToldSaves(how["on_save"])
         self._writer = ReplicatedWriter(root, **where, **how)
         self._preemption = Preemption(self.config.preempt_on)
         self._lent = borrow_group()
@@ -204,8 +203,9 @@ class CheckpointManager:
         self, call: str, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None
     ) -> str:
         self._check_open(call)
-        checkpoint_id, notes = _id_of(step), encode_notes(metrics, metadata)
+        checkpoint_id, notes = id_of(step), encode_notes(metrics, metadata)
         self._settle()
+        self._told.begin()
         self._writer.note(notes)
         return checkpoint_id
 
@@ -239,12 +239,16 @@ class CheckpointManager:
             CheckpointNotFound: that step was not saved, or is kept no longer. ShardLost: there are checkpoints, and none
                 is whole, or that one is not. StoreUnavailable: nothing was found, but not all answered.
             CheckpointException, ReplicatedCkptError: it could not be loaded, or an asynchronous save failed.
+            ConfigInvalid: the newest checkpoint is no manager's.
         """
         self._check_open("restore")
-        checkpoint_id = LATEST if step is None else _id_of(step)
+        checkpoint_id = LATEST if step is None else id_of(step)
         self._settle()
-        if step is None and self._reader.latest() is None:
-            return None
+        if step is None:
+            newest = self._reader.latest()
+            if newest is None:
+                return None
+            step_of(newest)  # before anything is loaded
         with self._use_group() as group:
             dcp.load(
                 state,
@@ -255,7 +259,7 @@ class CheckpointManager:
                 no_dist=group is None,
             )
         assert self._reader.last_load is not None
-        return _step_of(self._reader.last_load.checkpoint_id)
+        return step_of(self._reader.last_load.checkpoint_id)
 
     def restore_latest(self, state: dict[str, Any], *, planner: LoadPlanner | None = None) -> int | None:
         """`restore` of the newest whole checkpoint, under the name that it had first."""
@@ -270,16 +274,16 @@ class CheckpointManager:
         self._check_open("latest_step")
         self._settle()
         found = self._reader.latest()
-        return None if found is None else _step_of(found)
+        return None if found is None else step_of(found)
 
     def all_steps(self) -> tuple[int, ...]:
-        """The steps that can be restored from the nodes that answer and the bucket, smallest first.
+        """The steps that can be restored from the nodes that answer and the bucket, smallest first; other ids do not count.
 
         Raises:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
         """
         self._check_open("all_steps")
-        return tuple(sorted({_step_of(listed.checkpoint_id) for listed in self._listed()}))
+        return tuple(sorted(self._listed()))
 
     def notes(self, step: int) -> StepNotes:
         """What was kept with a step that can be restored: when it was saved, `metrics` and `metadata`.
@@ -288,8 +292,8 @@ class CheckpointManager:
             CheckpointNotFound: there is no such step. ShardLost, StoreUnavailable: as `all_steps`.
         """
         self._check_open("notes")
-        checkpoint_id = _id_of(step)
-        found = next((listed for listed in self._listed() if listed.checkpoint_id == checkpoint_id), None)
+        id_of(step)
+        found = self._listed().get(step)
         if found is None:
             raise CheckpointNotFound(
                 f"There is no step {step} that could be restored.", "all_steps() lists those there are."
@@ -304,43 +308,42 @@ class CheckpointManager:
         """
         self._check_open("best_step")
         policy = Retention(keep_last=1, keep_best=metric, best_is=best_is)
-        saves = [notes_of(_step_of(listed.checkpoint_id), listed) for listed in self._listed()]
-        ranked = [Candidate(_id_of(notes.step), "", notes.step, metrics=notes.metrics) for notes in saves]
+        saves = [notes_of(step, listed) for step, listed in self._listed().items()]
+        ranked = [Candidate(id_of(notes.step), "", notes.step, metrics=notes.metrics) for notes in saves]
         best = find_best(ranked, policy)
-        return None if best is None else _step_of(best.checkpoint_id)
+        return None if best is None else find_step(best.checkpoint_id)
 
     def delete(self, step: int) -> bool:
         """Removes a step from every node of this job and from the bucket; False: there is none. May be called again.
 
         It is not brought back by re-protection, and may be saved again. A node that took part in saving it and has no
-        rank in this job keeps its copy, until `replicated-ckpt rm` is run there; what is being read goes afterwards.
+        rank in this job keeps its copy, until `replicated-ckpt rm` is run there. What another job reads goes afterwards.
 
         Raises:
-            StoreUnavailable: nothing was found, but not all answered. AgentUnavailable, StoreError: it is still on a node
-                or in the bucket; the others have removed it.
+            StoreUnavailable: no save of it was found, but not all answered, or stock torch wrote it. AgentUnavailable,
+                StoreError: it is still on a node or in the bucket; the others have removed it.
         """
         self._check_open("delete")
-        checkpoint_id = _id_of(step)
+        checkpoint_id = id_of(step)
         self._settle()
         if not self._reader.exists(checkpoint_id):
             return False
         store = self._writer.store
-        save_ids = self._agreed(lambda: self._reader.look_alone(partial(find_saves, checkpoint_id)))
+        session = session_of(ALONE if self._group is None else str(self._group.group_name))
+        named = self._agreed(lambda: self._reader.look_alone(partial(find_saves, checkpoint_id, session)))
         with self._use_group() as group:
-            agree_on_all(group, lambda: remove_here(store, checkpoint_id, save_ids))
-        self._agreed(
-            lambda: self._reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, checkpoint_id, save_ids))
-        )
+            agree_on_all(group, lambda: remove_here(store, named))
+        self._agreed(lambda: self._reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, named)))
         return True
 
-    def _listed(self) -> tuple[Listed, ...]:
-        """The whole checkpoints of this run, newest first, one of each id: what rank 0 sees, once all have met."""
+    def _listed(self) -> dict[int, Listed]:
+        """The manager's whole checkpoints of this run, newest first, by step: what rank 0 sees, once all have met."""
         self._settle()
         if self._reader.latest() is None:
-            return ()
+            return {}
         listed = self._agreed(lambda: self._reader.look_alone(list_checkpoints))
-        whole = {each.checkpoint_id: each for each in reversed(listed) if each.is_whole}
-        return tuple(reversed(whole.values()))
+        whole = {find_step(each.checkpoint_id): each for each in reversed(listed) if each.is_whole}
+        return {step: whole[step] for step in reversed(whole) if step is not None}
 
     # The end -----------------------------------------------------------------------------------------------------
 
@@ -362,6 +365,7 @@ class CheckpointManager:
         Raises:
             CheckpointException, ReplicatedCkptError: the asynchronous save failed.
         """
+        self._told.check_not_inside("close")
         self._is_closed = True
         self._preemption.close()
         try:
@@ -373,6 +377,7 @@ class CheckpointManager:
     def _check_open(self, call: str) -> None:
         if self._is_closed:
             raise ManagerClosed(f"CheckpointManager.{call} was called after close().")
+        self._told.check_not_inside(call)
 
     def _agreed(self, look: Callable[[], T]) -> T:
         """What rank 0 finds, or raises, on every rank."""
@@ -389,19 +394,3 @@ class CheckpointManager:
         if future is not None:
             with self._use_group():
                 future.result()
-
-
-def _id_of(step: int) -> str:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ConfigInvalid(f"step must be a whole number from 0, not {step!r}.")
-    return f"step-{step}"
-
-
-def _step_of(checkpoint_id: str) -> int:
-    match = re.fullmatch(r"step-([0-9]+)", checkpoint_id)
-    if match is None:
-        raise ConfigInvalid(
-            f"The newest checkpoint is {checkpoint_id!r}, which no CheckpointManager has saved.",
-            "Give each job a root (and a prefix of the bucket) of its own, or load this one with dcp.load.",
-        )
-    return int(match[1])

@@ -1,5 +1,6 @@
 """`rm` and `prune` remove on the user's own node, for good; other nodes hear of it and keep what they have."""
 
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.state.removals import RemovalBook
+from replicated_ckpt.agent.state.removals import REMOVALS_MAX, RemovalBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import peers_of, running_agent, wait_for
@@ -161,3 +162,41 @@ def test_a_peers_word_removes_nothing_also_not_what_it_has_brought(tmp_path: Pat
         assert there(nodes[0]) == [2]
         stays([nodes[0], spare], running[0], running[2])
         assert held(spare, "step-1") == {shard(0), shard(1)}
+
+
+def test_what_the_user_puts_back_stays(tmp_path: Path) -> None:
+    """Removed by mistake and restored from a backup under the same save id: it is not deleted, and is protected again."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2))
+    for store in nodes:
+        shutil.copytree(store.root / "step-1", tmp_path / "backup" / store.root.name)
+    with agents(nodes, *QUICK) as running:
+        for store in nodes:
+            command("rm", "step-1", "--root", store.root)
+        assert [there(store) for store in nodes] == [[2], [2]]
+        for store in nodes:
+            shutil.copytree(tmp_path / "backup" / store.root.name, tmp_path / "coming" / store.root.name)
+            (tmp_path / "coming" / store.root.name).rename(store.root / "step-1")
+        (nodes[0].root / "step-1" / shard(1)).unlink()
+        meet(*running)
+        wait_for(lambda: held(nodes[0], "step-1") == {shard(0), shard(1)}, 30, "the copy of what was put back")
+        stays(nodes, *running)
+        assert [there(store) for store in nodes] == [[1, 2], [1, 2]]
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_a_removal_ends_once_it_is_done(tmp_path: Path) -> None:
+    """It is pending until nothing lies here; others are told of it for longer, also by the agent after this one."""
+    book = RemovalBook(tmp_path)
+    for number in (1, 2):
+        book.take(f"{number:032x}")
+    book.finish(f"{1:032x}")
+    for again in (book, RemovalBook(tmp_path)):
+        assert again.read_pending() == {f"{2:032x}"}
+        assert again.read_all() == {f"{1:032x}", f"{2:032x}"}
+    book.forget(f"{2:032x}")
+    book.forget(f"{1:032x}")
+    assert RemovalBook(tmp_path).read_all() == RemovalBook(tmp_path).read_pending() == {f"{2:032x}"}
+    for number in range(REMOVALS_MAX + 5):
+        book.take(f"{number + 3:032x}")
+    assert len(book.read_all()) == len(book.read_pending()) == REMOVALS_MAX

@@ -1,16 +1,18 @@
 """CheckpointManager's steps: which there are, what was noted with them, which is the best, and what `close` ends."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from replicated_ckpt import CheckpointManager, Retention
+from replicated_ckpt import CheckpointManager, ReplicatedWriter, Retention
 from replicated_ckpt.config import Ack
 from replicated_ckpt.core.notes import NOTES_BYTES_MAX
+from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ShardLost
 from tests.agent.agents import stop_agent, wait_for
 
@@ -109,6 +111,49 @@ def test_the_best_step_is_found(root: Path) -> None:
             manager.best_step("loss", best_is="smallest")  # type: ignore[arg-type]
 
 
+def test_other_ids_in_the_root_are_no_steps(root: Path) -> None:
+    """They neither count nor keep the manager's own from being listed; the error names one only if it is the newest."""
+    final: dict[str, Any] = {"checkpoint_id": "final", "no_dist": True}
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1), metrics={"loss": 0.5})
+        dcp.save(state(7), storage_writer=ReplicatedWriter(root), **final)
+        assert (manager.all_steps(), manager.best_step("loss")) == ((1,), 1)
+        found = state(0)
+        for look in (manager.latest_step, lambda: manager.restore(found)):
+            with pytest.raises(ConfigInvalid, match="newest checkpoint that can be restored is 'final'") as raised:
+                look()
+            assert "all_steps" in raised.value.hint
+        assert found["step"] == 0
+        assert manager.restore(found, 1) == found["step"] == 1
+        manager.save(2, state(2))
+        assert (manager.latest_step(), manager.all_steps()) == (2, (1, 2))
+
+
+@pytest.mark.timeout(60)
+def test_on_save_in_the_background_calls_no_method(root: Path) -> None:
+    """It would wait for its own thread for ever: it is told what to do instead, and the save is not affected."""
+    refused: dict[str, str] = {}
+
+    def on_save(report: SaveReport) -> None:
+        calls: dict[str, Callable[[], object]] = {
+            "delete": lambda: manager.delete(1),
+            "wait": manager.wait,
+            "notes": lambda: manager.notes(1),
+            "close": manager.close,
+        }
+        for name, call in calls.items() if report.checkpoint_id == "step-2" else ():
+            with pytest.raises(ConfigInvalid, match=rf"{name} was called by on_save") as raised:
+                call()
+            refused[name] = raised.value.hint
+
+    with CheckpointManager(root, on_save=on_save) as manager:
+        manager.save(1, state(1))
+        manager.async_save(2, state(2))
+        assert manager.all_steps() == (1, 2)
+    assert list(refused) == ["delete", "wait", "notes", "close"]
+    assert "training loop" in refused["wait"]
+
+
 def test_retention_keeps_the_best(root: Path) -> None:
     """With keep_best the best stays, however old, beside the newest; a better one takes its place."""
     with CheckpointManager(root, retention=Retention(keep_last=1)) as manager:
@@ -121,39 +166,6 @@ def test_retention_keeps_the_best(root: Path) -> None:
         wait_for(lambda: manager.all_steps() == (5, 6), 30, "the new best and the newest")
     with CheckpointManager(root) as manager, pytest.raises(ConfigInvalid, match="retention"):
         manager.keep_best("accuracy")
-
-
-def test_a_deleted_step_is_gone(root: Path) -> None:
-    """From the node and for good, also one that was replaced, restored, or lost; others stay, and it may be saved again."""
-    with CheckpointManager(root) as manager:
-        assert not manager.delete(1)
-        for step in (1, 2, 2, 3):
-            manager.save(step, state(step))
-        manager.restore(state(0), 2)
-        assert manager.delete(2)
-        wait_for(lambda: manager.all_steps() == (1, 3), 20, "the others alone")
-        assert not (root / "step-2").exists()
-        assert not manager.delete(2)
-        (root / "step-1" / "__0_0.distcp").unlink()
-        assert manager.delete(1)
-        assert not (root / "step-1").exists()
-        manager.save(2, state(2))
-        assert manager.all_steps() == (2, 3)
-        assert manager.restore(state(0), 2) == 2
-
-
-def test_a_deleted_step_is_gone_from_the_bucket(root: Path, tmp_path: Path) -> None:
-    """With the nodes' copies its objects go; a blank node lists the others alone."""
-    bucket = f"file://{tmp_path}/bucket/run"
-    with CheckpointManager(root, object_store=bucket) as manager:
-        for step in (1, 2):
-            manager.save(step, state(step))
-        manager.wait()
-        assert manager.delete(1)
-    with CheckpointManager(tmp_path / "blank", object_store=bucket) as manager:
-        assert manager.all_steps() == (2,)
-    stop_agent(tmp_path / "blank")
-    assert not list((tmp_path / "bucket" / "run").glob("step-1/*.distcp"))
 
 
 def test_a_closed_manager_says_so(root: Path) -> None:

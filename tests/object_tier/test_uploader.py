@@ -3,10 +3,14 @@
 import threading
 from pathlib import Path
 
+import pytest
+
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.client import PART_BYTES
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
@@ -46,3 +50,46 @@ def test_an_agent_stays_for_an_upload_that_moves(moto: Server, tmp_path: Path) -
     assert all(pace.was_busy)
     assert not uploader.is_busy
     assert targets.bucket(target.url).save_of("step-1") is not None
+
+
+def uploading(root: Path, url: str) -> tuple[Uploader, NodeService, TargetBook]:
+    store = LocalStore(root)
+    service, targets, stopping = NodeService(store), TargetBook(store.agent_directory()), threading.Event()
+    targets.learn(ObjectTarget.check(url, {}))
+    pace = Pace(1e12, stopping)
+    return Uploader(service, targets, pace, Patience(), stopping, lambda *_: None), service, targets
+
+
+def test_what_is_removed_before_its_upload_stays_here(tmp_path: Path) -> None:
+    """A save that this node's user has removed is not brought to the bucket, also while a load keeps it on the node."""
+    url = f"file://{tmp_path}/bucket/run"
+    uploader, service, targets = uploading(tmp_path / "node", url)
+    manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
+    service.removals.take(manifest.save_id)
+    uploader.round()
+    assert targets.bucket(url).save_of("step-1") is None
+    assert uploader.state_of(manifest.save_id) is None
+    assert not uploader.standing().uploading
+
+
+def test_what_is_removed_during_its_upload_leaves_the_bucket_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal came while it was being committed there: it is taken out again, and not brought a second time."""
+    url = f"file://{tmp_path}/bucket/run"
+    uploader, service, targets = uploading(tmp_path / "node", url)
+    checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
+    committed: list[str] = []
+
+    def commit(bucket: Bucket, of: Manifest, raw_manifest: bytes, raw_metadata: bytes) -> None:
+        real_commit(bucket, of, raw_manifest, raw_metadata)
+        committed.append(of.checkpoint_id)
+        service.removals.take(of.save_id)
+
+    real_commit = Bucket.commit
+    monkeypatch.setattr(Bucket, "commit", commit)
+    for _ in range(2):
+        uploader.round()
+    assert committed == ["step-1"]
+    assert targets.bucket(url).save_of("step-1") is None
+    assert not uploader.is_busy

@@ -1,6 +1,7 @@
 """The agent's verbs of repair: who is here, what seems bad, what is kept, read everything, carry out a plan."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_file, 
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
-from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, StoreError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -111,12 +112,21 @@ class RepairRoutes:
         return replace(json_answer(waits_for=list(waits_for)), after=self._reprotector.wake)
 
     def _remove(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """The user has this node's copy of a save removed for good; why it stays, if it does. `is_asked`: it would be."""
+        """The user has this node's copy of a save removed for good; why it stays, if it does. `is_asked`: it would be.
+
+        `is_patient`: what a load reads is noted, and goes once that is over. `session`: its loads are over.
+        """
         checkpoint_id, save_id, service = fields["checkpoint_id"], fields["save_id"], self._service
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
             raise ConfigInvalid("remove: no save of a checkpoint is named.")
-        if service.pins.is_pinned(save_id) and not fields.get("force"):
-            return json_answer(is_removed=False, why=f"a load reads it, or did in the last {PIN_S:.0f} s")
+        if fields.get("session"):
+            service.pins.end(str(fields["session"]))
+        is_pinned = service.pins.is_pinned(save_id) and not fields.get("force")
+        why = f"a load reads it, or did in the last {PIN_S:.0f} s" if is_pinned else ""
+        if is_pinned and fields.get("is_patient"):
+            service.removals.take(save_id)
+        if is_pinned:
+            return json_answer(is_removed=False, why=why)
         if fields.get("is_asked"):
             return json_answer(is_removed=False, why="")
         service.pins.drop(save_id)
@@ -124,6 +134,9 @@ class RepairRoutes:
         with request.heartbeat:
             is_removed = retire(service.store.root, checkpoint_id, save_id)
         is_read = not is_removed and service.store.catalog.checkpoint_of(save_id) is not None
+        if not is_read:
+            with suppress(StoreError):  # the next look ends it
+                service.removals.finish(save_id)
         why = "a process of this node reads it; it goes when that has ended" if is_read else ""
         return replace(json_answer(is_removed=is_removed, why=why), after=self._reprotector.wake)
 

@@ -20,6 +20,7 @@ from replicated_ckpt.errors import (
     ObjectCorrupt,
     ObjectMissing,
     ReplicatedCkptError,
+    SaveAborted,
     SaveSuperseded,
     StoreUnavailable,
 )
@@ -58,6 +59,7 @@ class Mender:
         Raises:
             ReplicatedCkptError: it could not be done; what was there is as it was. Stopped: the agent is leaving.
         """
+        self._refuse_removed(action.checkpoint_id, action.save_id)
         match action:
             case RestoreManifest():
                 self._adopt(action)
@@ -104,6 +106,14 @@ class Mender:
             log.warning("%s", finding)
             self._service.damage.mark(*place, is_footless=is_footless)
         return finding
+
+    def _refuse_removed(self, checkpoint_id: str, save_id: str) -> None:
+        """Nothing is brought of what this node's user has removed: it would count as put back by the user."""
+        if save_id in self._service.removals.read_all():
+            raise SaveAborted(
+                f"{checkpoint_id!r} (save {save_id}) was removed by this node's user.",
+                "To have it again, put its directory back under the root.",
+            )
 
     def _adopt(self, action: RestoreManifest) -> None:
         if not self._restore_in_place(action):
@@ -165,6 +175,7 @@ class Mender:
         if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
             return
         with self._service.completing:
+            self._refuse_removed(action.checkpoint_id, action.save_id)
             self._store.begin(
                 Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True), replaces_others=False
             )

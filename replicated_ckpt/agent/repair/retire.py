@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.manifest import Manifest
@@ -50,11 +50,40 @@ class Retirer:
         return without_retired(manifests, plan.retired | find_removed(views))
 
     def _finish_removals(self) -> None:
-        """Removes what this node's own user has removed and a crash, or a load that was reading it, has kept here."""
-        removed = self._service.removals.read_all()
-        for holding in self._service.holdings() if removed else ():
-            if holding.save_id in removed:
-                self._try(Removal(holding.node_id, holding.checkpoint_id, holding.save_id, BY_HAND))
+        """Removes what this node's own user has removed and a crash, or a load that was reading it, has kept here.
+
+        A removal ends once nothing of it lies here. What lies here again after that was put back by the user, and is
+        protected from then on.
+        """
+        book = self._service.removals
+        pending, told = (
+            book.read_pending(),
+            book.read_all(),
+        )  # before the look: what is removed meanwhile is not put back
+        here = self._find_here() if told | pending else {}
+        for save_id in sorted(pending):
+            if self._stopping.is_set():
+                return
+            place = here.get(save_id)
+            if place is None or self._try(Removal(self._service.node_id, place, save_id, BY_HAND)):
+                self._note(book.finish, save_id)
+        for save_id in sorted((told - pending) & here.keys()):
+            if self._note(book.forget, save_id):
+                log.info("%s (save %s) was put back; it is looked after again", here[save_id], save_id)
+
+    def _find_here(self) -> Mapping[str, str]:
+        """The checkpoint id of each save that lies here under its own name; what somebody has renamed is not touched."""
+        catalog = self._service.store.catalog
+        named = {found.save_id: name for name, found in catalog.committed() if name == found.checkpoint_id}
+        return {found.save_id: found.checkpoint_id for found in catalog.read_replaced()} | named
+
+    def _note(self, note: Callable[[str], None], save_id: str) -> bool:
+        try:
+            note(save_id)
+        except ReplicatedCkptError as exc:
+            log.warning("the note of the removal of save %s stays as it is: %s", save_id, exc)
+            return False
+        return True
 
     def _find_brought(self, manifests: Mapping[str, Manifest]) -> frozenset[str]:
         """The saves in which this node had no rank: what lies here of them, other nodes' word has brought."""
@@ -72,18 +101,22 @@ class Retirer:
                 return
             self._try(removal)
 
-    def _try(self, removal: Removal) -> None:
+    def _try(self, removal: Removal) -> bool:
         try:
-            self._remove(removal)
+            return self._remove(removal)
         except ReplicatedCkptError as exc:
             log.warning("not removed: %s: %s", removal, exc)
+            return False
 
-    def _remove(self, removal: Removal) -> None:
+    def _remove(self, removal: Removal) -> bool:
         if self._service.pins.is_pinned(removal.save_id):
             log.info("kept while it is loaded: %s", removal)
-        elif retire(self._service.store.root, removal.checkpoint_id, removal.save_id):
-            self._removed += 1
-            log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)
+            return False
+        if not retire(self._service.store.root, removal.checkpoint_id, removal.save_id):
+            return False
+        self._removed += 1
+        log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)
+        return True
 
     def _say_held_back(self, plan: RetentionPlan) -> None:
         for verdict in plan.held_back:

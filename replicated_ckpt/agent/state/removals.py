@@ -1,8 +1,9 @@
-"""Saves that this node's own user has removed by hand, kept so that no other node brings them back here."""
+"""Saves that this node's own user has removed by hand: what is still to go here, and what no node brings back."""
 
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 from replicated_ckpt.core.layout import is_save_id
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
@@ -13,30 +14,65 @@ REMOVALS_MAX = 1024
 
 
 class RemovalBook:
-    """Save ids, the oldest first. Safe for concurrent use. A file that cannot be read counts as none."""
+    """Save ids, the oldest first. Safe for concurrent use. A file that cannot be read counts as none.
+
+    A removal is pending until it is done here. Afterwards it is only told to the other nodes: what lies here again then was
+    put back by the user.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
         self._lock = threading.Lock()
-        self._save_ids = self._read()
+        self._told, self._pending = self._read()
 
     def read_all(self) -> frozenset[str]:
+        """All that other nodes are told of, done here or not."""
         with self._lock:
-            return frozenset(self._save_ids)
+            return frozenset(self._told)
+
+    def read_pending(self) -> frozenset[str]:
+        """Those that are still to be removed here."""
+        with self._lock:
+            return frozenset(self._pending)
 
     def take(self, save_id: str) -> None:
         """Notes a removal, durably. Raises StoreError: it cannot be written, and is not noted."""
         with self._lock:
-            if save_id in self._save_ids:
-                return
-            noted = [*self._save_ids, save_id][-REMOVALS_MAX:]
-            with translate_errors(str(self._path.parent), "write", NAME):
-                write_file(self._path, json.dumps(noted).encode())
-            self._save_ids = noted
+            self._write(_with(self._told, save_id), _with(self._pending, save_id))
 
-    def _read(self) -> list[str]:
+    def finish(self, save_id: str) -> None:
+        """Nothing of it lies here any more: from now on it is only told. Raises StoreError: it is pending still."""
+        with self._lock:
+            self._write(self._told, [noted for noted in self._pending if noted != save_id])
+
+    def forget(self, save_id: str) -> None:
+        """The user has put it back: nothing is said of it any more. Raises StoreError: it is noted still."""
+        with self._lock:
+            if save_id not in self._pending:
+                self._write([noted for noted in self._told if noted != save_id], self._pending)
+
+    def _write(self, told: list[str], pending: list[str]) -> None:
+        if (told, pending) == (self._told, self._pending):
+            return
+        with translate_errors(str(self._path.parent), "write", NAME):
+            write_file(self._path, json.dumps({"told": told, "pending": pending}).encode())
+        self._told, self._pending = told, pending
+
+    def _read(self) -> tuple[list[str], list[str]]:
         try:
             found = json.loads(self._path.read_bytes())
         except (OSError, ValueError, RecursionError):
-            return []
-        return [text for text in map(str, found) if is_save_id(text)] if isinstance(found, list) else []
+            return [], []
+        if isinstance(found, list):  # before 0.1.0 all was in one list
+            return _ids_in(found), []
+        if not isinstance(found, dict):
+            return [], []
+        return _ids_in(found.get("told")), _ids_in(found.get("pending"))
+
+
+def _with(noted: list[str], save_id: str) -> list[str]:
+    return noted if save_id in noted else [*noted, save_id][-REMOVALS_MAX:]
+
+
+def _ids_in(found: Any) -> list[str]:
+    return [text for text in map(str, found) if is_save_id(text)] if isinstance(found, list) else []

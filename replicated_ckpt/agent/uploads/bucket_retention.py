@@ -21,24 +21,24 @@ log = logging.getLogger(__name__)
 def standing_of(service: NodeService, orders: OrderBook, states: Mapping[str, UploadState]) -> Standing:
     """What this node says of its policies and uploads. One of which it does not know that it is over is not."""
     over = {save_id for save_id, state in list(states.items()) if state.state != "pending"}
+    removed = service.removals.read_all()
     wanted = {
         manifest.save_id
         for _, manifest in service.store.catalog.committed()
-        if orders.apply(manifest).upload is not None
+        if manifest.save_id not in removed and orders.apply(manifest).upload is not None
     }
     uploading = frozenset(wanted - over)
     ordered = frozenset(filter(orders.is_ordered, uploading))
-    return Standing(
-        service.policies.read_all(), uploading, frozenset(wanted & over), ordered, service.removals.read_all()
-    )
+    return Standing(service.policies.read_all(), uploading, frozenset(wanted & over), ordered, removed)
 
 
 def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
     """Looks whether the bucket would keep a save that is not there: one that it gave up is not brought again.
 
     Raises:
-        SaveAborted: it would not. StoreError
+        SaveAborted: it would not, or this node's user has removed the save meanwhile. StoreError
     """
+    _check_not_removed(service, manifest)
     retention = _retention(service.policies, bucket, manifest)
     histories = service.store.catalog.histories(scope_of(manifest.checkpoint_id))
     newest = histories.get(manifest.lineage)
@@ -48,6 +48,29 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
     for verdict in judge([own, *_there(bucket, manifest, retention)], retention):
         if verdict.save_id == manifest.save_id and not verdict.is_kept:
             raise SaveAborted(f"{bucket.client.target.url} would not keep {manifest.checkpoint_id!r}: {verdict.rule}.")
+
+
+def take_back_removed(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:
+    """Removes from the bucket what was just committed there, if this node's user has removed the save during its upload.
+
+    Raises:
+        SaveAborted: so it was. StoreError: it is still in the bucket.
+    """
+    try:
+        _check_not_removed(service, manifest)
+    except SaveAborted:
+        there = bucket.save_of(manifest.checkpoint_id)
+        if there is not None and there.save_id == manifest.save_id:
+            bucket.remove(there)
+        raise
+
+
+def _check_not_removed(service: NodeService, manifest: Manifest) -> None:
+    if manifest.save_id in service.removals.read_all():
+        raise SaveAborted(
+            f"{manifest.checkpoint_id!r} was removed on this node by its user.",
+            "To have it there, put it back on this node, and upload it.",
+        )
 
 
 def retire_in_bucket(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:

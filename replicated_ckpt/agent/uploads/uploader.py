@@ -17,7 +17,12 @@ from replicated_ckpt.agent.peers.watch import Patience, PeerWatch
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.state.upload_orders import OrderBook
-from replicated_ckpt.agent.uploads.bucket_retention import check_wanted, retire_in_bucket, standing_of
+from replicated_ckpt.agent.uploads.bucket_retention import (
+    check_wanted,
+    retire_in_bucket,
+    standing_of,
+    take_back_removed,
+)
 from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing
@@ -166,9 +171,10 @@ class Uploader:
 
     def _find_wanted(self) -> list[Manifest]:
         """The saves here that are to be uploaded and are not known to be in the bucket, by what is committed here now."""
-        committed = [manifest for _, manifest in self._service.store.catalog.committed()]
+        removed = self._service.removals.read_all()
+        committed = (manifest for _, manifest in self._service.store.catalog.committed())
         with self._lock:
-            return self._pending(committed)
+            return self._pending([manifest for manifest in committed if manifest.save_id not in removed])
 
     def _pending(self, committed: Sequence[Manifest]) -> list[Manifest]:
         found = []
@@ -252,6 +258,7 @@ class Uploader:
         with open_directory(self._service.store.root, manifest.checkpoint_id) as directory:
             raw_manifest, raw_metadata = descriptions(directory, manifest)
         bucket.commit(manifest, raw_manifest, raw_metadata)
+        take_back_removed(self._service, bucket, manifest)
         retire_in_bucket(self._service, bucket, manifest)
         return True
 

@@ -14,6 +14,7 @@ from replicated_ckpt.dcp.c10d.waiting import reaching_store
 from replicated_ckpt.dcp.runtime.torch_private import calling, default_store
 
 _PREFIX = "replicated_ckpt"
+ALONE = "alone"
 
 
 class _Session:
@@ -30,6 +31,10 @@ class _Session:
 _SESSION = _Session()
 
 
+def session_of(group_name: str) -> str:
+    return f"{_SESSION.name}/{group_name}"
+
+
 @dataclass(frozen=True)
 class World:
     """The ranks of one DCP call. `blackboard` is None for a call on one process alone."""
@@ -37,12 +42,12 @@ class World:
     rank: int
     size: int
     blackboard: Blackboard | None
-    group_name: str = "alone"
+    group_name: str = ALONE
 
     @property
     def session(self) -> str:
         """Names the saves that this process coordinates on this group: one that is not committed is over with the next."""
-        return f"{_SESSION.name}/{self.group_name}"
+        return session_of(self.group_name)
 
     @property
     def is_coordinator(self) -> bool:

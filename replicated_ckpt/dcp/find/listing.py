@@ -1,11 +1,11 @@
 """The list of checkpoints: what this node and the nodes that it has met hold, and the bucket, and which of it is whole."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.core.inventory import saves_found
+from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.core.upkeep.remains import with_remains
@@ -28,14 +28,23 @@ class Listed:
 
 
 class _Lister(Surveyor):
-    def list(self) -> tuple[Listed, ...]:
-        holdings = self._holdings(None)
+    def name(self, checkpoint_id: str) -> tuple[tuple[str, ...], str]:
+        """The saves under one id, readable or not, of the lineage that a load of this id would choose; and that lineage."""
+        choice = choose_lineage(checkpoint_id, saves_found(self._look(checkpoint_id)), self._lineage)
+        lineage = choice.saves[0].version.lineage if choice.saves else ""
+        return tuple(dict.fromkeys(save.save_id for save in choice.saves)), lineage
+
+    def _look(self, checkpoint_id: str | None) -> Sequence[Holding]:
+        holdings = self._holdings(checkpoint_id)
         if self._bucket is not None:
-            look = BucketLook(self._bucket, None)
+            look = BucketLook(self._bucket, checkpoint_id)
             look.is_over_within(None)
             holdings += self._holdings_in_bucket(look)
+        return holdings
+
+    def list(self) -> tuple[Listed, ...]:
         found = []
-        for save in choose_lineage(LATEST, saves_found(holdings), self._lineage).saves:
+        for save in choose_lineage(LATEST, saves_found(self._look(None)), self._lineage).saves:
             raw = self._manifest_raw(save)
             if raw is not None:
                 manifest = decode_manifest(raw.encode(), "a holder")
@@ -54,5 +63,20 @@ def list_checkpoints(store: LocalStore, bucket: Bucket | None, lineage: str) -> 
     Raises:
         LineagesMet: as for a load.
     """
+    return _lister(store, bucket, lineage).list()
+
+
+def name_saves(
+    checkpoint_id: str, store: LocalStore, bucket: Bucket | None, lineage: str
+) -> tuple[tuple[str, ...], str]:
+    """The saves under one id, whole or not, replaced ones too, and the lineage that they are of, whichever is the newest.
+
+    Raises:
+        LineagesMet: as for a load.
+    """
+    return _lister(store, bucket, lineage).name(checkpoint_id)
+
+
+def _lister(store: LocalStore, bucket: Bucket | None, lineage: str) -> _Lister:
     peers = PeerBook(store.root_agent_directory()).read_all()
-    return _Lister(store, store.read_node_id(), peers, bucket, (), lineage).list()
+    return _Lister(store, store.read_node_id(), peers, bucket, (), lineage)

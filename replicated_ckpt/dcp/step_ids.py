@@ -1,0 +1,30 @@
+"""The names of a CheckpointManager's checkpoints: `step-<step>`, and none besides."""
+
+import re
+
+from replicated_ckpt.errors import ConfigInvalid
+
+
+def id_of(step: int) -> str:
+    """Raises ConfigInvalid: no whole number from 0."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ConfigInvalid(f"step must be a whole number from 0, not {step!r}.")
+    return f"step-{step}"
+
+
+def find_step(checkpoint_id: str) -> int | None:
+    """The step of a checkpoint; None: it is not a manager's."""
+    match = re.fullmatch(r"step-(0|[1-9][0-9]*)", checkpoint_id)
+    return None if match is None else int(match[1])
+
+
+def step_of(checkpoint_id: str) -> int:
+    """The step of what a load without a step would read. Raises ConfigInvalid: it is not a manager's."""
+    step = find_step(checkpoint_id)
+    if step is None:
+        raise ConfigInvalid(
+            f"The newest checkpoint that can be restored is {checkpoint_id!r}, which no CheckpointManager has saved.",
+            "Give each job a root (and a prefix of the bucket) of its own, or load this one with dcp.load. A manager's own"
+            " steps are in all_steps(), and restored by their number.",
+        )
+    return step
