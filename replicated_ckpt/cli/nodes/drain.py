@@ -151,9 +151,25 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
         for checkpoint_id in store.catalog.without_manifest()
         if checkpoint_id not in managed
     ]
+    stays += _list_removed_elsewhere(seen)
     endpoint = running_agent(store)
     if endpoint is not None:
         with AgentClient(endpoint.local_address()) as client:
             pending = client.call("GET", "/v1/status")["object_store"]["pending"].values()
         stays += [f"{upload['checkpoint_id']} is on its way to {upload['url']}" for upload in pending]
     return stays
+
+
+def _list_removed_elsewhere(seen: NodesSeen) -> list[str]:
+    """What lies here and no node makes copies of, as the user of another one has removed it there."""
+    own, found = seen.held[seen.own_node], []
+    for holding in own.holdings:
+        nodes = [
+            node
+            for node, held in seen.held.items()
+            if node != seen.own_node and holding.save_id in held.standing.removed
+        ]
+        if nodes and holding.save_id not in own.standing.removed:
+            what = f"{holding.checkpoint_id} was removed on {seen.list_names(nodes)}, so gets no copies"
+            found.append(f"{what}; `rm` it here, too, or copy it first")
+    return found
