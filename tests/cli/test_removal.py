@@ -1,5 +1,6 @@
 """`rm` and `prune` remove on the user's own node, for good; other nodes hear of it and keep what they have."""
 
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import pytest
 
 from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.local.replaced import lock_version
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
@@ -161,3 +163,40 @@ def test_a_peers_word_removes_nothing_also_not_what_it_has_brought(tmp_path: Pat
         assert there(nodes[0]) == [2]
         stays([nodes[0], spare], running[0], running[2])
         assert held(spare, "step-1") == {shard(0), shard(1)}
+
+
+def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_path: Path) -> None:
+    """The agent says so when it is asked, before a bucket's copy goes; with --force it goes when the process has ended."""
+    store = LocalStore(tmp_path / "node0")
+    saves = [
+        checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL)
+        for number in (1, 2)
+    ]
+    with running_agent(store.root, *QUICK):
+        fd = lock_version(store.catalog, "step-1", saves[0].save_id)
+        assert fd is not None
+        try:
+            code, found = as_json("rm", "step-1", "--root", store.root)
+            assert (code, found["removed"], there(store)) == (ExitCode.FAILED, [], [1, 2])
+            assert found["kept"] == {"step-1": "a process of this node reads it; wait for it to end, or use --force"}
+            assert RemovalBook(store.root / ".agent").read_all() == frozenset()
+            done = command("rm", "step-1", "--root", store.root, "--force")
+            assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
+            assert "kept: step-1: a process of this node reads it; it goes when that has ended" in done.stdout
+            assert "removed on this node" not in done.stdout
+        finally:
+            os.close(fd)
+        wait_for(lambda: there(store) == [2], 20, "the removal")
+
+
+def test_what_is_not_here_is_not_said_to_be_removed(tmp_path: Path) -> None:
+    """The same command again on the same node removes nothing there, and says so; the other node has it still."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2))
+    with agents(nodes, *QUICK):
+        assert "removed on this node: step-1 (" in command("rm", "step-1", "--root", nodes[0].root).stdout
+        done = command("rm", "step-1", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.FAILED
+        assert "removed on this node" not in done.stdout
+        assert "not on this node, and not brought here any more: step-1" in done.stdout
+        assert f"still on host1 (node {nodes[1].node_id()}): step-1" in done.stdout
