@@ -200,3 +200,25 @@ def test_what_is_not_here_is_not_said_to_be_removed(tmp_path: Path) -> None:
         assert "removed on this node" not in done.stdout
         assert "not on this node, and not brought here any more: step-1" in done.stdout
         assert f"still on host1 (node {nodes[1].node_id()}): step-1" in done.stdout
+
+
+def test_one_nodes_removal_hides_no_lost_file(tmp_path: Path) -> None:
+    """`status`, `show` and `verify` end with 4 and name it, until each node has removed the checkpoint."""
+    nodes = stores(tmp_path, 3)
+    layout = {shard(0): (0, 1), shard(1): (1, 2)}
+    for number in (1, 2):
+        checkpointed(nodes, number, layout, checkpoint_id=f"step-{number}", size_bytes=SMALL)
+    for store in nodes[1:]:
+        (store.root / "step-1" / shard(1)).unlink()
+    with agents(nodes, *QUICK):
+        assert command("rm", "step-1", "--root", nodes[0].root).returncode == ExitCode.FAILED
+        done = command("status", "--root", nodes[1].root)
+        assert done.returncode == ExitCode.SHARD_LOST, done.stdout
+        assert "files are lost: step-1: 1 file lost; removed on host0" in done.stdout
+        assert command("show", "step-1", "--root", nodes[1].root).returncode == ExitCode.SHARD_LOST
+        done = command("verify", "--root", nodes[1].root)
+        assert done.returncode == ExitCode.SHARD_LOST, done.stdout
+        assert f"lost: step-1/{shard(1)}" in done.stdout
+        assert command("rm", "step-1", "--root", nodes[1].root).returncode == ExitCode.FAILED
+        assert command("rm", "step-1", "--root", nodes[2].root).returncode == ExitCode.OK
+        assert command("verify", "--root", nodes[1].root).returncode == ExitCode.OK
