@@ -4,10 +4,12 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from replicated_ckpt import Retention
 from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.stores.local.replaced import lock_version
@@ -15,7 +17,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.test_reprotect import PAIR, agents, stores
-from tests.agent.test_retention import meet, stays, there
+from tests.agent.test_retention import meet, stays, tell, there
 from tests.cli.commands import as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
@@ -222,3 +224,21 @@ def test_one_nodes_removal_hides_no_lost_file(tmp_path: Path) -> None:
         assert command("rm", "step-1", "--root", nodes[1].root).returncode == ExitCode.FAILED
         assert command("rm", "step-1", "--root", nodes[2].root).returncode == ExitCode.OK
         assert command("verify", "--root", nodes[1].root).returncode == ExitCode.OK
+
+
+def test_prune_keeps_what_the_runs_own_policy_keeps(tmp_path: Path) -> None:
+    """The best checkpoint by the run's metric, and each of its `keep_every`, stay beside the newest; the rule is said."""
+    store = LocalStore(tmp_path / "node0")
+    for number, loss in enumerate((0.5, 0.1, 0.4, 0.3, 0.2), 1):
+        layout = {shard(0): (0,)}
+        saved = checkpointed([store], number, layout, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL)
+        noted = replace(saved, notes={"metrics": {"loss": loss}})
+        (store.root / f"step-{number}" / ".manifest.json").write_bytes(noted.encode())
+    with running_agent(store.root, *QUICK) as agent:
+        tell(agent, Retention(keep_last=9, keep_every=3, keep_best="loss"), revision=1)
+        done = command("prune", "--keep-last", "1", "--root", store.root)
+        assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+        assert "stays: it has the best 'loss' (0.1)" in done.stdout
+        assert there(store) == [2, 3, 5]
+        assert command("prune", "--keep-last", "1", "--keep-every", "2", "--root", store.root).returncode == ExitCode.OK
+        assert there(store) == [2, 3, 5]

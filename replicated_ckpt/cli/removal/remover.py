@@ -11,8 +11,10 @@ from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.cli.look.table import count, format_bytes
 from replicated_ckpt.cli.ls import list_bucket
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.core.upkeep.policy import pending
+from replicated_ckpt.core.upkeep.policy import NODES, pending
 from replicated_ckpt.core.upkeep.removal import Removable, find_last_good
 from replicated_ckpt.core.upkeep.retention import NOT_UPLOADED, Candidate
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -95,6 +97,7 @@ class Remover:
 
     def _candidate(self, row: CheckpointSeen, waiting: frozenset[str]) -> Candidate:
         wanted = min(row.copies_wanted or 1, len(self.seen.held))
+        manifest = self.seen.manifests.get(row.save_id)
         return Candidate(
             row.checkpoint_id,
             row.save_id,
@@ -102,7 +105,13 @@ class Remover:
             is_whole=not row.removed_on and (row.state == IN_BUCKET or bool(row.copies_seen)),
             is_protected=row.state == IN_BUCKET or (row.copies_seen or 0) >= max(1, wanted),
             held_back=NOT_UPLOADED if row.save_id in waiting else "",
+            metrics={} if manifest is None else metrics_of(manifest.notes),
         )
+
+    def wanted_by(self, run: tuple[str, str]) -> Retention | None:
+        """What the ranks of this node want kept of a run here, by its scope and lineage; None: they have not said."""
+        policies = self.seen.held[self.seen.own_node].standing.policies
+        return next((one.retention for one in policies if one.tier == NODES and (one.scope, one.lineage) == run), None)
 
     def find_last_good(self, chosen: Sequence[CheckpointSeen]) -> tuple[str, ...]:
         """Those that are refused without --force."""
@@ -136,11 +145,13 @@ class Remover:
         if answer["why"]:
             outcome.kept[row.checkpoint_id] = one_line(answer["why"])
             return
-        if not answer["is_removed"]:
+        held = [h for h in self.seen.held[self.seen.own_node].holdings if h.save_id == row.save_id]
+        if (
+            not held and not answer["is_removed"]
+        ):  # the agent may have gone on with its note before it came to this answer
             outcome.not_here.append(row.checkpoint_id)
             return
         outcome.removed.append(row.checkpoint_id)
-        held = [h for h in self.seen.held[self.seen.own_node].holdings if h.save_id == row.save_id]
         outcome.freed_bytes += sum(sum(holding.sizes.values()) for holding in held)
 
     def _silent_holders(self, row: CheckpointSeen) -> list[str]:
