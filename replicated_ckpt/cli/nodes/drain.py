@@ -12,12 +12,12 @@ from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.cli.look.table import count, format_bytes
+from replicated_ckpt.cli.repair import list_failures
 from replicated_ckpt.core.upkeep.policy import agree
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.core.upkeep.retention import plan_retention, without_retired
-from replicated_ckpt.errors import PeerProtocolError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -132,10 +132,7 @@ def _carry_out(seen: NodesSeen, plan: RepairPlan) -> dict[str, str]:
     def told(node: str) -> dict[str, str]:
         with AgentClient(seen.addresses[node]) as client:
             answer = client.call("POST", "/v1/repair", {"plan": plan.of_node(node).to_json()})
-        try:
-            return {str(result["action"]): str(result["error"]) for result in answer["results"] if result["error"]}
-        except (KeyError, TypeError) as exc:
-            raise PeerProtocolError(f"{seen.label(node)} answered repair wrongly: {exc}.") from exc
+        return list_failures(answer, seen.label(node))
 
     outcome = FanOut[str, dict[str, str]]().run(nodes, told)
     failed = {action: error for result in outcome.results.values() for action, error in result.items()}
