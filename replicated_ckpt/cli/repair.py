@@ -16,6 +16,7 @@ from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import bind_host, start_agent
 from replicated_ckpt.cli.unmanaged import Adoptions
 from replicated_ckpt.cli.verify import as_json, describe_short
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
@@ -157,18 +158,24 @@ def _carry_out(store: LocalStore, plan: RepairPlan) -> dict[str, str]:
     def told(node: str) -> dict[str, str]:
         with AgentClient(addresses[node]) as client:
             answer = client.call("POST", "/v1/repair", {"plan": plan.of_node(node).to_json()})
-        return _failures(answer, addresses[node])
+        return list_failures(answer, addresses[node].label)
 
     outcome = FanOut[str, dict[str, str]]().run(nodes, told)
     errors = {action: error for result in outcome.results.values() for action, error in result.items()}
     return {**errors, **{f"node {node}": error.message for node, error in outcome.errors.items()}}
 
 
-def _failures(answer: Mapping[str, Any], address: AgentAddress) -> dict[str, str]:
+def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:
+    """What a node could not do of a plan, and why, in its own words.
+
+    Raises:
+        PeerProtocolError: it answered something else.
+    """
     try:
-        return {str(result["action"]): str(result["error"]) for result in answer["results"] if result["error"]}
+        results = [(result["action"], result["error"]) for result in answer["results"] if result["error"]]
     except (KeyError, TypeError) as exc:
-        raise PeerProtocolError(f"{address.label} answered repair wrongly: {exc}.") from exc
+        raise PeerProtocolError(f"{label} answered repair wrongly: {type(exc).__name__}: {one_line(exc)}.") from exc
+    return {one_line(action): one_line(error) for action, error in results}
 
 
 def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import UNMANAGED, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
 from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint
 from replicated_ckpt.errors import (
@@ -30,19 +31,22 @@ def list_rows(store: LocalStore, seen: NodesSeen, without: Iterable[str]) -> lis
 
 def _row(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> CheckpointSeen:
     nodes = tuple(holding.node_id for holding in checkpoint.holdings)
-    return CheckpointSeen(checkpoint.checkpoint_id, UNMANAGED, nodes, note=_state(look, checkpoint))
+    note, missing = _state(look, checkpoint)
+    return CheckpointSeen(checkpoint.checkpoint_id, UNMANAGED, nodes, missing=missing, note=note)
 
 
-def _state(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> str:
+def _state(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> tuple[str, tuple[str, ...]]:
+    """How it is, and the files that no node showed; without a `.metadata` that is believed nothing tells of shards."""
     if not checkpoint.nodes_with_metadata:
-        return "stock, no .metadata"
+        return "stock, no .metadata", (METADATA_NAME,)
     try:
         save = look.found(checkpoint).save
     except CheckpointAmbiguous:
-        return "stock, contradictory"
+        return "stock, contradictory", (METADATA_NAME,)
     except (MetadataUnsafe, StoreError, PeerProtocolError):
-        return "stock, unreadable"
-    return f"stock, {len(save.missing)} shards missing" if save.missing else "stock, unprotected"
+        return "stock, unreadable", (METADATA_NAME,)
+    note = f"stock, {len(save.missing)} shards missing" if save.missing else "stock, unprotected"
+    return note, tuple(save.missing)
 
 
 def print_audits(audits: Sequence[UnmanagedAudit]) -> None:

@@ -49,3 +49,20 @@ def test_without_room_elsewhere_it_must_stay(tmp_path: Path) -> None:
     assert "must stay up" in done.stdout
     assert "no room for enough copies elsewhere: step-1" in done.stdout
     assert "next step: on host1" in done.stdout
+
+
+def test_the_only_copy_of_what_another_node_removed_keeps_it_up(tmp_path: Path) -> None:
+    """Nobody copies it any more, so it is named, and the node stays up until its own user has removed it, too."""
+    nodes = stores(tmp_path, 3)
+    for number in (1, 2):
+        checkpointed(nodes, number, {shard(0): (0, 1)}, checkpoint_id=f"step-{number}", on=(0, 1))
+    with agents(nodes, *PATIENT):
+        assert "still on host1" in command("rm", "step-1", "--root", nodes[0].root).stdout
+        done = command("drain", "--root", nodes[1].root)
+        assert done.returncode == ExitCode.FAILED, done.stdout
+        said = "step-1 was removed on host0, so gets no copies; `rm` it here, too, or copy it first"
+        assert f"not drained: {said}" in done.stdout
+        assert "must stay up" in done.stdout
+        assert as_json("drain", "--root", nodes[1].root)[1]["stays"] == [said]
+        command("rm", "step-1", "--root", nodes[1].root)
+        assert command("drain", "--root", nodes[1].root).returncode == ExitCode.OK

@@ -10,6 +10,7 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import checkpointed, held, shard
+from tests.agent.scattered import ID, scattered
 from tests.agent.test_reprotect import RING, agents, stores
 from tests.cli.commands import as_json, command
 
@@ -56,3 +57,20 @@ def test_what_would_be_lost_keeps_it_in_the_book(tmp_path: Path) -> None:
     code, found = as_json("forget", gone, "--root", nodes[0].root, "--force")
     assert (code, found["is_forgotten"], found["losses"]) == (ExitCode.OK, True, {"step-1": [shard(1)]})
     assert PeerBook(nodes[0].root / ".agent").read_all() == ()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_has_no_manifest_may_be_lost_with_it(tmp_path: Path) -> None:
+    """The one good manifest may lie on the silent node, and so may shards of stock torch's: both are named."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)})
+    contents = scattered(nodes, tmp_path)
+    with agents(nodes, *PATIENT):
+        pass
+    (nodes[0].root / "step-1" / ".manifest.json").write_bytes(b"torn")
+    done = command("forget", nodes[1].node_id(), "--root", nodes[0].root)
+    assert done.returncode == ExitCode.FAILED, done.stdout
+    assert "would be lost: step-1: .manifest.json: no node that answers has a copy" in done.stdout
+    missing = sorted(name for name in contents if not (nodes[0].root / ID / name).exists())
+    assert f"would be lost: {ID}: {', '.join(missing)}: no node" in done.stdout
+    assert nodes[1].node_id() in {peer.node_id for peer in PeerBook(nodes[0].root / ".agent").read_all()}

@@ -1,20 +1,24 @@
 """`rm` and `prune` remove on the user's own node, for good; other nodes hear of it and keep what they have."""
 
+import os
 import shutil
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from replicated_ckpt import Retention
 from replicated_ckpt.agent.state.removals import REMOVALS_MAX, RemovalBook
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.local.replaced import lock_version
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.test_reprotect import PAIR, agents, stores
-from tests.agent.test_retention import meet, stays, there
+from tests.agent.test_retention import meet, stays, tell, there
 from tests.cli.commands import as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
@@ -200,3 +204,80 @@ def test_a_removal_ends_once_it_is_done(tmp_path: Path) -> None:
     for number in range(REMOVALS_MAX + 5):
         book.take(f"{number + 3:032x}")
     assert len(book.read_all()) == len(book.read_pending()) == REMOVALS_MAX
+
+
+def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_path: Path) -> None:
+    """The agent says so when it is asked, before a bucket's copy goes; with --force it goes when the process has ended."""
+    store = LocalStore(tmp_path / "node0")
+    saves = [
+        checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL)
+        for number in (1, 2)
+    ]
+    with running_agent(store.root, *QUICK):
+        fd = lock_version(store.catalog, "step-1", saves[0].save_id)
+        assert fd is not None
+        try:
+            code, found = as_json("rm", "step-1", "--root", store.root)
+            assert (code, found["removed"], there(store)) == (ExitCode.FAILED, [], [1, 2])
+            assert found["kept"] == {"step-1": "a process of this node reads it; wait for it to end, or use --force"}
+            assert RemovalBook(store.root / ".agent").read_all() == frozenset()
+            done = command("rm", "step-1", "--root", store.root, "--force")
+            assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
+            assert "kept: step-1: a process of this node reads it; it goes when that has ended" in done.stdout
+            assert "removed on this node" not in done.stdout
+        finally:
+            os.close(fd)
+        wait_for(lambda: there(store) == [2], 20, "the removal")
+
+
+def test_what_is_not_here_is_not_said_to_be_removed(tmp_path: Path) -> None:
+    """The same command again on the same node removes nothing there, and says so; the other node has it still."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2))
+    with agents(nodes, *QUICK):
+        assert "removed on this node: step-1 (" in command("rm", "step-1", "--root", nodes[0].root).stdout
+        done = command("rm", "step-1", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.FAILED
+        assert "removed on this node" not in done.stdout
+        assert "not on this node, and not brought here any more: step-1" in done.stdout
+        assert f"still on host1 (node {nodes[1].node_id()}): step-1" in done.stdout
+
+
+def test_one_nodes_removal_hides_no_lost_file(tmp_path: Path) -> None:
+    """`status`, `show` and `verify` end with 4 and name it, until each node has removed the checkpoint."""
+    nodes = stores(tmp_path, 3)
+    layout = {shard(0): (0, 1), shard(1): (1, 2)}
+    for number in (1, 2):
+        checkpointed(nodes, number, layout, checkpoint_id=f"step-{number}", size_bytes=SMALL)
+    for store in nodes[1:]:
+        (store.root / "step-1" / shard(1)).unlink()
+    with agents(nodes, *QUICK):
+        assert command("rm", "step-1", "--root", nodes[0].root).returncode == ExitCode.FAILED
+        done = command("status", "--root", nodes[1].root)
+        assert done.returncode == ExitCode.SHARD_LOST, done.stdout
+        assert "files are lost: step-1: 1 file lost; removed on host0" in done.stdout
+        assert command("show", "step-1", "--root", nodes[1].root).returncode == ExitCode.SHARD_LOST
+        done = command("verify", "--root", nodes[1].root)
+        assert done.returncode == ExitCode.SHARD_LOST, done.stdout
+        assert f"lost: step-1/{shard(1)}" in done.stdout
+        assert command("rm", "step-1", "--root", nodes[1].root).returncode == ExitCode.FAILED
+        assert command("rm", "step-1", "--root", nodes[2].root).returncode == ExitCode.OK
+        assert command("verify", "--root", nodes[1].root).returncode == ExitCode.OK
+
+
+def test_prune_keeps_what_the_runs_own_policy_keeps(tmp_path: Path) -> None:
+    """The best checkpoint by the run's metric, and each of its `keep_every`, stay beside the newest; the rule is said."""
+    store = LocalStore(tmp_path / "node0")
+    for number, loss in enumerate((0.5, 0.1, 0.4, 0.3, 0.2), 1):
+        layout = {shard(0): (0,)}
+        saved = checkpointed([store], number, layout, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL)
+        noted = replace(saved, notes={"metrics": {"loss": loss}})
+        (store.root / f"step-{number}" / ".manifest.json").write_bytes(noted.encode())
+    with running_agent(store.root, *QUICK) as agent:
+        tell(agent, Retention(keep_last=9, keep_every=3, keep_best="loss"), revision=1)
+        done = command("prune", "--keep-last", "1", "--root", store.root)
+        assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+        assert "stays: it has the best 'loss' (0.1)" in done.stdout
+        assert there(store) == [2, 3, 5]
+        assert command("prune", "--keep-last", "1", "--keep-every", "2", "--root", store.root).returncode == ExitCode.OK
+        assert there(store) == [2, 3, 5]

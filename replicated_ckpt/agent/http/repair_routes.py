@@ -17,8 +17,9 @@ from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_file, 
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
-from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, StoreError
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing, PeerProtocolError, StoreError
 from replicated_ckpt.stores.local.inspection import Inspector
+from replicated_ckpt.stores.local.replaced import is_read
 from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 
@@ -127,18 +128,26 @@ class RepairRoutes:
             service.removals.take(save_id)
         if is_pinned:
             return json_answer(is_removed=False, why=why)
-        if fields.get("is_asked"):
-            return json_answer(is_removed=False, why="")
         service.pins.drop(save_id)
+        if fields.get("is_asked"):
+            is_kept = not fields.get("force") and self._is_read_here(checkpoint_id, save_id)
+            return json_answer(is_removed=False, why="a process of this node reads it" if is_kept else "")
         service.removals.take(save_id)  # first: after a crash the agent goes on with it, and no node brings it back
         with request.heartbeat:
             is_removed = retire(service.store.root, checkpoint_id, save_id)
-        is_read = not is_removed and service.store.catalog.checkpoint_of(save_id) is not None
-        if not is_read:
+        is_left = not is_removed and service.store.catalog.checkpoint_of(save_id) is not None
+        if not is_left:
             with suppress(StoreError):  # the next look ends it
                 service.removals.finish(save_id)
-        why = "a process of this node reads it; it goes when that has ended" if is_read else ""
+        why = "a process of this node reads it; it goes when that has ended" if is_left else ""
         return replace(json_answer(is_removed=is_removed, why=why), after=self._reprotector.wake)
+
+    def _is_read_here(self, checkpoint_id: str, save_id: str) -> bool:
+        try:
+            directory = self._service.store.catalog.directory_of(checkpoint_id, save_id)
+        except (ObjectMissing, ManifestInvalid):
+            return False
+        return directory is not None and is_read(self._service.store.root / directory)
 
     def _forget(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """The user says that a node never comes back: it is taken out of the address book."""

@@ -1,8 +1,8 @@
 """The audit: every node reads everything that it holds; what is wrong, and the plan that would mend it. Changes nothing."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
@@ -20,7 +20,7 @@ from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing, agree
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
-from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
+from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.core.upkeep.retention import plan_retention, without_retired
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.local.inspection import Inspector
@@ -189,8 +189,29 @@ class Auditor:
 
 def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:
     policies = agree(policy for view in views for policy in view.standing.policies)
-    retired = plan_retention(manifests, views, policies).retired
-    return plan_repair(without_retired(manifests, retired | find_removed(views)), views)
+    retired, removed = plan_retention(manifests, views, policies).retired, find_removed(views)
+    plan = plan_repair(without_retired(manifests, retired | removed), views)
+    if not removed & manifests.keys():
+        return plan
+    return replace(plan, short=(*plan.short, *_find_lost(without_retired(manifests, retired), views, removed)))
+
+
+def _find_lost(
+    manifests: Mapping[str, Manifest], views: Sequence[NodeView], removed: Collection[str]
+) -> Iterator[ShortShard]:
+    """What is lost of saves that a node's user has removed, though not by that: nobody copies it, and it is said."""
+    for short in plan_repair(manifests, views).lost:
+        if short.save_id in removed and short.save_id in manifests:
+            removed_on = {view.node_id for view in views if short.save_id in view.standing.removed}
+            if not is_removed_everywhere(manifests[short.save_id], short.shard, removed_on):
+                yield short
+
+
+def is_removed_everywhere(manifest: Manifest, name: str, removed_on: Collection[str]) -> bool:
+    """Whether the users of all nodes that were meant to hold a file of the save have removed the save there."""
+    entry = manifest.shards.get(name)
+    holders = {node.node_id for node in manifest.nodes} if entry is None else set(entry.holders)
+    return holders <= set(removed_on)
 
 
 def _ask_agent(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:

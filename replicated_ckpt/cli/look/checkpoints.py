@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from replicated_ckpt.agent.repair.audit import is_removed_everywhere
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.look.table import count, format_bytes, format_moment
 from replicated_ckpt.core.inventory import SaveFound, saves_found
@@ -55,7 +56,7 @@ class CheckpointSeen:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is to be done about it: every shard has its copies, as far as files' sizes tell."""
+        """Whether nothing is to be done about it: every shard has its copies, by files' sizes, or was removed."""
         return self.state in (WHOLE, IN_BUCKET, REMOVED)
 
     @property
@@ -80,7 +81,8 @@ class CheckpointSeen:
         if unknown and not silent:
             why = f": {seen.list_names(unknown)} not known to this node"
         if self.state in (NOT_SEEN, LOST):
-            return f"{count(len(self.missing), 'file')} {'lost' if self.state == LOST else 'not seen'}{why}"
+            removed = f"; removed on {seen.list_names(self.removed_on)}" if self.removed_on else ""
+            return f"{count(len(self.missing), 'file')} {'lost' if self.state == LOST else 'not seen'}{why}{removed}"
         if self.state == SHORT:
             return f"{self.copies_wanted} copies, {self.copies_seen} seen{why}"
         few = f", as there {'is' if seen.nodes_known == 1 else 'are'} {count(seen.nodes_known, 'node')}"
@@ -159,11 +161,12 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     )
     state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST
     nodes = tuple(sorted(node for node in save.holders if node in seen.held))
-    removed_on = tuple(sorted(node for node, held in seen.held.items() if row.save_id in held.standing.removed))
+    removed_on = frozenset(node for node, held in seen.held.items() if row.save_id in held.standing.removed)
+    is_going = bool(removed_on) and all(is_removed_everywhere(save.manifest, name, removed_on) for name in missing)
     return replace(
         row,
-        removed_on=removed_on,
-        state=REMOVED if removed_on else state,
+        removed_on=tuple(sorted(removed_on)),
+        state=REMOVED if is_going else state,
         nodes=nodes,
         copies_wanted=wanted,
         copies_seen=least,

@@ -1,5 +1,7 @@
 """One look at what all known nodes hold: the own store from its disk, the others through their agents."""
 
+import contextlib
+import ipaddress
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from replicated_ckpt.agent.state.endpoint import listening_endpoint
 from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -23,6 +26,8 @@ from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
+
+_HOST_CHARS_MAX = 255
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,15 @@ class NodesSeen:
 
     @cached_property
     def names(self) -> Mapping[str, str]:
-        """What people call each node: its host, and its id where several nodes share one."""
-        hosts = {address.node_id: address.host for address in self.addresses.values()}
+        """What people call each node: its host, and its id where several nodes share one.
+
+        A name in the address book goes before what a manifest says, which any peer can have written; an IP does not.
+        """
+        said = {address.node_id: address.host for address in self.addresses.values()}
+        hosts = dict(said)
         for manifest in sorted(self.manifests.values(), key=lambda manifest: manifest.created_unix_s):
-            hosts |= {node.node_id: node.host for node in manifest.nodes}
+            hosts |= {node.node_id: one_line(node.host, _HOST_CHARS_MAX) for node in manifest.nodes if node.host}
+        hosts |= {node: host for node, host in said.items() if not _is_ip(host)}
         shared = [host for host in hosts.values() if host]
         return {node: host if shared.count(host) == 1 else f"{host}/{node}" for node, host in hosts.items()}
 
@@ -78,6 +88,14 @@ class NodesSeen:
             f"{self.label(node)}: not reached: {describe_silence(self.unreached[node])}"
             for node in sorted(self.unreached)
         ]
+
+
+def _is_ip(host: str) -> bool:
+    """Whether it is an address, or none at all, and so nothing that people call a node by."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host.partition("%")[0])
+        return True
+    return host in ("", "localhost")
 
 
 def look_at_nodes(store: LocalStore) -> NodesSeen:

@@ -12,12 +12,12 @@ from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.cli.look.table import count, format_bytes
+from replicated_ckpt.cli.repair import list_failures
 from replicated_ckpt.core.upkeep.policy import agree
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.core.upkeep.retention import plan_retention, without_retired
-from replicated_ckpt.errors import PeerProtocolError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -132,10 +132,7 @@ def _carry_out(seen: NodesSeen, plan: RepairPlan) -> dict[str, str]:
     def told(node: str) -> dict[str, str]:
         with AgentClient(seen.addresses[node]) as client:
             answer = client.call("POST", "/v1/repair", {"plan": plan.of_node(node).to_json()})
-        try:
-            return {str(result["action"]): str(result["error"]) for result in answer["results"] if result["error"]}
-        except (KeyError, TypeError) as exc:
-            raise PeerProtocolError(f"{seen.label(node)} answered repair wrongly: {exc}.") from exc
+        return list_failures(answer, seen.label(node))
 
     outcome = FanOut[str, dict[str, str]]().run(nodes, told)
     failed = {action: error for result in outcome.results.values() for action, error in result.items()}
@@ -151,9 +148,25 @@ def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:
         for checkpoint_id in store.catalog.without_manifest()
         if checkpoint_id not in managed
     ]
+    stays += _list_removed_elsewhere(seen)
     endpoint = running_agent(store)
     if endpoint is not None:
         with AgentClient(endpoint.local_address()) as client:
             pending = client.call("GET", "/v1/status")["object_store"]["pending"].values()
         stays += [f"{upload['checkpoint_id']} is on its way to {upload['url']}" for upload in pending]
     return stays
+
+
+def _list_removed_elsewhere(seen: NodesSeen) -> list[str]:
+    """What lies here and no node makes copies of, as the user of another one has removed it there."""
+    own, found = seen.held[seen.own_node], []
+    for holding in own.holdings:
+        nodes = [
+            node
+            for node, held in seen.held.items()
+            if node != seen.own_node and holding.save_id in held.standing.removed
+        ]
+        if nodes and holding.save_id not in own.standing.removed:
+            what = f"{holding.checkpoint_id} was removed on {seen.list_names(nodes)}, so gets no copies"
+            found.append(f"{what}; `rm` it here, too, or copy it first")
+    return found

@@ -3,12 +3,14 @@
 import argparse
 import json
 
+from replicated_ckpt.cli import unmanaged
 from replicated_ckpt.cli.doubts import list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import list_checkpoints
+from replicated_ckpt.cli.look.checkpoints import DAMAGED, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
+from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
@@ -35,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if node not in seen.unreached:
         hint = "Only a node that never comes back is forgotten: end its agent first, once its copies are elsewhere."
         raise ConfigInvalid(f"{seen.label(node)} answers.", hint)
-    losses = _list_losses(seen, node)
+    losses = _list_losses(store, seen, node)
     doubts = [str(save) for save in list_staged_saves(store, seen.own_node) if node in save.nodes]
     is_done = not losses or arguments.force
     if is_done:
@@ -57,13 +59,16 @@ def _find(seen: NodesSeen, named: str) -> str:
     return found[0]
 
 
-def _list_losses(seen: NodesSeen, node: str) -> dict[str, list[str]]:
-    """By checkpoint, the files of which no node showed a copy, and this one may hold one."""
-    return {
-        row.checkpoint_id: list(row.missing)
-        for row in list_checkpoints(seen)
-        if row.missing and node in row.not_reached
-    }
+def _list_losses(store: LocalStore, seen: NodesSeen, node: str) -> dict[str, list[str]]:
+    """By checkpoint, the files of which no node showed a copy, and this one may hold one.
+
+    Where no manifest says who was meant to hold what, any silent node may hold what is missing, the manifest to begin with.
+    """
+    rows = list_checkpoints(seen)
+    losses = {row.checkpoint_id: list(row.missing) for row in rows if row.missing and node in row.not_reached}
+    losses |= {row.checkpoint_id: [MANIFEST_NAME] for row in rows if row.state == DAMAGED}
+    stock = unmanaged.list_rows(store, seen, {row.checkpoint_id for row in rows})
+    return losses | {row.checkpoint_id: list(row.missing) for row in stock if row.missing}
 
 
 def _forget(store: LocalStore, node: str) -> None:

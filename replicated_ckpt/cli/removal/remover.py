@@ -11,7 +11,10 @@ from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.cli.look.table import count, format_bytes
 from replicated_ckpt.cli.ls import list_bucket
-from replicated_ckpt.core.upkeep.policy import pending
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.notes import metrics_of
+from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.core.upkeep.policy import NODES, pending
 from replicated_ckpt.core.upkeep.removal import Removable, find_last_good
 from replicated_ckpt.core.upkeep.retention import NOT_UPLOADED, Candidate
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -39,9 +42,11 @@ def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Removed:
-    """What became of each chosen save, by checkpoint id; and where it still is, by node."""
+    """What became of each chosen save, by checkpoint id; and where it still is, by node. `not_here`: nothing was to go."""
 
     removed: list[str] = field(default_factory=list)
+    not_here: list[str] = field(default_factory=list)
+    removed_from: dict[str, list[str]] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     still_on: dict[str, list[str]] = field(default_factory=dict)
     not_reached: dict[str, list[str]] = field(default_factory=dict)
@@ -57,6 +62,8 @@ class Removed:
     def to_json(self) -> dict[str, Any]:
         return {
             "removed": self.removed,
+            "not_here": self.not_here,
+            "removed_from": self.removed_from,
             "kept": self.kept,
             "still_on": self.still_on,
             "not_reached": self.not_reached,
@@ -90,6 +97,7 @@ class Remover:
 
     def _candidate(self, row: CheckpointSeen, waiting: frozenset[str]) -> Candidate:
         wanted = min(row.copies_wanted or 1, len(self.seen.held))
+        manifest = self.seen.manifests.get(row.save_id)
         return Candidate(
             row.checkpoint_id,
             row.save_id,
@@ -97,7 +105,13 @@ class Remover:
             is_whole=not row.removed_on and (row.state == IN_BUCKET or bool(row.copies_seen)),
             is_protected=row.state == IN_BUCKET or (row.copies_seen or 0) >= max(1, wanted),
             held_back=NOT_UPLOADED if row.save_id in waiting else "",
+            metrics={} if manifest is None else metrics_of(manifest.notes),
         )
+
+    def wanted_by(self, run: tuple[str, str]) -> Retention | None:
+        """What the ranks of this node want kept of a run here, by its scope and lineage; None: they have not said."""
+        policies = self.seen.held[self.seen.own_node].standing.policies
+        return next((one.retention for one in policies if one.tier == NODES and (one.scope, one.lineage) == run), None)
 
     def find_last_good(self, chosen: Sequence[CheckpointSeen]) -> tuple[str, ...]:
         """Those that are refused without --force."""
@@ -127,10 +141,18 @@ class Remover:
                 book.setdefault(node, []).append(row.checkpoint_id)
         self._remove_from_bucket(row, is_last=not others and not silent, outcome=outcome)
         with AgentClient(self._own) as client:
-            is_removed = client.call("POST", "/v1/remove", named)["is_removed"]
-        outcome.removed.append(row.checkpoint_id)
+            answer = client.call("POST", "/v1/remove", named)
+        if answer["why"]:
+            outcome.kept[row.checkpoint_id] = one_line(answer["why"])
+            return
         held = [h for h in self.seen.held[self.seen.own_node].holdings if h.save_id == row.save_id]
-        outcome.freed_bytes += sum(sum(holding.sizes.values()) for holding in held) if is_removed else 0
+        if (
+            not held and not answer["is_removed"]
+        ):  # the agent may have gone on with its note before it came to this answer
+            outcome.not_here.append(row.checkpoint_id)
+            return
+        outcome.removed.append(row.checkpoint_id)
+        outcome.freed_bytes += sum(sum(holding.sizes.values()) for holding in held)
 
     def _silent_holders(self, row: CheckpointSeen) -> list[str]:
         """Nodes that did not answer and were meant to hold some of it."""
@@ -146,17 +168,23 @@ class Remover:
         for url in sorted(urls):
             if self._keeps_bucket or not is_last:
                 outcome.still_in_bucket[row.checkpoint_id] = url
-            elif url == self._url:
+                continue
+            if url == self._url:
                 _remove_there(url, row)
             else:
                 with AgentClient(self._own) as client:
                     named = {"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "url": url}
                     client.call("POST", "/v1/object/remove", named)
+            outcome.removed_from.setdefault(url, []).append(row.checkpoint_id)
 
     def describe(self, outcome: Removed) -> list[str]:
         """What was done, what was not and why, and what to do where copies are left."""
         freed = format_bytes(outcome.freed_bytes)
         lines = [f"removed on this node: {', '.join(outcome.removed)} ({freed} freed)"] if outcome.removed else []
+        lines += [f"removed from {url}: {_shorten(ids)}" for url, ids in sorted(outcome.removed_from.items())]
+        lines += [f"not on this node, and not brought here any more: {_shorten(outcome.not_here)}"] * any(
+            outcome.not_here
+        )
         lines += [f"kept: {checkpoint_id}: {why}" for checkpoint_id, why in outcome.kept.items()]
         for node, ids in sorted(outcome.still_on.items()):
             lines.append(f"still on {self.seen.label(node)}: {_shorten(ids)}")

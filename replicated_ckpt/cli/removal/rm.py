@@ -2,10 +2,11 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 
-from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen
 from replicated_ckpt.cli.look.root import open_store
-from replicated_ckpt.cli.removal.remover import Remover, add_removal_arguments
+from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
 
 HELP = "Remove one checkpoint from this node, and from the bucket once no other node has it. Run it on each node."
@@ -36,17 +37,29 @@ def run(arguments: argparse.Namespace) -> int:
             f"No node that was reached holds {arguments.id!r}, or it is stock torch's.",
             f"`ls` lists what there is; a checkpoint of stock torch is a plain directory on each node.{where}",
         )
-    if last := remover.find_last_good(chosen):
-        print(f"refused: {', '.join(last)} is the last good checkpoint of its run; nothing was changed")
+    why = _find_refusal(remover, chosen, is_forced=arguments.force)
+    outcome = Removed(kept={arguments.id: why} if why else {})
+    if not (why or arguments.dry_run):
+        outcome = remover.carry_out(chosen)
+    if arguments.json:
+        plan = [{"checkpoint_id": row.checkpoint_id, "save_id": row.save_id, "on": list(row.nodes)} for row in chosen]
+        print(json.dumps({"plan": plan, "dry_run": arguments.dry_run, **outcome.to_json()}, indent=2))
+    elif why:
+        print(f"refused: {arguments.id} {why}; nothing was changed")
         print("next step: `ls` shows what else there is; --force removes it all the same")
-        return ExitCode.FAILED
-    if arguments.dry_run:
+    elif arguments.dry_run:
         for row in chosen:
             print(f"would remove {row.checkpoint_id} (save {row.save_id}), on: {remover.seen.list_names(row.nodes)}")
-        return ExitCode.OK
-    outcome = remover.carry_out(chosen)
-    if arguments.json:
-        print(json.dumps(outcome.to_json(), indent=2))
     else:
         print("\n".join(remover.describe(outcome)))
     return outcome.code
+
+
+def _find_refusal(remover: Remover, chosen: Sequence[CheckpointSeen], *, is_forced: bool) -> str:
+    """Why it is not removed without --force, in words that go behind its name; "" if nothing speaks against it."""
+    if remover.find_last_good(chosen):
+        return "is the last good checkpoint of its run"
+    unknown = [row for row in chosen if row.save_id not in remover.seen.manifests and row.state != IN_BUCKET]
+    if unknown and not is_forced:
+        return "lies on other nodes only, and none could give its manifest: it may be the last good one of its run"
+    return ""

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from operator import index
 from typing import Any, Self
 
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import (
     ManifestInvalid,
     ObjectCorrupt,
@@ -232,7 +233,7 @@ class AgentClient:
             yield
         except (OSError, http.client.HTTPException, UnicodeError) as exc:  # a host's name may be none
             self._connection.close()
-            detail = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+            detail = one_line(f"{type(exc).__name__}: {exc}") if str(exc) else type(exc).__name__
             at = self.address
             hint = reach_hint(at.node_id, at.host, at.port, at.origin, exc)
             raise StoreUnavailable(at.label, method, path, detail, hint) from exc

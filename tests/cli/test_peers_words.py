@@ -1,0 +1,57 @@
+"""What a lying peer says stays on its line of the terminal, and names no node but itself."""
+
+import socketserver
+import threading
+from dataclasses import replace
+
+import pytest
+
+from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.repair import list_failures
+from replicated_ckpt.core.manifest import Manifest, NodeEntry
+from replicated_ckpt.errors import PeerProtocolError, StoreUnavailable
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+
+FORGED = "\x1b[2Jwell\nmay be taken down"
+AT = AgentAddress("b", "127.0.0.1", 1, "token")
+
+
+class _Liar(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.recv(1 << 16)
+        self.request.sendall(b"\x1b[2J\x1b]0;title\x07 no status line\r\n\r\n")
+
+
+def test_an_answer_that_is_no_http_steers_no_terminal() -> None:
+    """The status line that a peer makes up is in the error, without its control characters."""
+    with socketserver.TCPServer(("127.0.0.1", 0), _Liar) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        at = replace(AT, port=server.server_address[1])
+        try:
+            with AgentClient(at) as client, pytest.raises(StoreUnavailable) as caught:
+                client.call("GET", "/v1/status")
+        finally:
+            server.shutdown()
+    assert "BadStatusLine" in str(caught.value)
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
+def test_what_a_repair_answers_is_one_line_each() -> None:
+    """Neither the action nor the error that a peer names makes a line of its own; what is no answer is typed."""
+    assert list_failures({"results": [{"action": FORGED, "error": FORGED}]}, "node b") == {
+        "?[2Jwell?may be taken down": "?[2Jwell?may be taken down"
+    }
+    with pytest.raises(PeerProtocolError, match="node b answered repair wrongly"):
+        list_failures({"results": [{"error": "x"}]}, "node b")
+
+
+def test_a_manifest_does_not_rename_a_node_that_is_known() -> None:
+    """A host name of the address book goes before a manifest's; an IP does not; what a manifest says is one line."""
+    nodes = tuple(
+        NodeEntry(node, host, None, (0,)) for node, host in (("b", "node-c"), ("c", "node-c2"), ("d", FORGED))
+    )
+    manifest = Manifest("0" * 32, "x", 1, 0.0, 1, 1, 0, 0, nodes, {})
+    addresses = {"b": replace(AT, host="node-b"), "c": replace(AT, node_id="c", host="10.0.0.3")}
+    seen = NodesSeen("a", {}, addresses, {}, {manifest.save_id: manifest})
+    assert (seen.name("b"), seen.name("c")) == ("node-b", "node-c2")
+    assert seen.name("d").isprintable()

@@ -1,0 +1,56 @@
+"""What `rm` refuses is refused before any agent is asked to change anything, and said as JSON where that is asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.peers.watch import Held
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.cli.removal import remover
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.agent.checkpoints import checkpointed, shard
+
+NOWHERE = AgentAddress("b", "127.0.0.1", 1, "token")
+
+
+def see(monkeypatch: pytest.MonkeyPatch, seen: NodesSeen) -> None:
+    """The command sees these nodes, and an agent that it asks for anything does not answer."""
+    monkeypatch.setattr(remover, "start_agent", lambda store: NOWHERE)
+    monkeypatch.setattr(remover, "look_at_nodes", lambda store: seen)
+
+
+def test_a_save_without_a_manifest_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another node alone holds it, and nobody could give its manifest: it may be the last good one. --force goes on."""
+    store = LocalStore(tmp_path / "node0")
+    own = store.node_id()
+    held = {own: Held(()), "b": Held((Holding("b", "step-1", "1" * 32, 1, True),))}
+    see(monkeypatch, NodesSeen(own, held, {"b": NOWHERE}, {}, {}))
+    assert main(["rm", "step-1", "--root", str(store.root)]) == ExitCode.FAILED
+    said = capsys.readouterr().out
+    assert said.startswith("refused: step-1 lies on other nodes only, and none could give its manifest")
+    assert "nothing was changed" in said
+    assert main(["rm", "step-1", "--root", str(store.root), "--force"]) == ExitCode.FAILED
+    assert "kept: step-1: StoreUnavailable" in capsys.readouterr().out
+
+
+def test_json_is_json_where_it_is_refused_or_only_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last good one is `kept`, with the reason; a dry run has its plan, and nothing removed."""
+    store = LocalStore(tmp_path / "node0")
+    own = store.node_id()
+    made = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
+    see(monkeypatch, NodesSeen(own, {own: Held(store.catalog.holdings(own))}, {}, {}, {made.save_id: made}))
+    assert main(["rm", "step-1", "--root", str(store.root), "--json"]) == ExitCode.FAILED
+    assert json.loads(capsys.readouterr().out)["kept"] == {"step-1": "is the last good checkpoint of its run"}
+    assert main(["rm", "step-1", "--root", str(store.root), "--json", "--force", "--dry-run"]) == ExitCode.OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dry_run"], found["removed"]) == (True, [])
+    assert found["plan"] == [{"checkpoint_id": "step-1", "save_id": made.save_id, "on": [own]}]
