@@ -18,12 +18,7 @@ from operator import index
 from typing import Any, Self
 
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.errors import (
-    ManifestInvalid,
-    ObjectCorrupt,
-    PeerProtocolError,
-    StoreUnavailable,
-)
+from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, PeerProtocolError, StoreUnavailable
 from replicated_ckpt.stores.peer.answer import document_in, refusal
 from replicated_ckpt.stores.peer.deadline import give_up_after
 from replicated_ckpt.stores.peer.reach import reach_hint
