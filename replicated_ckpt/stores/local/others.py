@@ -21,6 +21,7 @@ from replicated_ckpt.stores.files.durable import (
     fsync_directory,
     make_directories,
     remove_moved,
+    remove_tree,
     rename_if_free,
     write_file,
 )
@@ -107,6 +108,13 @@ def give_back_others(root: Path, directory: Path, checkpoint_id: str) -> None:
         others = list(others_in(directory))
     for entry in others:
         _set_aside(root, Path(entry.path))
+
+
+def remove_carried(root: Path, directory: Path, checkpoint_id: str) -> None:
+    """Removes a version that was carried from, if it is there. What came late and is not ours is given back."""
+    if directory.is_dir():
+        give_back_others(root, directory, checkpoint_id)
+        remove_tree(directory)
 
 
 def remove_trash(root: Path, path: Path, *origins: Path) -> None:

@@ -43,12 +43,11 @@ from replicated_ckpt.stores.files.durable import (
     write_file,
 )
 from replicated_ckpt.stores.files.ownership import make_private
-from replicated_ckpt.stores.local import replaced
+from replicated_ckpt.stores.local import others, replaced
 from replicated_ckpt.stores.local.carry_over import carry_over
 from replicated_ckpt.stores.local.catalog import Catalog
 from replicated_ckpt.stores.local.identity import ensure_identity, read_identity
 from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.others import bring_others, give_back_others, move_others, remove_trash
 from replicated_ckpt.stores.local.place import PlaceNotes
 from replicated_ckpt.stores.local.replaceable import check_replaceable
 from replicated_ckpt.stores.local.retire import empty_trash
@@ -211,24 +210,22 @@ class LocalStore:
             before = self.read_published(manifest.checkpoint_id)
             replaced.check_order(manifest, before, intent)
             failpoints.reach("commit.checked")
-            bring_others(self.root, final, staging)
+            others.bring_others(self.root, final, staging)
             if intent.adopts:
                 carry_over(self.root, manifest, staging)
             make_directories(final.parent, self.root)
             trash = self._trash(save_id)
-            remove_trash(self.root, trash, final.parent, staging.parent)
+            others.remove_trash(self.root, trash, final.parent, staging.parent)
             replaced.take_back(self.catalog, save_id, staging)
             with replaced.unread(final) as is_unread:
                 is_over = is_unread and replaced.holds_all_shards(staging, manifest)
                 place = trash if is_over else replaced.replaced_path(self.root, before, save_id)
-                carry = partial(move_others, self.root)
-                publish_directory(
-                    staging, final, place, is_kept=not is_over, is_version=before is not None, carry=carry
-                )
+                is_kept, is_version, carry = not is_over, before is not None, partial(others.move_others, self.root)
+                publish_directory(staging, final, place, is_kept=is_kept, is_version=is_version, carry=carry)
             failpoints.reach("commit.durable")
-            if trash.is_dir():
-                give_back_others(self.root, trash, manifest.checkpoint_id)
-            remove_tree(trash)  # a part of it that came back under this save's staged name would be no decision of it
+            others.remove_carried(
+                self.root, trash, manifest.checkpoint_id
+            )  # a part of it that came back under this save's staged name would be no decision of it
             self._forget(save_id)
         failpoints.reach("commit.done")
         return tuple(sorted(self.catalog.shard_sizes(manifest.checkpoint_id)))
@@ -237,10 +234,8 @@ class LocalStore:
         checkpoint_id = self.intent_of(save_id).checkpoint_id
         if not checkpoint_id:  # who committed it forgot it while somebody else was opening it again, to complete it
             return self.catalog.checkpoint_of(save_id) is not None
-        try:
-            return self.catalog.manifest(checkpoint_id).save_id == save_id
-        except (ObjectMissing, ManifestInvalid):
-            return False
+        published = self.read_published(checkpoint_id)
+        return published is not None and published.save_id == save_id
 
     def path_of(self, checkpoint_id: str, save_id: str, name: str) -> Path:
         """Where a file of a save lies that is or was committed here under this id; under the id's name where none does."""
@@ -275,19 +270,18 @@ class LocalStore:
             path = self.root / REPLACED_DIR / name
             if path.is_dir():
                 trash = self._trash(name)
-                remove_trash(self.root, trash)
+                others.remove_trash(self.root, trash)
                 with replaced.unread(path) as is_unread:
                     if not is_unread:
                         return False
                     path.rename(trash)
-                remove_trash(self.root, trash, path.parent)
+                others.remove_trash(self.root, trash, path.parent)
             return not path.is_dir()
 
     def _trash(self, save_id: str) -> Path:
         """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""
-        directory = self.root / TRASH_DIR
-        make_directory(directory)
-        return directory / save_id
+        make_directory(self.root / TRASH_DIR)
+        return self.root / TRASH_DIR / save_id
 
     def _forget(self, save_id: str) -> None:
         """Removes the intent, and what a process left that died while it wrote it."""
@@ -350,13 +344,13 @@ class LocalStore:
         for place in self._places([intent]):
             fsync_directory(place)  # a commit that was cut off may be seen and not be durable: the intent goes last
         if staging.is_dir():
-            give_back_others(self.root, staging, intent.checkpoint_id)
+            others.give_back_others(self.root, staging, intent.checkpoint_id)
             if not replaced.keep_replaced(self.root, staging, save_id, is_published=self._is_published(save_id)):
                 trash = self._trash(save_id)
-                remove_trash(self.root, trash, staging.parent)
+                others.remove_trash(self.root, trash, staging.parent)
                 staging.rename(trash)
                 failpoints.reach("abort.trashed")
-                remove_trash(self.root, trash, staging.parent)
+                others.remove_trash(self.root, trash, staging.parent)
         self._forget(save_id)
 
     def empty_trash(self) -> None:
@@ -399,9 +393,8 @@ class LocalStore:
         directory = self._directory_with(checkpoint_id, save_id)
         if directory is None:
             raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", f"not of save {save_id}")
-        path = self.root / directory / name
         with translate_errors(str(self.root), "open", f"{checkpoint_id}/{name}"):
             try:
-                return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                return os.open(self.root / directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError as exc:
                 raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}") from exc
