@@ -37,12 +37,16 @@ def session_of(group_name: str) -> str:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of one DCP call. `blackboard` is None for a call on one process alone."""
+    """The ranks of one DCP call. `blackboard` is None for a call on one process alone.
+
+    `is_load`: what is found is read then, and is kept for it; a mere look keeps nothing.
+    """
 
     rank: int
     size: int
     blackboard: Blackboard | None
     group_name: str = ALONE
+    is_load: bool = True
 
     @property
     def session(self) -> str:

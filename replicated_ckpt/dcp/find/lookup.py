@@ -1,6 +1,7 @@
 """The question before a load: is there a checkpoint? Every rank gets the same answer, or every rank the same error."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.layout import LATEST
@@ -27,7 +28,8 @@ def look_up(
         and there are checkpoints, none of them whole. ConfigInvalid, CheckpointIdMismatch: the ranks ask wrongly.
     """
     try:
-        return meet(store, world, checkpoint_id, opened_bucket, lineage=lineage).found.checkpoint_id
+        look = replace(world, is_load=False)
+        return meet(store, look, checkpoint_id, opened_bucket, lineage=lineage).found.checkpoint_id
     except AgreedError as exc:
         _check_is_not_there(exc.error, checkpoint_id)
     except CheckpointNotFound as exc:

@@ -262,6 +262,7 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
     reader = f"{world.session}/{threading.get_ident()}"  # one load at a time
     lineage, sequence = survey.lineages[0].lineage, min(survey.sequence_max, SEQUENCE_FLOOR_MAX)
     document = {"lineage": lineage, "sequence": sequence, "save_id": survey.found.save_id, "reader": reader}
+    document["is_load"] = world.is_load
 
     def tell(address: AgentAddress) -> None:
         with AgentClient(address) as client:
