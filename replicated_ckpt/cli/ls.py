@@ -10,8 +10,7 @@ from replicated_ckpt.cli.doubts import list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import HEADER, CheckpointSeen, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
-from replicated_ckpt.cli.look.root import open_store
-from replicated_ckpt.cli.look.start import add_start_argument, start_agent
+from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_table
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 from replicated_ckpt.stores.bucket.opening import open_client
@@ -34,9 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
     """
-    store = open_store(arguments.root)
-    if arguments.start_agents:
-        start_agent(store)
+    store = open_store_of(arguments)
     seen = look_at_nodes(store)
     there = None if arguments.object_store is None else list_bucket(arguments.object_store)
     rows = list_checkpoints(seen, there)

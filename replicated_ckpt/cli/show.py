@@ -7,8 +7,7 @@ from typing import Any
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, NOT_SEEN, CheckpointSeen, list_checkpoints, see_with_remains
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
-from replicated_ckpt.cli.look.root import open_store
-from replicated_ckpt.cli.look.start import add_start_argument, start_agent
+from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_bytes, format_moment, format_table
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest
@@ -32,9 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
     """
-    store = open_store(arguments.root)
-    if arguments.start_agents:
-        start_agent(store)
+    store = open_store_of(arguments)
     seen = look_at_nodes(store)
     rows = [row for row in list_checkpoints(seen) if row.checkpoint_id == arguments.id]
     if not rows:

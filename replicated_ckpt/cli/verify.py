@@ -15,8 +15,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence
 from replicated_ckpt.cli.look.progress import ReadingProgress
-from replicated_ckpt.cli.look.root import open_store
-from replicated_ckpt.cli.look.start import add_start_argument, start_agent
+from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import count, format_bytes, format_duration
 from replicated_ckpt.cli.unmanaged import print_audits, worst_code
 from replicated_ckpt.core.upkeep.finding import Finding
@@ -52,9 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointNotFound, StoreError
     """
-    store = open_store(arguments.root)
-    if arguments.start_agents:
-        start_agent(store)
+    store = open_store_of(arguments)
     began_at = time.monotonic()
     audit = _audit(store, arguments)
     seconds = time.monotonic() - began_at

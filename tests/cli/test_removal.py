@@ -33,6 +33,16 @@ def saved(nodes: Sequence[LocalStore], numbers: Sequence[int]) -> list[str]:
     ]
 
 
+def saved_alone(store: LocalStore) -> list[str]:
+    """Two checkpoints that no other node holds."""
+    return [
+        checkpointed(
+            [store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL
+        ).save_id
+        for number in (1, 2)
+    ]
+
+
 def test_each_nodes_user_removes_there_and_nothing_comes_back(tmp_path: Path) -> None:
     """The first node says who has it still; it is not brought back, also after a restart; the second ends it."""
     nodes = stores(tmp_path, 2)
@@ -83,12 +93,7 @@ def test_the_last_good_one_is_refused(tmp_path: Path) -> None:
 def test_what_a_load_reads_stays(tmp_path: Path) -> None:
     """It is said, and nothing was noted: it does not go when the load ends. --force removes it."""
     store = LocalStore(tmp_path / "node0")
-    (first, _) = [
-        checkpointed(
-            [store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL
-        ).save_id
-        for number in (1, 2)
-    ]
+    first, _ = saved_alone(store)
     with running_agent(store.root) as agent:
         with agent.client() as client:
             client.call("POST", "/v1/sequence", {"lineage": "", "sequence": 1, "save_id": first, "reader": "a load"})
@@ -104,12 +109,7 @@ def test_what_a_load_reads_stays(tmp_path: Path) -> None:
 def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
     """The agent died between its note and the removal: the next one removes it, and only that."""
     store = LocalStore(tmp_path / "node0")
-    (first, _) = [
-        checkpointed(
-            [store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL
-        ).save_id
-        for number in (1, 2)
-    ]
+    first, _ = saved_alone(store)
     RemovalBook(store.agent_directory()).take(first)
     with running_agent(store.root):
         wait_for(lambda: there(store) == [2], 20, "the removal")

@@ -199,7 +199,7 @@ def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> Repai
 def _find_lost(
     manifests: Mapping[str, Manifest], views: Sequence[NodeView], removed: Collection[str]
 ) -> Iterator[ShortShard]:
-    """What is lost of saves that a node's user has removed, though not by that: nobody copies it, and it is said."""
+    """Lost shards of saves that the user of a node has removed, unless the removal took them: agents copy none of these."""
     for short in plan_repair(manifests, views).lost:
         if short.save_id in removed and short.save_id in manifests:
             removed_on = {view.node_id for view in views if short.save_id in view.standing.removed}

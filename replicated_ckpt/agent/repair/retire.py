@@ -72,7 +72,7 @@ class Retirer:
                 log.info("%s (save %s) was put back; it is looked after again", here[save_id], save_id)
 
     def _find_here(self) -> Mapping[str, str]:
-        """The checkpoint id of each save that lies here under its own name; what somebody has renamed is not touched."""
+        """The checkpoint id of each save that lies here under its own name; a renamed directory is not touched."""
         catalog = self._service.store.catalog
         named = {found.save_id: name for name, found in catalog.committed() if name == found.checkpoint_id}
         return {found.save_id: found.checkpoint_id for found in catalog.read_replaced()} | named

@@ -41,7 +41,7 @@ class AdoptionLocks:
             self._open.update(save_ids)
 
     def close(self, save_id: str) -> None:
-        """The adoption is over; its lock is released, too. Of a save that is none, nothing changes."""
+        """The adoption is over; its lock is released, too. For a save that is no adoption nothing changes."""
         with self._lock:
             self._open.discard(save_id)
         self.release(save_id)

@@ -5,6 +5,7 @@ import time
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.tls import is_loopback
@@ -20,6 +21,18 @@ def add_start_argument(parser: argparse.ArgumentParser) -> None:
         help="start this node's agent if none runs, as a load does: it tells its peers where it is, and leaves after a "
         "minute without work; those of other nodes are started there",
     )
+
+
+def open_store_of(arguments: argparse.Namespace) -> LocalStore:
+    """The store under `--root`, its agent running if `--start-agents` asks for that.
+
+    Raises:
+        CheckpointNotFound, ConfigInvalid, StoreDenied, AgentUnavailable
+    """
+    store = open_store(arguments.root)
+    if arguments.start_agents:
+        start_agent(store)
+    return store
 
 
 def start_agent(store: LocalStore) -> AgentAddress:

@@ -14,8 +14,7 @@ from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.agent.state.log_file import LOG_NAME
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
-from replicated_ckpt.cli.look.root import open_store
-from replicated_ckpt.cli.look.start import add_start_argument, start_agent
+from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_duration, format_table
 from replicated_ckpt.cli.nodes.health import Health, describe_protection, describe_room, describe_uploads, judge_health
 from replicated_ckpt.errors import ReplicatedCkptError
@@ -49,9 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
     """
-    store = open_store(arguments.root)
-    if arguments.start_agents:
-        start_agent(store)
+    store = open_store_of(arguments)
     while True:
         state = _look(store)
         if arguments.watch is not None and sys.stdout.isatty():

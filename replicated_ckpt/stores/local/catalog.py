@@ -4,7 +4,7 @@ import errno
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 
@@ -286,3 +286,10 @@ def _has_footer(path: Path) -> bool:
             return footer_bytes_of(file.read(), size) is not None
     except OSError:
         return False
+
+
+def read_believed(directory: Path) -> Manifest | None:
+    """The manifest that lies in a directory, in the trash or a staging area, too; None where there is none to believe."""
+    with suppress(OSError, ManifestInvalid):
+        return decode_manifest((directory / MANIFEST_NAME).read_bytes(), str(directory))
+    return None

@@ -14,9 +14,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from replicated_ckpt.core.layout import MANIFEST_NAME, QUARANTINE_DIR, is_checkpoint_file, is_checkpoint_id
-from replicated_ckpt.core.manifest import decode_manifest
-from replicated_ckpt.errors import ManifestInvalid
+from replicated_ckpt.core.layout import QUARANTINE_DIR, is_checkpoint_file, is_checkpoint_id
 from replicated_ckpt.stores.files.durable import (
     fsync_directory,
     make_directories,
@@ -25,6 +23,7 @@ from replicated_ckpt.stores.files.durable import (
     rename_if_free,
     write_file,
 )
+from replicated_ckpt.stores.local.catalog import read_believed
 
 log = logging.getLogger(__name__)
 
@@ -120,15 +119,9 @@ def remove_carried(root: Path, directory: Path, checkpoint_id: str) -> None:
 def remove_trash(root: Path, path: Path, *origins: Path) -> None:
     """Removes a version from the trash, if it is there, once its move there is durable. What is not ours is given back."""
     if path.is_dir():
-        give_back_others(root, path, _checkpoint_id_in(path))
+        manifest = read_believed(path)
+        give_back_others(root, path, "" if manifest is None else manifest.checkpoint_id)
         remove_moved(path, *origins)
-
-
-def _checkpoint_id_in(directory: Path) -> str:
-    try:
-        return decode_manifest((directory / MANIFEST_NAME).read_bytes(), str(directory)).checkpoint_id
-    except (OSError, ManifestInvalid):
-        return ""
 
 
 def _is_there(path: Path) -> bool:

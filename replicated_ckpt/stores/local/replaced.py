@@ -9,12 +9,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from replicated_ckpt.core.layout import MANIFEST_NAME, REPLACED_DIR, ShardName
-from replicated_ckpt.core.manifest import Manifest, decode_manifest
+from replicated_ckpt.core.layout import REPLACED_DIR, ShardName
+from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree, translate_errors
-from replicated_ckpt.stores.local.catalog import Catalog
+from replicated_ckpt.stores.local.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.others import give_back_others
 
@@ -44,15 +44,10 @@ def replaced_path(root: Path, before: Manifest | None, save_id: str) -> Path:
     directory = root / REPLACED_DIR
     make_directories(directory, root)
     path = directory / (save_id if before is None else before.save_id)
-    if before is not None and path.is_dir() and _save_id_in(path) != before.save_id:
+    there = read_believed(path)
+    if before is not None and path.is_dir() and (there is None or there.save_id != before.save_id):
         path.rename(directory / save_id)
     return path
-
-
-def _save_id_in(directory: Path) -> str | None:
-    with contextlib.suppress(OSError, ManifestInvalid):
-        return decode_manifest((directory / MANIFEST_NAME).read_bytes(), str(directory)).save_id
-    return None
 
 
 def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> int | None:
@@ -144,9 +139,7 @@ def keep_replaced(root: Path, staging: Path, save_id: str, *, is_published: bool
 
     What has no manifest that is believed can only be that if the save is published.
     """
-    before: Manifest | None = None
-    with contextlib.suppress(OSError, ManifestInvalid):
-        before = decode_manifest((staging / MANIFEST_NAME).read_bytes(), str(staging))
+    before = read_believed(staging)
     if before is None and not (is_published and any(ShardName.parse(path.name) for path in staging.iterdir())):
         return False
     if before is not None and before.save_id == save_id:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.layout import MANIFEST_NAME, STAGING_DIR, TRASH_DIR, is_checkpoint_id
-from replicated_ckpt.core.manifest import decode_manifest
+from replicated_ckpt.core.layout import STAGING_DIR, TRASH_DIR, is_checkpoint_id
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing
 from replicated_ckpt.stores.files.durable import (
     exclusive,
@@ -15,7 +14,7 @@ from replicated_ckpt.stores.files.durable import (
     remove_moved,
     translate_errors,
 )
-from replicated_ckpt.stores.local.catalog import Catalog
+from replicated_ckpt.stores.local.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.others import remove_trash
 from replicated_ckpt.stores.local.replaced import unread
 
@@ -81,10 +80,6 @@ def _origins(root: Path) -> list[Path]:
 
     They are fsynced before it is removed. One whose manifest is gone was being removed already.
     """
-    found = set()
-    for path in (root / TRASH_DIR).glob(f"*/{MANIFEST_NAME}"):
-        try:
-            found.add((root / decode_manifest(path.read_bytes(), str(path)).checkpoint_id).parent)
-        except (OSError, ManifestInvalid):
-            continue
+    manifests = map(read_believed, (root / TRASH_DIR).glob("*"))
+    found = {(root / manifest.checkpoint_id).parent for manifest in manifests if manifest is not None}
     return [directory for directory in sorted(found) if directory.is_dir()]
