@@ -3,11 +3,14 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from replicated_ckpt.agent.start import launch
+from tests.multiprocess.forked_agent import spawner
 from tests.multiprocess.processes import end, processes_of
-from tests.multiprocess.zygote import stop_the_zygote
+from tests.multiprocess.zygote import stop_the_zygotes, the_agent_zygote
 
 pytest_plugins = ["tests.buckets.fixtures"]
 
@@ -33,10 +36,17 @@ LONGEST = (
 
 
 @pytest.fixture(scope="session", autouse=True)
+def agents_are_forked() -> Iterator[None]:
+    """An agent that a save or load of this process starts is forked, like all agents of tests that say nothing else."""
+    with mock.patch.object(launch, "spawn_agent", spawner(lambda: the_agent_zygote().path)):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_agent_survives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fails the suite if an agent of one of its stores still runs at its end; ends what forked its ranks."""
+    """Fails the suite if an agent of one of its stores still runs at its end; ends what forked its ranks and agents."""
     yield
-    stop_the_zygote()
+    stop_the_zygotes()
     base = f"{tmp_path_factory.getbasetemp()}{os.sep}"
     agents = [pid for pid in processes_of(base) if b"replicated_ckpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     end(agents)

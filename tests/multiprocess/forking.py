@@ -4,7 +4,6 @@ It has no threads, no process group and no connection but the socket to the harn
 left, when that socket is closed, however the harness ended.
 """
 
-import ctypes
 import gc
 import json
 import os
@@ -12,7 +11,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,10 @@ import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp  # noqa: F401 - imported for the ranks
 
-from replicated_ckpt import failpoints
+from replicated_ckpt.agent.start import launch
 from tests.multiprocess import namespaces, steps_state, worker  # noqa: F401
+from tests.multiprocess.becoming import become_environment
+from tests.multiprocess.forked_agent import spawner
 
 REQUEST_BYTES_MAX = 1 << 20
 
@@ -41,27 +41,8 @@ def become_rank(request: Mapping[str, Any]) -> int:
         namespaces.mount_privately(*request["mount"])
     if request["netns"]:
         namespaces.enter_network(request["netns"])
-    failpoints.arm_from_environment(os.environ.get(failpoints.ENV, ""))
+    launch.spawn_agent = spawner(lambda: Path(request["agents"]))
     return worker.main(Path(request["folder"]) / "spec.json")
-
-
-def become_environment(environment: Mapping[str, str]) -> None:
-    """Nothing of the zygote's own environment is left, nor of what was derived from it."""
-    os.environ.clear()
-    os.environ.update(environment)
-    tempfile.tempdir = None
-    show_environment(environment)
-
-
-def show_environment(environment: Mapping[str, str]) -> None:
-    """Writes it where /proc reads a process's environment, as if this one had been started with it.
-
-    The harness finds the processes of a launch so. What does not fit into the room that the zygote was given is cut off.
-    """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5), where field 3 is the first here
-    shown = "\0".join(f"{name}={value}" for name, value in environment.items()).encode()
-    ctypes.memmove(start, shown[: end - start].ljust(end - start, b"\0"), end - start)
 
 
 class Zygote:

@@ -1,4 +1,4 @@
-"""The harness's end of the zygote: one for a whole pytest session, started when the first rank is wanted."""
+"""The harness's ends of the zygotes, of ranks and of agents: one each a pytest session, started when first wanted."""
 
 import json
 import os
@@ -6,15 +6,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.multiprocess.becoming import ROOM_BYTES
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0  # for importing torch on a busy machine
 STOP_TIMEOUT_S = 10.0
-_ROOM_BYTES = 16 << 10  # for the environments of ranks that are longer than the zygote's own
 
 
 class Rank:
@@ -71,6 +73,7 @@ class Zygote:
     ) -> Rank:
         """Starts a rank of the launch in `folder`. `mount`: (disk, root) that only it and its children see."""
         request: dict[str, Any] = {"environment": dict(environment), "folder": str(folder), "log": str(log)}
+        request["agents"] = str(the_agent_zygote().path)
         self._socket.send(json.dumps({**request, "mount": list(mount), "netns": netns}).encode())
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._started:
@@ -108,6 +111,43 @@ class Zygote:
             self._errors.close()
 
 
+class AgentZygote:
+    """A process that forks agents, for those who connect to `path`. They outlive it."""
+
+    def __init__(self) -> None:
+        self._lifeline, theirs = socket.socketpair()
+        self._folder = tempfile.TemporaryDirectory(prefix="rckpt-")
+        self.path = Path(self._folder.name) / "socket"
+        arguments = [str(theirs.fileno()), str(self.path), "." * ROOM_BYTES]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.multiprocess.forking_agents", *arguments],
+                cwd="/",
+                env=_own_environment(),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.path.exists():
+            assert self.is_running, "what forks agents did not start; its output says why"
+            assert time.monotonic() < deadline, f"what forks agents did not start within {START_TIMEOUT_S:.0f} s"
+            time.sleep(0.01)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        self._lifeline.close()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._folder.cleanup()
+
+
 def _own_environment() -> dict[str, str]:
     """As the ranks' own will be, where it matters while modules are imported; nothing in it names a test or a store."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("REPLICATED_CKPT_", "PYTEST_"))}
@@ -116,21 +156,32 @@ def _own_environment() -> dict[str, str]:
         **{name: value for name, value in kept.items() if name not in {"RANK", "WORLD_SIZE"}},
         "PYTHONPATH": ":".join([*paths, str(REPOSITORY)]),
         "OMP_NUM_THREADS": "1",
-        "ROOM": "." * _ROOM_BYTES,
+        "ROOM": "." * ROOM_BYTES,
     }
 
 
 _running: list[Zygote] = []
+_running_of_agents: list[AgentZygote] = []
+_lock = threading.Lock()
 
 
 def the_zygote() -> Zygote:
-    """The session's zygote, started if there is none."""
+    """The session's zygote of ranks, started if there is none."""
     if not _running or not _running[0].is_running:
         _running[:] = [Zygote()]
     return _running[0]
 
 
-def stop_the_zygote() -> None:
-    """At the end of a session. Without it the zygote ends with the process that started it."""
-    while _running:
-        _running.pop().stop()
+def the_agent_zygote() -> AgentZygote:
+    """The session's zygote of agents, started if there is none. Called by any thread."""
+    with _lock:
+        if not _running_of_agents or not _running_of_agents[0].is_running:
+            _running_of_agents[:] = [AgentZygote()]
+        return _running_of_agents[0]
+
+
+def stop_the_zygotes() -> None:
+    """At the end of a session. Without it the zygotes end with the process that started them."""
+    for running in (_running, _running_of_agents):
+        while running:
+            running.pop().stop()

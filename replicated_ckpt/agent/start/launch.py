@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from replicated_ckpt.agent.start.environment import agent_environment, isolated_python
@@ -209,20 +209,25 @@ def _wait_until_gone(directory: Path) -> None:
     lock.release()
 
 
+def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]":
+    """Starts the process of an agent, in a session of its own, as it outlives this process. `log`: where it writes."""
+    return subprocess.Popen(
+        [*isolated_python(), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd="/",
+        env=agent_environment(),
+        start_new_session=True,
+    )
+
+
 def _start(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
     idle_exit_s = os.environ.get(IDLE_EXIT_ENV, str(IDLE_EXIT_S))
     arguments = ["--root", str(store.root), "--host", bind_host, "--idle-exit-s", idle_exit_s]
     log = open_log(directory)
     try:
-        process = subprocess.Popen(
-            [*isolated_python(), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd="/",
-            env=agent_environment(),
-            start_new_session=True,
-        )
+        process = spawn_agent(arguments, log)
     finally:
         os.close(log)
     deadline = time.monotonic() + START_TIMEOUT_S

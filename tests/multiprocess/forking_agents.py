@@ -1,0 +1,133 @@
+"""A process that has imported the agent, and what it needs for buckets and certificates, and forks agents. No torch.
+
+It listens on a socket in a directory of its own user, has no threads, and ends when the harness does. Its agents live on,
+as real ones outlive the rank that started them.
+"""
+
+import gc
+import json
+import os
+import select
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import cryptography.x509  # noqa: F401 - imported for the agents
+import s3fs  # noqa: F401
+
+from replicated_ckpt.agent.__main__ import main as agent_main
+from tests.multiprocess import namespaces
+from tests.multiprocess.becoming import become_environment, show_command
+
+_REQUEST_BYTES_MAX = 1 << 20
+
+
+def become_agent(request: dict[str, Any], output: int, network: int, mounts: int) -> int:
+    """In the forked child: what a new process would have, in the namespaces of the one that asked; then the agent."""
+    os.setsid()
+    namespaces.enter(network, mounts)
+    if request["mount"]:
+        namespaces.mount_privately(*request["mount"])
+    if request["netns"]:
+        namespaces.enter_network(request["netns"])
+    become_environment(request["environment"])
+    show_command(request["command"])
+    os.umask(request["umask"])
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.chdir(request["cwd"])
+    command = request["command"]
+    sys.argv = ["agent", *command[command.index("--root") :]]
+    return agent_main()
+
+
+class Forker:
+    """Forks an agent for each connection, and tells it when that one ends."""
+
+    def __init__(self, lifeline: socket.socket, path: Path) -> None:
+        self._lifeline = lifeline
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        self._asking: dict[int, socket.socket] = {}
+        self._started: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that tells of its end
+        self._poll = select.poll()
+        for one in (lifeline, self._listener):
+            self._poll.register(one, select.POLLIN)
+
+    def serve(self) -> int:
+        """Until the harness ends. Returns an exit code, in every process by itself."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._lifeline.fileno():
+                    return 0
+                if fd == self._listener.fileno():
+                    self._accept()
+                elif fd in self._started:
+                    self._report_end(fd)
+                elif (code := self._fork_for(fd)) is not None:
+                    return code
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        self._asking[connection.fileno()] = connection
+        self._poll.register(connection, select.POLLIN)
+
+    def _fork_for(self, fd: int) -> int | None:
+        """The exit code of the agent, in the agent; None in this process."""
+        self._poll.unregister(fd)
+        connection = self._asking.pop(fd)
+        text, given, _, _ = socket.recv_fds(connection, _REQUEST_BYTES_MAX, 3)
+        if not text:  # the process that asked is gone
+            connection.close()
+            return None
+        if (pid := os.fork()) == 0:
+            connection.close()
+            self._forget()
+            return become_agent(json.loads(text), *given)
+        for one in given:
+            os.close(one)
+        watch = os.pidfd_open(pid)
+        self._started[watch] = pid, connection
+        self._poll.register(watch, select.POLLIN)
+        _send(connection, pid=pid)
+        return None
+
+    def _forget(self) -> None:
+        """In the child: nothing that this process holds stays open."""
+        for one in (self._lifeline, self._listener, *self._asking.values()):
+            one.close()
+        for fd, (_, connection) in self._started.items():
+            os.close(fd)
+            connection.close()
+
+    def _report_end(self, fd: int) -> None:
+        pid, connection = self._started.pop(fd)
+        self._poll.unregister(fd)
+        os.close(fd)
+        _, status = os.waitpid(pid, 0)
+        _send(connection, code=os.waitstatus_to_exitcode(status))
+        connection.close()
+
+
+def _send(connection: socket.socket, **fields: int) -> None:
+    try:
+        connection.send(json.dumps(fields).encode())
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the process that asked is gone, and the agent lives on
+
+
+def main(fd: int, path: Path) -> int:
+    """Forks agents for those who connect to `path`, until the other end of the socket `fd` is closed."""
+    threads = list(Path("/proc/self/task").iterdir())
+    if len(threads) != 1 or "torch" in sys.modules:
+        raise RuntimeError(f"what forks agents has started threads ({threads}), or imported torch")
+    gc.collect()
+    gc.freeze()
+    return Forker(socket.socket(fileno=fd), path).serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
