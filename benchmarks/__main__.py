@@ -27,7 +27,7 @@ from benchmarks.suites.peers import peers_suite
 from benchmarks.suites.results import Results, Row, from_json
 from benchmarks.suites.saving import save_suite, small_suite
 from benchmarks.suites.setup import TMPFS, Unavailable
-from tests.multiprocess.zygote import stop_the_zygote
+from tests.multiprocess.zygote import stop_the_zygotes
 
 RUN: Mapping[str, Callable[[Options], list[Row]]] = {
     "save": save_suite,
@@ -78,7 +78,7 @@ def measured(options: Options) -> Results:
             print(f"{suite}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):  # it was killed then
-            stop_the_zygote()
+            stop_the_zygotes()
         signal.signal(signal.SIGTERM, before)
     return results
 

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt.agent.start import launch
-from tests.multiprocess.forked_agent import spawner
+from tests.multiprocess.forked import spawner
 from tests.multiprocess.processes import end, processes_of
-from tests.multiprocess.zygote import stop_the_zygotes, the_agent_zygote
+from tests.multiprocess.zygote import stop_the_zygotes, the_light_zygote
 
 pytest_plugins = ["tests.buckets.fixtures"]
 
@@ -38,7 +38,7 @@ LONGEST = (
 @pytest.fixture(scope="session", autouse=True)
 def agents_are_forked() -> Iterator[None]:
     """An agent that a save or load of this process starts is forked, like all agents of tests that say nothing else."""
-    with mock.patch.object(launch, "spawn_agent", spawner(lambda: the_agent_zygote().path)):
+    with mock.patch.object(launch, "spawn_agent", spawner(lambda: the_light_zygote().path)):
         yield
 
 

@@ -20,9 +20,9 @@ from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.throttle import Pace
-from tests.multiprocess.forked_agent import ForkedAgent
+from tests.multiprocess.forked import Forked
 from tests.multiprocess.processes import is_running
-from tests.multiprocess.zygote import the_agent_zygote
+from tests.multiprocess.zygote import the_light_zygote
 
 T = TypeVar("T")
 HOME = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ class RunningAgent:
     """An agent process of this test."""
 
     root: Path
-    process: ForkedAgent
+    process: Forked
     endpoint: Endpoint
 
     def client(self, timeout_s: float = 5.0) -> AgentClient:
@@ -57,11 +57,13 @@ def object_routes(service: NodeService, stopping: threading.Event) -> ObjectRout
 
 @contextmanager
 def running_agent(root: Path, *arguments: str) -> Iterator[RunningAgent]:
-    command = [sys.executable, "-m", "replicated_ckpt.agent", "--root", str(root), *arguments]
+    command = [sys.executable, "-m", "replicated_ckpt.agent"]
+    arguments = ("--root", str(root), *arguments)
     environment = {**os.environ, "PYTHONPATH": str(HOME)}
     root.mkdir(parents=True, exist_ok=True)
     with (root / "agent.out").open("ab") as log:
-        process = ForkedAgent(the_agent_zygote().path, command, environment=environment, output=log.fileno())
+        forker = the_light_zygote().path
+        process = Forked(forker, "agent", arguments, command=command, environment=environment, output=log.fileno())
     try:
         endpoint = wait_for(lambda: _endpoint(root, process), 20, f"agent of {root}")
         yield RunningAgent(root, process, endpoint)
@@ -72,7 +74,7 @@ def running_agent(root: Path, *arguments: str) -> Iterator[RunningAgent]:
         process.wait(10)
 
 
-def _endpoint(root: Path, process: ForkedAgent) -> Endpoint | None:
+def _endpoint(root: Path, process: Forked) -> Endpoint | None:
     assert process.poll() is None, (root / "agent.out").read_text()
     endpoint = read_endpoint(root / ".agent")
     return endpoint if endpoint is not None and endpoint.pid == process.pid else None

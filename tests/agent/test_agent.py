@@ -304,7 +304,7 @@ def test_a_decided_save_is_never_taken_for_a_given_up_one(tmp_path: Path) -> Non
 def test_only_one_agent_serves_a_root(tmp_path: Path) -> None:
     """A second one leaves at once and says why, with its own exit code."""
     with running_agent(tmp_path / "a") as agent:
-        command = [*agent.process.args]  # type: ignore[misc]
+        command = [*agent.process.args]
         second = subprocess.run(command, capture_output=True, timeout=20, check=False, cwd=Path.cwd())
         assert second.returncode == 5
         assert b"Another agent serves" in second.stderr

@@ -40,7 +40,8 @@ from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from tests.agent.agents import HOME, peers_of, running_agent, stop_agent
 from tests.agent.checkpoints import checkpointed, shard
 from tests.agent.test_reprotect import stores
-from tests.agent.test_verify_repair import MAIN, command, flip
+from tests.agent.test_verify_repair import command, flip
+from tests.cli.commands import MAIN
 
 HINT = "Turn the key to the left."
 

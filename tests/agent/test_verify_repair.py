@@ -1,11 +1,9 @@
 """`verify` finds everything and changes nothing; `repair` plans, and mends exactly what it planned."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,16 @@ import pytest
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.agents import HOME, peers_of, running_agent
+from tests.agent.agents import peers_of, running_agent
 from tests.agent.checkpoints import checkpointed, findings, held, introduced, quarantined, shard
 from tests.agent.test_reprotect import PAIR, RING, agents, stores
+from tests.cli import commands
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 
 
-MAIN = "import sys; from replicated_ckpt.cli.main import main; sys.exit(main())"
-
-
 def command(verb: str, root: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "PYTHONPATH": str(HOME), "REPLICATED_CKPT_AGENT_IDLE_S": "1"}
-    arguments = [sys.executable, "-c", MAIN, verb, "--root", str(root), *options]
-    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return commands.command(verb, "--root", root, *options)
 
 
 def as_json(verb: str, root: Path, *options: str) -> tuple[int, dict[str, Any]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from tests.multiprocess.forked_agent import ForkedAgent
+from tests.multiprocess.forked import Forked
 from tests.multiprocess.launch import (
     Attempt,
     Call,
@@ -26,7 +26,7 @@ from tests.multiprocess.launch import (
 )
 from tests.multiprocess.node import Node
 from tests.multiprocess.processes import end, is_running, processes_of, signal_if_running, wait_until_gone
-from tests.multiprocess.zygote import the_agent_zygote
+from tests.multiprocess.zygote import the_light_zygote
 
 __all__ = ["Attempt", "Call", "Cluster", "Digests", "Launcher", "Node", "Results", "call"]
 
@@ -50,7 +50,7 @@ class Cluster:
     def __post_init__(self) -> None:
         self.marker = f"replicated-ckpt-test-{uuid.uuid4().hex}"
         self._launches = 0
-        self._agent_by_node: dict[int, ForkedAgent] = {}
+        self._agent_by_node: dict[int, Forked] = {}
         (self.base / "tmp").mkdir(parents=True)
         same_root = self.base / "nvme"
         disks = [self.base / f"node{index}" for index in range(self.node_count)]
@@ -134,14 +134,16 @@ class Cluster:
                 assert time.monotonic() < deadline, f"the agent did not start: {log}"
                 time.sleep(0.01)
 
-    def _started_agent(self, index: int, environment: Mapping[str, str], idle_exit_s: float) -> ForkedAgent:
+    def _started_agent(self, index: int, environment: Mapping[str, str], idle_exit_s: float) -> Forked:
         node = self.nodes[index]
         arguments = ["--root", str(node.root), "--host", node.address, "--idle-exit-s", str(idle_exit_s)]
         own = {"REPLICATED_CKPT_TEST_LAUNCH": self.marker, **node.environment, **environment}
         with (self.base / f"agent{index}.log").open("ab") as log:
-            return ForkedAgent(
-                the_agent_zygote().path,
-                [sys.executable, "-m", "replicated_ckpt.agent", *arguments],
+            return Forked(
+                the_light_zygote().path,
+                "agent",
+                arguments,
+                command=[sys.executable, "-m", "replicated_ckpt.agent"],
                 environment={**self._environment(), **own},
                 output=log.fileno(),
                 cwd=str(self.base),

@@ -4,6 +4,8 @@ It has no threads, no process group and no connection but the socket to the harn
 left, when that socket is closed, however the harness ended.
 """
 
+import encodings.idna
+import encodings.latin_1  # noqa: F401
 import gc
 import json
 import os
@@ -15,15 +17,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import s3fs  # noqa: F401
 import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
-import torch.distributed.fsdp  # noqa: F401 - imported for the ranks
+import torch.distributed.fsdp
+import torch.utils.serialization.config  # noqa: F401
 
 from replicated_ckpt.agent.start import launch
 from tests.multiprocess import namespaces, steps_state, worker  # noqa: F401
 from tests.multiprocess.becoming import become_environment
-from tests.multiprocess.forked_agent import spawner
+from tests.multiprocess.forked import spawner
 
 REQUEST_BYTES_MAX = 1 << 20
 

@@ -1,4 +1,4 @@
-"""The harness's ends of the zygotes, of ranks and of agents: one each a pytest session, started when first wanted."""
+"""The harness's ends of two zygotes, of ranks and of all without torch: one each a session, started when first wanted."""
 
 import json
 import os
@@ -73,7 +73,7 @@ class Zygote:
     ) -> Rank:
         """Starts a rank of the launch in `folder`. `mount`: (disk, root) that only it and its children see."""
         request: dict[str, Any] = {"environment": dict(environment), "folder": str(folder), "log": str(log)}
-        request["agents"] = str(the_agent_zygote().path)
+        request["agents"] = str(the_light_zygote().path)
         self._socket.send(json.dumps({**request, "mount": list(mount), "netns": netns}).encode())
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._started:
@@ -111,8 +111,8 @@ class Zygote:
             self._errors.close()
 
 
-class AgentZygote:
-    """A process that forks agents, for those who connect to `path`. They outlive it."""
+class LightZygote:
+    """A process that forks agents and commands, and has no torch, for those who connect to `path`. They outlive it."""
 
     def __init__(self) -> None:
         self._lifeline, theirs = socket.socketpair()
@@ -121,7 +121,7 @@ class AgentZygote:
         arguments = [str(theirs.fileno()), str(self.path), "." * ROOM_BYTES]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.multiprocess.forking_agents", *arguments],
+                [sys.executable, "-m", "tests.multiprocess.forking_light", *arguments],
                 cwd="/",
                 env=_own_environment(),
                 stdin=subprocess.DEVNULL,
@@ -130,8 +130,10 @@ class AgentZygote:
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self.path.exists():
-            assert self.is_running, "what forks agents did not start; its output says why"
-            assert time.monotonic() < deadline, f"what forks agents did not start within {START_TIMEOUT_S:.0f} s"
+            assert self.is_running, "what forks agents and commands did not start; its output says why"
+            assert time.monotonic() < deadline, (
+                f"what forks agents and commands did not start within {START_TIMEOUT_S:.0f} s"
+            )
             time.sleep(0.01)
 
     @property
@@ -161,7 +163,7 @@ def _own_environment() -> dict[str, str]:
 
 
 _running: list[Zygote] = []
-_running_of_agents: list[AgentZygote] = []
+_running_light: list[LightZygote] = []
 _lock = threading.Lock()
 
 
@@ -172,16 +174,16 @@ def the_zygote() -> Zygote:
     return _running[0]
 
 
-def the_agent_zygote() -> AgentZygote:
-    """The session's zygote of agents, started if there is none. Called by any thread."""
+def the_light_zygote() -> LightZygote:
+    """The session's zygote of agents and commands, started if there is none. Called by any thread."""
     with _lock:
-        if not _running_of_agents or not _running_of_agents[0].is_running:
-            _running_of_agents[:] = [AgentZygote()]
-        return _running_of_agents[0]
+        if not _running_light or not _running_light[0].is_running:
+            _running_light[:] = [LightZygote()]
+        return _running_light[0]
 
 
 def stop_the_zygotes() -> None:
     """At the end of a session. Without it the zygotes end with the process that started them."""
-    for running in (_running, _running_of_agents):
+    for running in (_running, _running_light):
         while running:
             running.pop().stop()

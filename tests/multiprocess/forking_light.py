@@ -1,30 +1,36 @@
-"""A process that has imported the agent, and what it needs for buckets and certificates, and forks agents. No torch.
+"""A process that has imported the agent, the command line and what they need, and forks agents and commands. No torch.
 
 It listens on a socket in a directory of its own user, has no threads, and ends when the harness does. Its agents live on,
 as real ones outlive the rank that started them.
 """
 
+import encodings.idna  # noqa: F401 - imported for what is forked, as all others that seem unused
 import gc
 import json
 import os
 import select
+import signal
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-import cryptography.x509  # noqa: F401 - imported for the agents
+import cryptography.x509  # noqa: F401
 import s3fs  # noqa: F401
 
-from replicated_ckpt.agent.__main__ import main as agent_main
+from replicated_ckpt.agent.__main__ import main as run_agent
+from replicated_ckpt.agent.start import launch
+from replicated_ckpt.cli.main import main as run_command
+from replicated_ckpt.cli.main import parser
 from tests.multiprocess import namespaces
 from tests.multiprocess.becoming import become_environment, show_command
+from tests.multiprocess.forked import spawner
 
 _REQUEST_BYTES_MAX = 1 << 20
 
 
-def become_agent(request: dict[str, Any], output: int, network: int, mounts: int) -> int:
-    """In the forked child: what a new process would have, in the namespaces of the one that asked; then the agent."""
+def become(request: dict[str, Any], output: int, errors: int, network: int, mounts: int) -> int:
+    """In the forked child: what a new process would have, in the namespaces of the one that asked; then the program."""
     os.setsid()
     namespaces.enter(network, mounts)
     if request["mount"]:
@@ -32,25 +38,28 @@ def become_agent(request: dict[str, Any], output: int, network: int, mounts: int
     if request["netns"]:
         namespaces.enter_network(request["netns"])
     become_environment(request["environment"])
-    show_command(request["command"])
+    show_command(request["shown"])
     os.umask(request["umask"])
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
+    for fd, place in ((output, 1), (errors, 2)):
+        os.dup2(fd, place)
+        os.close(fd)
     os.chdir(request["cwd"])
-    command = request["command"]
-    sys.argv = ["agent", *command[command.index("--root") :]]
-    return agent_main()
+    if request["user"] is not None:
+        os.setuid(request["user"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run may ignore it
+    sys.argv = [request["program"], *request["arguments"]]
+    return run_agent() if request["program"] == "agent" else run_command()
 
 
 class Forker:
-    """Forks an agent for each connection, and tells it when that one ends."""
+    """Forks a process for each connection, and tells it when that one ends."""
 
     def __init__(self, lifeline: socket.socket, path: Path) -> None:
         self._lifeline = lifeline
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
+        self._listener.bind(f"{path}.new")
         self._listener.listen(64)
+        Path(f"{path}.new").rename(path)  # who finds it is answered
         self._asking: dict[int, socket.socket] = {}
         self._started: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that tells of its end
         self._poll = select.poll()
@@ -76,17 +85,17 @@ class Forker:
         self._poll.register(connection, select.POLLIN)
 
     def _fork_for(self, fd: int) -> int | None:
-        """The exit code of the agent, in the agent; None in this process."""
+        """The exit code of what was forked, in that process; None in this one."""
         self._poll.unregister(fd)
         connection = self._asking.pop(fd)
-        text, given, _, _ = socket.recv_fds(connection, _REQUEST_BYTES_MAX, 3)
+        text, given, _, _ = socket.recv_fds(connection, _REQUEST_BYTES_MAX, 4)
         if not text:  # the process that asked is gone
             connection.close()
             return None
         if (pid := os.fork()) == 0:
             connection.close()
             self._forget()
-            return become_agent(json.loads(text), *given)
+            return become(json.loads(text), *given)
         for one in given:
             os.close(one)
         watch = os.pidfd_open(pid)
@@ -116,14 +125,16 @@ def _send(connection: socket.socket, **fields: int) -> None:
     try:
         connection.send(json.dumps(fields).encode())
     except (BrokenPipeError, ConnectionResetError):
-        return  # the process that asked is gone, and the agent lives on
+        return  # the process that asked is gone, and what was forked lives on
 
 
 def main(fd: int, path: Path) -> int:
-    """Forks agents for those who connect to `path`, until the other end of the socket `fd` is closed."""
+    """Forks what is asked for at `path`, until the other end of the socket `fd` is closed."""
+    parser()  # imports every verb
+    launch.spawn_agent = spawner(lambda: path)  # commands start agents, too
     threads = list(Path("/proc/self/task").iterdir())
     if len(threads) != 1 or "torch" in sys.modules:
-        raise RuntimeError(f"what forks agents has started threads ({threads}), or imported torch")
+        raise RuntimeError(f"what forks agents and commands has started threads ({threads}), or imported torch")
     gc.collect()
     gc.freeze()
     return Forker(socket.socket(fileno=fd), path).serve()
