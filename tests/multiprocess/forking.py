@@ -45,7 +45,7 @@ def become_rank(request: Mapping[str, Any]) -> int:
         namespaces.mount_privately(*request["mount"])
     if request["netns"]:
         namespaces.enter_network(request["netns"])
-    launch.spawn_agent = spawner(lambda: Path(request["agents"]))
+    launch.spawn_agent = spawner(lambda: Path(request["agents"]))  # type: ignore[assignment]
     return worker.main(Path(request["folder"]) / "spec.json")
 
 

@@ -131,7 +131,7 @@ def _send(connection: socket.socket, **fields: int) -> None:
 def main(fd: int, path: Path) -> int:
     """Forks what is asked for at `path`, until the other end of the socket `fd` is closed."""
     parser()  # imports every verb
-    launch.spawn_agent = spawner(lambda: path)  # commands start agents, too
+    launch.spawn_agent = spawner(lambda: path)  # type: ignore[assignment]  # commands start agents, too
     threads = list(Path("/proc/self/task").iterdir())
     if len(threads) != 1 or "torch" in sys.modules:
         raise RuntimeError(f"what forks agents and commands has started threads ({threads}), or imported torch")
