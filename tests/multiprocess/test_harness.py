@@ -1,5 +1,6 @@
 """The harness itself: worlds have the shape that was asked for, and what hangs or fails is seen and ended."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,20 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.agent.agents import wait_for
 from tests.multiprocess.cluster import Launcher, call
 from tests.multiprocess.conftest import ClusterOf
+from tests.multiprocess.forked import Forked
 from tests.multiprocess.launch import base_environment
+from tests.multiprocess.node import Node
 from tests.multiprocess.processes import is_running, processes_of, wait_until_gone
+from tests.multiprocess.zygote import the_light_zygote
 
 HARNESS_THAT_IS_KILLED = """
 import json, pathlib, sys, time
-from tests.multiprocess.zygote import Zygote
+from tests.multiprocess.zygote import Zygote, the_light_zygote
 folder = pathlib.Path(sys.argv[1])
 spec = {"calls": [["harness.sleep", {}]], "roots": [str(folder)], "quick_exit": False}
 (folder / "spec.json").write_text(json.dumps(spec))
 zygote = Zygote()
 rank = zygote.fork({"REPLICATED_CKPT_TEST_NODE": "0"}, folder, folder / "log")
-print(zygote._process.pid, rank.pid, flush=True)
+print(zygote._process.pid, the_light_zygote()._process.pid, rank.pid, flush=True)
 time.sleep(600)
 """
 
@@ -69,13 +74,59 @@ def test_a_rank_has_nothing_of_the_process_that_forked_it(cluster_of: ClusterOf)
     assert len({found["session"] for found in [single, *both]}) == 3
 
 
+def shown_of(pid: int) -> dict[str, object]:
+    """What a process has that it does not make itself, as /proc shows it; files of an agent come and go."""
+    proc = Path(f"/proc/{pid}")
+    texts = {name: (proc / name).read_bytes().rstrip(b"\0").split(b"\0") for name in ("cmdline", "environ")}
+    targets = {str(path.readlink()) for path in (proc / "fd").iterdir()}
+    return {
+        "command": texts["cmdline"],
+        "environment": sorted(texts["environ"]),
+        "folder": (proc / "cwd").readlink(),
+        "umask": next(line for line in (proc / "status").read_text().splitlines() if line.startswith("Umask:")),
+        "files": {path for path in targets if path.startswith("/") and "/.agent/" not in path},
+        "leads a session": os.getsid(pid) == pid,
+        "has torch": "libtorch" in (proc / "maps").read_text(),
+    }
+
+
+def test_a_forked_agent_is_as_a_started_one(tmp_path: Path) -> None:
+    """Command line, environment, folder, umask, files and session are those of the same agent in a new interpreter."""
+    command = [sys.executable, "-m", "replicated_ckpt.agent"]
+    arguments, environment = ["--root", str(tmp_path / "root")], {**base_environment(), "ONLY_HERE": "yes"}
+    node, shown = Node(tmp_path / "root", tmp_path / "root"), []
+    with (tmp_path / "log").open("wb") as log:
+        given = {"cwd": "/", "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+        for start in (
+            lambda: subprocess.Popen([*command, *arguments], env=environment, **given),
+            lambda: Forked(
+                the_light_zygote().path,
+                "agent",
+                arguments,
+                command=command,
+                environment=environment,
+                output=log.fileno(),
+            ),
+        ):
+            process = start()
+            try:
+                wait_for(lambda process=process: node.agent_pid() == process.pid, 60, "the agent")
+                shown.append(shown_of(process.pid))
+            finally:
+                process.kill()
+                process.wait()
+    started, forked = shown
+    assert forked == started
+    assert b"ONLY_HERE=yes" in started["environment"]
+
+
 def test_no_rank_outlives_the_harness(tmp_path: Path) -> None:
-    """However pytest ends, with SIGKILL even: the process that forks the ranks ends, and every rank that it forked."""
+    """However pytest ends, with SIGKILL even: what forks its processes ends, and every rank that was forked."""
     command = [sys.executable, "-c", HARNESS_THAT_IS_KILLED, str(tmp_path)]
     with subprocess.Popen(command, env=base_environment(), stdout=subprocess.PIPE, text=True) as harness:
         assert harness.stdout is not None
         pids = [int(pid) for pid in harness.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == 3
         assert all(map(is_running, pids))
         harness.send_signal(signal.SIGKILL)
     assert wait_until_gone(pids, timeout_s=20) == []
