@@ -208,7 +208,7 @@ def test_a_peer_that_only_gives_signs_of_life_holds_up_no_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Re-protection looks at the others, and at this one again in the next round."""
-    monkeypatch.setattr(watch, "HOLDINGS_DEADLINE_S", 1.0)
+    monkeypatch.setattr(watch, "HOLDINGS_DEADLINE_S", 5.0)  # the agent answers within it on a busy machine, too
     peers = PeerBook(tmp_path)
     with running_agent(tmp_path / "a", *QUIET) as agent, answering(beat_forever) as liar:
         peers.learn([agent.endpoint.address(), liar])

@@ -1,5 +1,6 @@
 """Steps: a link goes down in the middle of a save or load, and comes back."""
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -76,11 +77,27 @@ class CuttingPlanner(DefaultLoadPlanner):
 def load_while_cut_off(
     context: Context, checkpoint_id: str, count: int, ranks: int, network: str, node: int, by_rank: int
 ) -> dict[str, Any]:
-    """Loads the pieces of all ranks that saved; `by_rank` cuts off a node's store in the middle. Compares every bit."""
+    """Loads the pieces of all ranks that saved; `by_rank` cuts off a node's store in the middle. Compares every bit.
+
+    `given_up`: what was said of each source that is not used any more, and when.
+    """
     wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     planner = CuttingPlanner(network, node, cuts_here=context.rank == by_rank)
-    reader = context.reader()
+    reader, said = context.reader(), Said()
+    logging.getLogger("replicated_ckpt").addHandler(said)
     dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner)
     same = all(torch.equal(found[name], wanted[name]) for name in wanted)
-    return {"same": same, "report": report_of(reader.last_load)}
+    given_up = [line for line in said.lines if "is not used" in line[0]]
+    return {"same": same, "report": report_of(reader.last_load), "given_up": given_up}
+
+
+class Said(logging.Handler):
+    """What is logged, and when, in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, float]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.getMessage(), record.created))
