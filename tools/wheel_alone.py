@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parents[1]
 EXTRAS = ("drill", "s3", "test", "dev", "referee")
 RUN_TIMEOUT_S = 600
 INSTALL_TIMEOUT_S = 3600
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SITE_CODE = "import site; print(site.getsitepackages()[0])"
 TORCH_CODE = "import torch; print(torch.__version__, torch.__file__)"
 CLI_CODE = "import sys; from replicated_ckpt.cli.main import main; sys.exit(main())"
@@ -110,19 +111,18 @@ def _pip(python: Path, what: str) -> None:
 # Checks --------------------------------------------------------------------------------------------------------------
 
 
-def check_main_job(python: Path) -> None:
+def check_main_job(python: Path, ranks: Sequence[str] = TORCHRUN) -> None:
     """What every user does first, with this interpreter's packages.
+
+    `ranks`: the interpreter's arguments that run the program behind them as two ranks.
 
     Raises: AloneError with the command and the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="wheel-alone-") as folder:
         root = Path(folder) / "root"
         _run([python, HERE / "tools" / "ten_lines.py", HERE / "README.md"], cwd=folder)
-        ranks = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        said = [
-            _run([*ranks, HERE / "examples" / "getting_started.py", action, "--root", root], cwd=folder)
-            for action in ("save", "load")
-        ]
+        program = HERE / "examples" / "getting_started.py"
+        said = [_run([python, *ranks, program, action, "--root", root], cwd=folder) for action in ("save", "load")]
         saved, loaded = (text.strip().rpartition(": ")[2] for text in said)
         if not saved or saved != loaded:
             raise AloneError(f"two ranks saved a state with the sum {saved!r} and loaded {loaded!r}")

@@ -15,6 +15,23 @@ from tools.wheel_alone import AloneError, check_bucket, check_main_job
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = PROJECT["name"]
+TWO_RANKS = """
+import os, runpy, socket, sys
+import torch.distributed.checkpoint
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+child = os.fork()
+rank = "1" if child == 0 else "0"
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+del sys.argv[0]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    failed = child and os.waitpid(child, 0)[1]
+sys.exit(int(failed != 0))
+"""
+"""Runs a program as two ranks, which share one import of torch; torchrun needs three. `make dist` has torchrun."""
 
 
 def needs_of(name: str, extra: str) -> list[Requirement]:
@@ -68,7 +85,7 @@ def environment_with(where: Path, names: set[str]) -> Path:
 @pytest.mark.timeout(600)
 def test_the_main_job_needs_what_is_declared(tmp_path: Path) -> None:
     """Ten lines, two ranks that save and load, and the command line: no package is missing from `dependencies`."""
-    check_main_job(environment_with(tmp_path / "alone", declared(NAME, set())))
+    check_main_job(environment_with(tmp_path / "alone", declared(NAME, set())), ("-c", TWO_RANKS))
 
 
 @pytest.mark.multiprocess
@@ -84,7 +101,7 @@ def test_a_bucket_needs_what_the_extra_declares(tmp_path: Path) -> None:
 def test_a_package_that_is_not_declared_is_missed(tmp_path: Path) -> None:
     """The tests above can fail: without numpy, the save of two ranks does."""
     with pytest.raises(AloneError, match=r"Numpy is not available|No module named 'numpy'"):
-        check_main_job(environment_with(tmp_path / "alone", declared(NAME, set()) - {"numpy"}))
+        check_main_job(environment_with(tmp_path / "alone", declared(NAME, set()) - {"numpy"}), ("-c", TWO_RANKS))
 
 
 @pytest.mark.parametrize("extra", ["s3", "drill", "test", "dev", "referee"])

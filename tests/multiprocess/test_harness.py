@@ -17,6 +17,7 @@ from tests.multiprocess.node import Node
 from tests.multiprocess.processes import is_running, processes_of, wait_until_gone
 from tests.multiprocess.zygote import the_light_zygote
 
+AGENT = [sys.executable, "-m", "replicated_ckpt.agent"]
 HARNESS_THAT_IS_KILLED = """
 import json, pathlib, sys, time
 from tests.multiprocess.zygote import Zygote, the_light_zygote
@@ -90,34 +91,40 @@ def shown_of(pid: int) -> dict[str, object]:
     }
 
 
+def start_agent(arguments: list[str], environment: dict[str, str], log: int) -> "subprocess.Popen[bytes]":
+    """In a new interpreter."""
+    return subprocess.Popen(
+        [*AGENT, *arguments],
+        env=environment,
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
+def fork_agent(arguments: list[str], environment: dict[str, str], log: int) -> Forked:
+    forker = the_light_zygote().path
+    return Forked(forker, "agent", arguments, command=AGENT, environment=environment, output=log)
+
+
 def test_a_forked_agent_is_as_a_started_one(tmp_path: Path) -> None:
     """Command line, environment, folder, umask, files and session are those of the same agent in a new interpreter."""
-    command = [sys.executable, "-m", "replicated_ckpt.agent"]
     arguments, environment = ["--root", str(tmp_path / "root")], {**base_environment(), "ONLY_HERE": "yes"}
     node, shown = Node(tmp_path / "root", tmp_path / "root"), []
     with (tmp_path / "log").open("wb") as log:
-        given = {"cwd": "/", "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
-        for start in (
-            lambda: subprocess.Popen([*command, *arguments], env=environment, **given),
-            lambda: Forked(
-                the_light_zygote().path,
-                "agent",
-                arguments,
-                command=command,
-                environment=environment,
-                output=log.fileno(),
-            ),
-        ):
-            process = start()
+        for start in (start_agent, fork_agent):
+            process = start(arguments, environment, log.fileno())
             try:
-                wait_for(lambda process=process: node.agent_pid() == process.pid, 60, "the agent")
+                wait_for(lambda pid=process.pid: node.agent_pid() == pid, 60, "the agent")  # type: ignore[misc]
                 shown.append(shown_of(process.pid))
             finally:
                 process.kill()
                 process.wait()
     started, forked = shown
     assert forked == started
-    assert b"ONLY_HERE=yes" in started["environment"]
+    assert "ONLY_HERE=yes" in str(started["environment"])
 
 
 def test_no_rank_outlives_the_harness(tmp_path: Path) -> None:
