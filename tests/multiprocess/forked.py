@@ -43,6 +43,7 @@ class Forked:
         netns: str | None = None,
     ) -> None:
         """`command` is what would start it otherwise, and is shown so. `errors`: as `output`, if not given."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.args = [*command, *arguments]
         self.returncode: int | None = None
         request = {
@@ -56,7 +57,6 @@ class Forked:
             "mount": list(mount),
             "netns": netns,
         }
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(START_TIMEOUT_S)
         self._socket.connect(str(forker))
         own = namespaces.open_own()
