@@ -179,7 +179,7 @@ def test_a_certificate_that_is_damaged_is_an_error_with_a_way_out(tmp_path: Path
 WITHOUT_CRYPTOGRAPHY = """
 import sys
 sys.modules["cryptography"] = None
-sys.argv[1:] = ["--root", sys.argv[1], "--host", "0.0.0.0", "--idle-exit-s", "3"]
+sys.argv[1:] = ["--root", sys.argv[1], "--host", "0.0.0.0", "--idle-exit-s", "60"]
 from replicated_ckpt.agent.__main__ import main
 sys.exit(main())
 """
