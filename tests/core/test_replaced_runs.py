@@ -73,7 +73,7 @@ def test_two_runs_that_never_met_keep_one_name_and_the_words_say_what_to_do() ->
     assert by_save[ours.save_id].taken_on == ("a",)
     words = str(by_save[FOREIGN.save_id])
     assert "another run has its name on node b" in words
-    assert "ReplicatedReader(lineage=...)" in words
+    assert "rename its directory on each node" in words
 
 
 def test_the_name_is_taken_only_from_what_was_there() -> None:

@@ -46,3 +46,25 @@ def test_a_save_over_another_runs_checkpoint_takes_its_place_on_a_node_that_was_
     nodes.start(2, 3)
     nodes.meet()
     wait_for(lambda: is_whole_everywhere(nodes, ours), 30, "the new save on all nodes")
+
+
+def test_a_directory_that_is_renamed_is_a_checkpoint_of_its_own(nodes: Nodes) -> None:
+    """The way out where two runs that never met have one name: the renamed one gets its copies, and no node refuses it."""
+    nodes.start(0)
+    foreign = Save(nodes, 9, {0: (0,)}, lineage=OTHER).acknowledged()
+    nodes.kill(0)
+    nodes.start(1, 2)
+    ours = Save(nodes, 1, {0: (1, 2)}).acknowledged()
+    nodes.start(0)
+    nodes.meet()
+    wait_for(lambda: nodes.status(0)["protection"]["short"] == 1, 30, "the shard that can have no second copy")
+    (nodes.store(0).root / "last").rename(nodes.store(0).root / "other")
+    wait_for(lambda: count_holders(nodes, "other") == 2, 30, "a second copy under the new name")
+    wait_for(lambda: nodes.status(0)["protection"]["is_complete"], 30, "re-protection to be done")
+    assert nodes.versions("last") == {ours.save_id: ours.shards}
+    assert nodes.versions("other") == {foreign.save_id: foreign.shards}
+
+
+def count_holders(nodes: Nodes, checkpoint_id: str) -> int:
+    """The nodes with a shard of the checkpoint."""
+    return sum(bool(nodes.store(index).catalog.shard_sizes(checkpoint_id)) for index in nodes.up)

@@ -64,10 +64,7 @@ class SetAside:
 Action: TypeAlias = RestoreManifest | CopyShard | SetAside
 
 
-_KEEP_BOTH = (
-    "load it with ReplicatedReader(lineage=...) and save it under another id, then remove its directory; or save over both "
-    "with overwrite=True"
-)
+_KEEP_BOTH = "to keep both, rename its directory on each node that has it; else save over both with overwrite=True"
 
 
 @dataclass(frozen=True)
