@@ -7,11 +7,13 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.layout import REPLACED_DIR
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import may_be_dropped
 from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.core.upkeep.retention import whole_versions
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +51,22 @@ def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById
     for name in names:
         manifest = replaced.get(name)
         if manifest is None:  # not believed: named after the save that replaced it, or damaged since, and after itself
-            is_over = name in whole_saves or (is_done and not service.store.catalog.is_of_newer_format(name))
+            is_over = name in whole_saves or (is_done and not _is_of_newer_format(service, name))
         else:
             is_over = _is_outlived(service, manifest.checkpoint_id, manifest.version, whole)
         if is_over and service.store.drop_replaced(name):
             log.info("removed what a newer save has replaced: save %s", name)
+
+
+def _is_of_newer_format(service: NodeService, name: str) -> bool:
+    """Whether a replaced version has a manifest that only a newer version of the package can read."""
+    try:
+        service.store.catalog.manifest(f"{REPLACED_DIR}/{name}")
+    except ManifestVersionUnknown:
+        return True
+    except (ObjectMissing, ManifestInvalid):
+        return False
+    return False
 
 
 def _is_outlived(service: NodeService, checkpoint_id: str, old: Version, whole: _WholeById) -> bool:

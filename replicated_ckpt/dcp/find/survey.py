@@ -191,8 +191,7 @@ class Surveyor:
         return self._survey(save.holdings, raw, save.save_id)
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
-        own = self._store.catalog.holdings(self._own_node, checkpoint_id)
-        holdings = list(DamageBook.mark_noted(self._store, own))
+        holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
         self._remains += RemainsShelf(self._store, self._own_node).found(checkpoint_id)
         if not is_nowhere(self._store):
             self._searched[self._own_node] = f"node {self._own_node} at {self._store.root} (own store)"

@@ -108,16 +108,6 @@ class Catalog:
         """Whether the save is kept here although a newer one has its name."""
         return self._read_replaced(save_id) is not None
 
-    def is_of_newer_format(self, name: str) -> bool:
-        """Whether a replaced version has a manifest that only a newer version of the package can read."""
-        try:
-            self.manifest(f"{REPLACED_DIR}/{name}")
-        except ManifestVersionUnknown:
-            return True
-        except (ObjectMissing, ManifestInvalid):
-            return False
-        return False
-
     def _read_replaced(self, save_id: str) -> Manifest | None:
         try:
             manifest = self.manifest(f"{REPLACED_DIR}/{save_id}")
