@@ -184,7 +184,7 @@ class _Planning:
                 known = len(self.short)
                 self._add_save(save, takers, is_in_doubt=is_in_doubt)
                 taken = tuple(sorted(node for node, other in published.items() if other.lineage != lineage))
-                self.short[known:] = [replace(short, taken_on=taken) for short in self.short[known:]]
+                self.short[known:] = [replace(one, taken_on=taken if one.have else ()) for one in self.short[known:]]
                 if save is whole:
                     break  # the older ones of the lineage give way to it
         self._add_foreign(checkpoint)
