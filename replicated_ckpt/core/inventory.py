@@ -1,6 +1,6 @@
 """The inventory: what a look at the stores finds now, and what follows from it: what can be loaded, and what is newest."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
@@ -121,9 +121,18 @@ class SaveFound:
         """Whether each of these shards has a file somewhere, if only one of another size: its data may be intact."""
         return all(shard in self._copies_by_shard for shard in shards)
 
-    def lacking(self, size_by_shard: Mapping[str, int]) -> tuple[str, ...]:
-        """Shards without any holder."""
-        return tuple(shard for shard, size in sorted(size_by_shard.items()) if not self.holders_of(shard, size))
+    @property
+    def damaged_copies(self) -> frozenset[tuple[str, str]]:
+        """Node and shard of each copy whose data is known to be damaged."""
+        return frozenset((h.node_id, shard) for h in self.holdings for shard in h.damaged if shard not in h.footless)
+
+    def lacking(self, size_by_shard: Mapping[str, int], damaged: Collection[tuple[str, str]] = ()) -> tuple[str, ...]:
+        """Shards without any holder, or with a single one whose copy is among the `damaged`: several may make up for each
+        other."""
+        holders = {shard: self.holders_of(shard, size) for shard, size in sorted(size_by_shard.items())}
+        return tuple(
+            shard for shard, nodes in holders.items() if not nodes or (len(nodes) == 1 and (nodes[0], shard) in damaged)
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
-from replicated_ckpt.core.lineage import Version, moment
+from replicated_ckpt.core.lineage import Named, Version, check_replaces, moment
 from replicated_ckpt.core.notes import check_notes
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
 
@@ -77,11 +77,18 @@ class Manifest:
     lineage: str = ""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """What the user keeps with the checkpoint: see core.notes."""
+    replaces: tuple[str, ...] = ()
+    """Saves of other lineages that had its name on its nodes, and that its user has saved it over."""
 
     @property
     def version(self) -> Version:
         """What the commit compares."""
-        return Version(self.lineage, self.sequence, self.created_unix_s, self.save_id)
+        return Version(self.lineage, self.sequence, self.created_unix_s, self.save_id, self.replaces)
+
+    @property
+    def named(self) -> Named:
+        """What a node tells of it when another save is opened under its name."""
+        return Named(self.save_id, self.lineage, self.replaces)
 
     def encode(self) -> bytes:
         """JSON with a checksum over its own body, one line of each, so that a torn or edited file is noticed."""
@@ -141,6 +148,7 @@ def _from_fields(fields: Mapping[str, Any]) -> Manifest:
         upload=_upload(fields.get("upload")),
         lineage=_text(fields.get("lineage", "")),
         notes=check_notes(fields.get("notes", {})),
+        replaces=check_replaces(fields.get("replaces", ())),
     )
 
 

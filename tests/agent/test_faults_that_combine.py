@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.saves import settle as settling
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.outlived import drop_outlived
@@ -16,7 +17,7 @@ from replicated_ckpt.agent.saves.pins import PIN_S, Pins
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_DIR
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.stores.local.intent import Intent
@@ -207,3 +208,46 @@ def test_a_version_that_a_load_was_told_to_read_stays(tmp_path: Path) -> None:
         Intent(NEWEST, "step-11", "session", overwrite=False, nodes=(service.node_id,), coordinator=service.node_id)
     )
     assert retire(service.store.root, "step-10", NEW)
+
+
+def replace_one(service: NodeService) -> tuple[Manifest, Path]:
+    """A save that a newer one has replaced here, which holds fewer shards: the manifest of the newer, where the old is."""
+    stage(service, OLD, 1, RUN, service.node_id)
+    service.commit(OLD)
+    newer = stage(service, NEW, 2, RUN, service.node_id)
+    (service.store.staging(NEW) / SHARDS[1]).unlink()
+    service.commit(NEW)
+    return newer, service.store.root / REPLACED_DIR / OLD
+
+
+def test_the_manifest_of_a_replaced_version_is_found_where_it_lies(service: NodeService) -> None:
+    """Where this node alone has it: else no plan counts or keeps it, and no policy removes it."""
+    replace_one(service)
+    manifests = ManifestBook(service.store, service.node_id, service.peers).of(look(service))
+    assert manifests.keys() == {OLD, NEW}
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_replaced_version_that_no_manifest_tells_of_goes_when_all_is_done(
+    service: NodeService, *, is_done: bool
+) -> None:
+    """Its manifest was damaged after it was replaced; while anything is short anywhere it stays."""
+    newer, place = replace_one(service)
+    damage(place / MANIFEST_NAME, 60)
+    drop_outlived(service, {NEW: newer}, look(service), is_done=is_done)
+    assert place.is_dir() is not is_done
+
+
+def test_a_replaced_version_of_a_newer_format_stays(service: NodeService) -> None:
+    """What this version of the package cannot read is not taken for damaged."""
+    newer, place = replace_one(service)
+    body = (
+        (place / MANIFEST_NAME)
+        .read_text()
+        .partition('"manifest":')[2]
+        .strip()[:-1]
+        .replace('"version":1', '"version":99')
+    )
+    (place / MANIFEST_NAME).write_text(f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n')
+    drop_outlived(service, {NEW: newer}, look(service), is_done=True)
+    assert place.is_dir()

@@ -3,6 +3,7 @@
 import pytest
 
 from replicated_ckpt.core.protocol.settlement import Answer, Fate
+from tests.fault.small_worlds.mending import TWO_RUNS
 from tests.fault.small_worlds.rules import OldRules, PackageRules
 from tests.fault.small_worlds.search import Search
 from tests.fault.small_worlds.world import PAIRS, RING, Layout, State, World, first
@@ -13,6 +14,8 @@ WORLDS = [
     pytest.param(PAIRS, first(PAIRS), id="pairs"),
 ]
 STATES_MAX = 6_000
+AWAY = first(RING, away=2)
+"""One node has the other run's version and was away when the new one was opened."""
 
 
 @pytest.mark.parametrize("is_atomic", [True, False], ids=["asks-at-once", "asks-one-by-one"])
@@ -23,6 +26,28 @@ def test_no_order_of_steps_loses_what_was_acknowledged(layout: Layout, begin: St
     assert not found.broken, (found.broken, found.trace)
     assert found.states >= STATES_MAX
     assert found.dropped > 0
+
+
+@pytest.mark.parametrize("is_atomic", [True, False], ids=["asks-at-once", "asks-one-by-one"])
+def test_a_save_over_another_runs_checkpoint_ends_the_same_way(*, is_atomic: bool) -> None:
+    """Neither version is lost before the other is whole, and in the end no node keeps what was replaced, one that was away
+    neither."""
+    found = Search(World(RING, PackageRules(TWO_RUNS), is_atomic=is_atomic), STATES_MAX).run(AWAY)
+    assert not found.broken, (found.broken, found.trace)
+    assert found.states >= STATES_MAX
+
+
+class ForgetsWhatItReplaces(PackageRules):
+    """As before manifests had `replaces`: a node takes another run's name only where it was asked to when it opened."""
+
+    def may_publish(self, version: int, published: int | None) -> bool:
+        return published in (None, version)
+
+
+def test_a_save_must_know_what_it_replaces() -> None:
+    """Without that a node that was away keeps what the user has saved over."""
+    found = Search(World(RING, ForgetsWhatItReplaces(TWO_RUNS), is_atomic=True), STATES_MAX).run(AWAY)
+    assert found.broken, found
 
 
 class TakesSilenceForNo(PackageRules):

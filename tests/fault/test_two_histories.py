@@ -129,17 +129,18 @@ class Save:
             lineage=lineage,
         )
 
-    def open(self) -> None:
-        running = [self.nodes.up[index] for index in self.members]
-        document = {
+    def opening(self) -> dict[str, Any]:
+        return {
             "checkpoint_id": self.checkpoint_id,
             "session": self.save_id,
             "overwrite": True,
             "coordinator": self.nodes.store(self.members[0]).node_id(),
-            "peers": peers_of(*running),
+            "peers": peers_of(*(self.nodes.up[index] for index in self.members)),
         }
+
+    def open(self) -> None:
         for index in self.members:
-            self.nodes.call(index, "POST", self.path, document)
+            self.nodes.call(index, "POST", self.path, self.opening())
 
     def hold(self) -> None:
         """The coordinator's rank works on it."""

@@ -170,11 +170,12 @@ class Routes:
         check_announced(intent)
         replaces = holds_checkpoint(self._service.store.final(intent.checkpoint_id))
         histories, leftovers = self._service.begin(intent)
+        before = self._service.store.read_published(intent.checkpoint_id)
         if leftovers:
             with request.heartbeat:
                 settle(self._service, leftovers, peers)
         told = {lineage: history.to_json() for lineage, history in histories.items()}
-        return json_answer(histories=told, replaces=replaces)
+        return json_answer(histories=told, replaces=replaces, named=None if before is None else asdict(before.named))
 
     def _peers_of_save(
         self, request: Request, save_id: str, checkpoint_id: object, named: Any, *, adopts: bool

@@ -53,7 +53,8 @@ class ManifestBook:
 
     def _at(self, node_id: str, checkpoint_id: str, save_id: str) -> Manifest:
         if node_id == self._node_id:
-            return self._store.catalog.manifest(checkpoint_id)
+            directory = self._store.catalog.directory_of(checkpoint_id, save_id)  # a replaced version has no name
+            return self._store.catalog.manifest(directory or checkpoint_id)
         address = next((peer for peer in self._peers.read_all() if peer.node_id == node_id), None)
         if address is None:
             raise ObjectMissing(f"node {node_id}", "find", checkpoint_id, "its address is not known")

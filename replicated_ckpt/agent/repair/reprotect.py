@@ -195,8 +195,8 @@ class Reprotector:
         self._service.sequence_floor.raise_to({lineage: history.sequence for lineage, history in told.items()})
         in_doubt = self.watch.has_doubt(others)
         kept = self._retirer.keep(self._manifests.of(views), views, policies, in_doubt=in_doubt)
-        drop_outlived(self._service, kept, views)
         plan = plan_repair(kept, views, self._service.node_id)
+        drop_outlived(self._service, kept, views, is_done=plan.is_complete and not in_doubt)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         done, failed = self._carry_out(plan.of_node(self._service.node_id))
         found = Protection(

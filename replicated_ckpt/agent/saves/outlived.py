@@ -7,19 +7,26 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.layout import REPLACED_DIR
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import may_be_dropped
 from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.core.upkeep.retention import whole_versions
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing
 
 log = logging.getLogger(__name__)
 
 _WholeById = Mapping[str, Sequence[Version]]
 
 
-def drop_outlived(service: NodeService, manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> None:
+def drop_outlived(
+    service: NodeService, manifests: Mapping[str, Manifest], views: Sequence[NodeView], *, is_done: bool = False
+) -> None:
     """Removes from this node the versions that it kept until the newer ones were seen whole.
+
+    `is_done`: every checkpoint of these views has its copies, and no silent node is waited for. Then a replaced version
+    goes, too, of which no manifest tells what it is: what took its place is among them.
 
     Raises:
         StoreError: one cannot be removed.
@@ -30,7 +37,7 @@ def drop_outlived(service: NodeService, manifests: Mapping[str, Manifest], views
     if not names and not doubts:
         return
     whole = whole_versions(manifests, views)
-    _drop_replaced(service, names, whole)
+    _drop_replaced(service, names, whole, is_done=is_done)
     for save_id, place in service.store.places.read_all().items():
         # of another lineage it is what this save is to replace, as far as this node knows: that lets nothing staged go
         if save_id in doubts and may_be_dropped(place, whole=whole.get(doubts[save_id], ()), published=None):
@@ -38,17 +45,28 @@ def drop_outlived(service: NodeService, manifests: Mapping[str, Manifest], views
             log.info("removed save %s of %s, which was in doubt: a newer one is whole", save_id, doubts[save_id])
 
 
-def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById) -> None:
+def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById, *, is_done: bool) -> None:
     replaced = {manifest.save_id: manifest for manifest in service.store.catalog.read_replaced()}
     whole_saves = {version.save_id for versions in whole.values() for version in versions}
     for name in names:
         manifest = replaced.get(name)
-        if manifest is None:  # its manifest is not believed: it goes by the save that replaced it
-            is_over = name in whole_saves
+        if manifest is None:  # not believed: named after the save that replaced it, or damaged since, and after itself
+            is_over = name in whole_saves or (is_done and not _is_of_newer_format(service, name))
         else:
             is_over = _is_outlived(service, manifest.checkpoint_id, manifest.version, whole)
         if is_over and service.store.drop_replaced(name):
             log.info("removed what a newer save has replaced: save %s", name)
+
+
+def _is_of_newer_format(service: NodeService, name: str) -> bool:
+    """Whether a replaced version has a manifest that only a newer version of the package can read."""
+    try:
+        service.store.catalog.manifest(f"{REPLACED_DIR}/{name}")
+    except ManifestVersionUnknown:
+        return True
+    except (ObjectMissing, ManifestInvalid):
+        return False
+    return False
 
 
 def _is_outlived(service: NodeService, checkpoint_id: str, old: Version, whole: _WholeById) -> bool:

@@ -73,6 +73,13 @@ class DamageBook:
         self._forget_changed()
         return tuple(self._mark_damaged(holding) for holding in holdings)
 
+    @classmethod
+    def mark_noted(cls, store: LocalStore, holdings: Iterable[Holding]) -> tuple[Holding, ...]:
+        """The holdings, marked by what the agent of this node has noted; for other processes, as it changes nothing."""
+        book = cls(store)
+        book._bad = {key: found for key, found in book._bad.items() if book._signature(key) == found.signature}
+        return tuple(map(book._mark_damaged, holdings))
+
     def _mark_damaged(self, holding: Holding) -> Holding:
         with self._lock:
             bad = {

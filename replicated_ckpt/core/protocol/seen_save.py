@@ -1,7 +1,7 @@
 """One save as all nodes together show it: where each file was seen intact, where it is damaged, where it is assumed."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replicated_ckpt.core.inventory import Holding, SaveFound
 from replicated_ckpt.core.lineage import Version
@@ -31,7 +31,7 @@ class SeenSave:
 
     @property
     def version(self) -> Version:
-        return self.found.version
+        return replace(self.found.version, replaces=self.manifest.replaces)
 
     @property
     def is_whole(self) -> bool:

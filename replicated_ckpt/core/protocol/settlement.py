@@ -68,13 +68,13 @@ def settle_staged(
 def may_publish(staged: Version, published: Version | None, replaces: str) -> bool:
     """Whether a decided save may take a name under which `published` lies now.
 
-    `replaces` is the save that lay there when the save was opened: only that one of another lineage gives way, as the
-    user asked for it. Of one lineage the newer save has the name.
+    `replaces` is the save that lay there when the save was opened: of another lineage only that one gives way, and those
+    that the manifest names, as the user asked for it. Of one lineage the newer save has the name.
     """
     if published is None or published.save_id == staged.save_id:
         return True
     if published.lineage != staged.lineage:
-        return published.save_id == replaces
+        return published.save_id == replaces or staged.takes_place_of(published)
     return staged.is_newer_than(published)
 
 
@@ -85,7 +85,7 @@ def may_be_dropped(old: Version, *, whole: Iterable[Version], published: Version
     `published` is the one that has the name on this node.
     """
     return any(
-        version.is_newer_than(old)
+        version.takes_place_of(old)
         or (published is not None and version.save_id == published.save_id and version.lineage != old.lineage)
         for version in whole
         if version.save_id != old.save_id

@@ -54,8 +54,9 @@ def plan_repair(
 
     Every node that is up gets manifest and metadata of every checkpoint. A missing copy goes to a node that was meant to
     hold it, else to one in a domain without a copy, else to the one that gets least; a damaged one is replaced where it
-    is. Of several saves of a checkpoint and lineage the newest that was seen whole takes the place of older ones; while
-    none was, each is mended where it is. The same views give the same plan, so each node can plan for itself.
+    is. Of several saves of a checkpoint and lineage the newest that was seen whole takes the place of older ones, and of
+    those of other lineages that it replaces; while none was, each is mended where it is. The same views give the same
+    plan, so each node can plan for itself.
 
     Files of a save that no node knows any more stay where they are; only `own_node`, which plans for itself, lets a save
     that was seen whole take their place, and only if every node that it knows has answered.
@@ -80,11 +81,19 @@ class _Checkpoint:
 
     @property
     def lineages(self) -> Mapping[str, Sequence[SeenSave]]:
-        """The saves of each lineage, newest first; the lineage that was saved last comes first."""
+        """The saves that no whole one replaces, by lineage, newest first; the lineage that was saved last comes first."""
+        whole = [save.version for save in self.saves if save.is_whole]
         by_lineage: dict[str, list[SeenSave]] = {}
         for save in self.saves:
+            if any(save.found.save_id in other.replaces for other in whole):
+                continue
             by_lineage.setdefault(save.version.lineage, []).append(save)
         return by_lineage
+
+    @property
+    def overtaken(self) -> frozenset[str]:
+        """Saves that give way to one of another lineage once that one is seen whole."""
+        return frozenset(save_id for save in self.saves if save.may_be_whole for save_id in save.manifest.replaces)
 
     @property
     def newest_lineage(self) -> str | None:
@@ -169,9 +178,13 @@ class _Planning:
                 if lineage == checkpoint.newest_lineage and save is (loads or saves[0]) and save.with_metadata:
                     takers |= blank - checkpoint.unmanaged
                 if save is whole:
-                    takers |= {node_id for node_id, other in published.items() if save.version.is_newer_than(other)}
+                    takers |= {node_id for node_id, other in published.items() if save.version.takes_place_of(other)}
                     takers |= self._find_overruled(checkpoint) if lineage == checkpoint.newest_lineage else set()
-                self._add_save(save, takers, is_in_doubt=loads is not None and save is not loads)
+                is_in_doubt = (loads is not None and save is not loads) or save.found.save_id in checkpoint.overtaken
+                known = len(self.short)
+                self._add_save(save, takers, is_in_doubt=is_in_doubt)
+                taken = tuple(sorted(node for node, other in published.items() if other.lineage != lineage))
+                self.short[known:] = [replace(one, taken_on=taken if one.have else ()) for one in self.short[known:]]
                 if save is whole:
                     break  # the older ones of the lineage give way to it
         self._add_foreign(checkpoint)

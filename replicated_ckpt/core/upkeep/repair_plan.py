@@ -64,13 +64,17 @@ class SetAside:
 Action: TypeAlias = RestoreManifest | CopyShard | SetAside
 
 
+_KEEP_BOTH = "to keep both, rename its directory on each node that has it; else save over both with overwrite=True"
+
+
 @dataclass(frozen=True)
 class ShortShard:
     """A file with fewer intact copies than wanted for which nothing can be done now.
 
     `have` 0: no copy is known anywhere. `waits_for`: nodes, with their hosts, that do not answer and may hold one.
     `is_in_doubt`: another save of the same checkpoint is whole, or may be once nodes are back. `save_id` is empty where no
-    manifest tells which save the file is of.
+    manifest tells which save the file is of. `taken_on`: nodes that can take no copy, as a save of another run has the
+    checkpoint's name there.
     """
 
     checkpoint_id: str
@@ -81,6 +85,7 @@ class ShortShard:
     have: int
     waits_for: tuple[str, ...] = ()
     is_in_doubt: bool = False
+    taken_on: tuple[str, ...] = ()
 
     @property
     def is_lost(self) -> bool:
@@ -89,9 +94,12 @@ class ShortShard:
     def __str__(self) -> str:
         doubt = f", of save {self.save_id}, while another save of it can be had" if self.is_in_doubt else ""
         waits = f"; bring back node {' or node '.join(self.waits_for)}" if self.waits_for else ""
-        return (
-            f"{self.checkpoint_id}/{self.shard} (owner {self.owner}){doubt}: {self.have} of {self.wanted} copies{waits}"
+        taken = (
+            f"; a save of another run has its name on node {' and node '.join(self.taken_on)}" if self.taken_on else ""
         )
+        advice = f"; {_KEEP_BOTH}" if self.taken_on else ""
+        have = f"{self.have} of {self.wanted} copies"
+        return f"{self.checkpoint_id}/{self.shard} (owner {self.owner}){doubt}: {have}{waits}{taken}{advice}"
 
 
 @dataclass(frozen=True)

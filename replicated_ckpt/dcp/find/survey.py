@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from replicated_ckpt.agent.peers.watch import Held, parse_held
+from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.config import NEWEST_LINEAGE
 from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, saves_found
@@ -125,9 +126,9 @@ class Surveyor:
     def survey(self, checkpoint_id: str) -> Survey:
         """The newest save that `checkpoint_id` (or "latest") means.
 
-        A save with a copy of every shard goes before a newer one without; if none is whole, an explicit id still gives
-        its newest save, as a load may need only what is left. What stock torch has scattered over the nodes is older
-        than anything else.
+        A save with a copy of every shard goes before a newer one without, or whose only copy of a shard is known to be
+        damaged; if none is whole, an explicit id still gives its newest save, as a load may need only what is left. What
+        stock torch has scattered over the nodes is older than anything else.
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted: no such save. ShardLost: "latest", and no save is whole; or no
@@ -175,9 +176,10 @@ class Surveyor:
                 self._damaged.setdefault(save.checkpoint_id, MANIFEST_NAME)
                 continue
             manifest = decode_manifest(raw.encode(), "a holder")
+            bad = save.damaged_copies
             save = with_remains(save, manifest, self._remains)  # noqa: PLW2901
             sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
-            if not save.lacking(sizes) and any(holding.has_metadata for holding in save.holdings):
+            if not save.lacking(sizes, bad) and any(holding.has_metadata for holding in save.holdings):
                 return self._survey(save.holdings, raw, save.save_id)
             lost.append((save, raw, manifest))
         if not lost:
@@ -189,7 +191,7 @@ class Surveyor:
         return self._survey(save.holdings, raw, save.save_id)
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
-        holdings = list(self._store.catalog.holdings(self._own_node, checkpoint_id))
+        holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
         self._remains += RemainsShelf(self._store, self._own_node).found(checkpoint_id)
         if not is_nowhere(self._store):
             self._searched[self._own_node] = f"node {self._own_node} at {self._store.root} (own store)"

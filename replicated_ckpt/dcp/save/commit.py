@@ -100,6 +100,7 @@ def _describe(
         upload=upload,
         lineage=decision.lineage,
         notes=notes,
+        replaces=decision.replaces,
     )
     return raw_metadata, manifest
 

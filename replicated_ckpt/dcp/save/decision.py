@@ -43,6 +43,7 @@ class SaveDecision:
     upload: UploadPlan | None = None
     lineage: str = ""
     announced: Announced = NOTHING_ANNOUNCED
+    replaces: tuple[str, ...] = ()
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies first."""
@@ -118,6 +119,7 @@ class SaveDecision:
             None if fields["upload"] is None else UploadPlan(**fields["upload"]),
             fields["lineage"],
             Announced(**fields["announced"]),
+            tuple(fields["replaces"]),
         )
 
 

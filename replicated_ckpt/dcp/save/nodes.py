@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -18,11 +19,11 @@ from replicated_ckpt.agent.start.launch import SILENT_TIMEOUT_S
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_histories
+from replicated_ckpt.core.lineage import Histories, Named, histories_from_json, merge_histories
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.save.decision import SaveDecision
 from replicated_ckpt.dcp.save.relay_tree import RELAY_FROM_BYTES, Relay
-from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.replaceable import holds_checkpoint
 from replicated_ckpt.stores.local.store import LocalStore
@@ -60,12 +61,13 @@ class Cluster(Protocol):
 class Opened:
     """What became of the opening of a save: what the nodes know of lineages, and which of them did not answer, and why.
 
-    `replaces`: some node holds the checkpoint already.
+    `replaces`: some node holds the checkpoint already. `named`: the saves that have its name, each as one node told it.
     """
 
     histories: Histories
     error_by_node: Mapping[str, ReplicatedCkptError] = field(default_factory=dict)
     replaces: bool = False
+    named: tuple[Named, ...] = ()
 
 
 class Committed:
@@ -126,22 +128,25 @@ class AgentCluster:
         }
         body = json.dumps(document).encode()  # once, not once for each node: it names all of them
 
-        def opened(node: str) -> tuple[Histories, bool]:
+        def open_on(node: str) -> Opened:
             with AgentClient(self._opener_by_node[node]) as client:
                 answer = client.put("POST", f"/v1/saves/{intent.save_id}", body)
             if node == self._own_node:
                 on_own_open()
             try:
-                return histories_from_json(answer["histories"]), bool(answer["replaces"])
+                named = () if answer.get("named") is None else (Named.from_json(answer["named"]),)
+                return Opened(histories_from_json(answer["histories"]), {}, bool(answer["replaces"]), named)
             except (KeyError, TypeError, ValueError, AttributeError) as exc:
                 raise PeerProtocolError(f"{self._by_node[node].label} opened a save wrongly: {exc!r}.") from exc
 
-        outcome = self._run(opened)
+        outcome = self._run(open_on)
         for node, error in outcome.errors.items():
             if node == self._own_node or not isinstance(error, StoreUnavailable):
                 raise error
-        histories = merge_histories(histories for histories, _ in outcome.results.values())
-        return Opened(histories, outcome.errors, any(replaces for _, replaces in outcome.results.values()))
+        told = outcome.results.values()
+        histories = merge_histories(opened.histories for opened in told)
+        named = tuple({one: None for opened in told for one in opened.named})
+        return Opened(histories, outcome.errors, any(opened.replaces for opened in told), named)
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
         path = f"/v1/saves/{save_id}"
@@ -156,17 +161,21 @@ class AgentCluster:
                 lambda source: client.call("POST", f"{path}/pull", {"from": source, **whole}),
             )
 
+        def bring(client: AgentClient) -> None:
+            if relay is None:
+                client.put("PUT", f"{path}/{METADATA_NAME}", metadata)
+            else:
+                brought(client, relay)
+            client.put("PUT", f"{path}/{MANIFEST_NAME}", manifest)
+
         def committed(node: str) -> tuple[str, ...]:
             if node in self._unreached:
                 with AgentClient(self._by_node[node], SILENT_TIMEOUT_S) as client:
                     client.call("GET", path)
             with AgentClient(self._by_node[node], COMMIT_TIMEOUT_S) as client, client.within(COMMIT_DEADLINE_S):
                 if node != self._own_node:
-                    if relay is None:
-                        client.put("PUT", f"{path}/{METADATA_NAME}", metadata)
-                    else:
-                        brought(client, relay)
-                    client.put("PUT", f"{path}/{MANIFEST_NAME}", manifest)
+                    with suppress(SaveAborted):  # it may have it from a node that has published: `commit` tells
+                        bring(client)
                 return tuple(client.call("POST", f"{path}/commit")["held"])
 
         outcome = self._run(committed)
@@ -196,9 +205,10 @@ class LoneNode:
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
         replaces = holds_checkpoint(self._service.store.final(intent.checkpoint_id))
         histories, leftovers = self._service.begin(intent)
+        before = self._service.store.read_published(intent.checkpoint_id)
         on_own_open()
         settle(self._service, leftovers, ())
-        return Opened(histories, replaces=replaces)
+        return Opened(histories, replaces=replaces, named=() if before is None else (before.named,))
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:  # noqa: ARG002 - staged here already
         held = self._service.commit(save_id)

@@ -3,7 +3,7 @@
 import uuid
 from dataclasses import replace
 
-from replicated_ckpt.core.lineage import Histories, History, merge_histories, newest_lineage
+from replicated_ckpt.core.lineage import Histories, History, join_replaced, merge_histories, newest_lineage
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.decision import SaveDecision
@@ -28,10 +28,12 @@ def assign_sequence(
     unreached = [f"node {node} did not answer when the save began: {why}" for node, why in opened.error_by_node.items()]
     decision = replace(decision, unreached=tuple(opened.error_by_node))
     decision, problems = _place_in_lineage(decision, opened.histories, seen)
+    decision = replace(decision, replaces=join_replaced(decision.lineage, opened.named))
     if not object_tier.takes(decision.sequence):
         return decision, [*unreached, *problems]
     found = object_tier.probe(decision.checkpoint_id, replaces=opened.replaces, overwrite=decision.overwrite)
     decision, problems = _place_in_lineage(decision, merge_histories([opened.histories, found.histories]), seen)
+    decision = replace(decision, replaces=join_replaced(decision.lineage, opened.named))
     if found.problem:
         problems = [*problems, f"{found.problem} The copies on the nodes are made"]
     return replace(decision, upload=found.plan), [*unreached, *problems]

@@ -203,11 +203,11 @@ class LocalStore:
                 held = self._already_committed(save_id)
                 self._discard(save_id)  # after a crash, what it replaced may still be staged under its name
                 return held
-            manifest = self._decision(save_id)
-            final = self.final(manifest.checkpoint_id)
-            intent = self.intent_of(save_id)
-            check_replaceable(self.root, manifest.checkpoint_id, intent)
-            before = self.read_published(manifest.checkpoint_id)
+            manifest, intent = self._decision(save_id), self.intent_of(save_id)
+            name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
+            final = self.final(name)
+            check_replaceable(self.root, name, intent)
+            before = self.read_published(name)
             replaced.check_order(manifest, before, intent)
             failpoints.reach("commit.checked")
             others.bring_others(self.root, final, staging)
@@ -224,11 +224,11 @@ class LocalStore:
                 publish_directory(staging, final, place, is_kept=is_kept, is_version=is_version, carry=carry)
             failpoints.reach("commit.durable")
             others.remove_carried(
-                self.root, trash, manifest.checkpoint_id
+                self.root, trash, name
             )  # a part of it that came back under this save's staged name would be no decision of it
             self._forget(save_id)
         failpoints.reach("commit.done")
-        return tuple(sorted(self.catalog.shard_sizes(manifest.checkpoint_id)))
+        return tuple(sorted(self.catalog.shard_sizes(name)))
 
     def _is_published(self, save_id: str) -> bool:
         checkpoint_id = self.intent_of(save_id).checkpoint_id

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from tests.fault.small_worlds.mending import ONE_RUN, TWO_RUNS
 from tests.fault.small_worlds.rules import OldRules, PackageRules
 from tests.fault.small_worlds.search import Search
 from tests.fault.small_worlds.world import PAIRS, RING, World, first
@@ -11,6 +12,7 @@ WORLDS = {
     "ring": first(RING),
     "adopting": first(RING, adopting=1),
     "pairs": first(PAIRS),
+    "two-runs": first(RING, away=2),
 }
 
 
@@ -27,7 +29,9 @@ def main() -> int:
         if arguments.world not in (None, name):
             continue
         layout = PAIRS if len(begin.nodes) == len(PAIRS.placed) else RING
-        world = World(layout, OldRules() if arguments.old_rules else PackageRules(), is_atomic=arguments.atomic)
+        runs = TWO_RUNS if name == "two-runs" else ONE_RUN
+        rules = OldRules(runs) if arguments.old_rules else PackageRules(runs)
+        world = World(layout, rules, is_atomic=arguments.atomic)
         found = Search(world, arguments.states, arguments.outcome).run(begin)
         print(f"{name}: {found.states} states, {found.steps} steps, {found.seconds:.0f} s; ", end="")
         print(f"{found.acknowledged} with the new version acknowledged, {found.dropped} drops of it; ", end="")

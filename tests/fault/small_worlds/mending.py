@@ -8,7 +8,11 @@ from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RestoreManifest
 
 SEQUENCES = (1, 2)
-LINEAGE = "11" * 8
+Runs = tuple[str, str]
+"""The lineage of each version."""
+ONE_RUN: Runs = ("11" * 8, "11" * 8)
+TWO_RUNS: Runs = ("22" * 8, "11" * 8)
+"""The new version was saved over another run's, which it replaces."""
 SHARD_BYTES = 100
 PUBLISHED = (3, 4)
 """Places of a version whose holdings are listed: it has its name, or had it and is set aside."""
@@ -22,8 +26,13 @@ def shard_name(shard: int) -> str:
     return f"__{shard}_0.distcp"
 
 
+def replaces(runs: Runs, version: int) -> tuple[str, ...]:
+    """The saves of other runs that a version replaces."""
+    return (save_id(0),) if version == 1 and runs[0] != runs[1] else ()
+
+
 @cache
-def manifest(placed: tuple[int, ...], version: int) -> Manifest:
+def manifest(placed: tuple[int, ...], version: int, runs: Runs = ONE_RUN) -> Manifest:
     """The manifest of a version: each shard is owned by the first node that holds it, and the next has a copy."""
     shards = {}
     for shard in range(max(placed).bit_length()):
@@ -42,7 +51,8 @@ def manifest(placed: tuple[int, ...], version: int) -> Manifest:
         nodes,
         shards,
         None,
-        LINEAGE,
+        runs[version],
+        replaces=replaces(runs, version),
     )
 
 
@@ -50,7 +60,7 @@ Shown = tuple[tuple[bool, tuple[int, int], tuple[int, int]], ...]
 """Of each node: whether it answers, and by version its place there and its shards."""
 
 
-def _view(placed: tuple[int, ...], shown: Shown, index: int, *, are_gone: bool) -> NodeView:
+def _view(placed: tuple[int, ...], shown: Shown, index: int, runs: Runs, *, are_gone: bool) -> NodeView:
     is_up, places, shards = shown[index]
     if not is_up:
         return NodeView(f"n{index}", Presence.GONE if are_gone else Presence.ASSUMED, None)
@@ -63,7 +73,7 @@ def _view(placed: tuple[int, ...], shown: Shown, index: int, *, are_gone: bool) 
             has_metadata=True,
             sizes={shard_name(bit): SHARD_BYTES for bit in range(max(placed).bit_length()) if held >> bit & 1},
             created_unix_s=float(version + 1),
-            lineage=LINEAGE,
+            lineage=runs[version],
             is_replaced=place == PUBLISHED[1],
         )
         for version, (place, held) in enumerate(zip(places, shards, strict=True))
@@ -73,11 +83,13 @@ def _view(placed: tuple[int, ...], shown: Shown, index: int, *, are_gone: bool) 
 
 
 @cache
-def planned_for(placed: tuple[int, ...], shown: Shown, index: int, *, are_gone: bool) -> tuple[tuple[int, int], ...]:
+def planned_for(
+    placed: tuple[int, ...], shown: Shown, index: int, runs: Runs = ONE_RUN, *, are_gone: bool
+) -> tuple[tuple[int, int], ...]:
     """What the node is to do: (version, 0) to adopt one, (version, bits) to copy shards of it."""
-    views = [_view(placed, shown, node, are_gone=are_gone) for node in range(len(shown))]
+    views = [_view(placed, shown, node, runs, are_gone=are_gone) for node in range(len(shown))]
     held = {holding.save_id for view in views for holding in view.holdings or ()}
-    manifests = {save_id(version): manifest(placed, version) for version in (0, 1) if save_id(version) in held}
+    manifests = {save_id(version): manifest(placed, version, runs) for version in (0, 1) if save_id(version) in held}
     part = plan_repair(manifests, views).of_node(f"n{index}")
     actions = []
     for action in part.actions:

@@ -4,11 +4,11 @@ from functools import cache
 
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.protocol.settlement import Answer, Fate, may_be_dropped, may_publish, settle_staged
-from tests.fault.small_worlds.mending import LINEAGE, SEQUENCES, save_id
+from tests.fault.small_worlds.mending import ONE_RUN, SEQUENCES, Runs, replaces, save_id
 
 
-def version(number: int) -> Version:
-    return Version(LINEAGE, SEQUENCES[number], float(number + 1), save_id(number))
+def version(number: int, runs: Runs) -> Version:
+    return Version(runs[number], SEQUENCES[number], float(number + 1), save_id(number), replaces(runs, number))
 
 
 @cache
@@ -24,30 +24,33 @@ def _settle(own: int, count: int, is_worked_on: bool, answers: tuple[tuple[int, 
 
 
 @cache
-def _may_publish(number: int, published: int | None) -> bool:
-    return may_publish(version(number), None if published is None else version(published), "")
+def _may_publish(number: int, published: int | None, runs: Runs) -> bool:
+    return may_publish(version(number, runs), None if published is None else version(published, runs), "")
 
 
 @cache
-def _may_drop(old: int, whole: frozenset[int], published: int | None) -> bool:
-    named = None if published is None else version(published)
-    return may_be_dropped(version(old), whole=[version(number) for number in whole], published=named)
+def _may_drop(old: int, whole: frozenset[int], published: int | None, runs: Runs) -> bool:
+    named = None if published is None else version(published, runs)
+    return may_be_dropped(version(old, runs), whole=[version(number, runs) for number in whole], published=named)
 
 
 class PackageRules:
-    """The functions of `replicated_ckpt.core.protocol.settlement` that agents call."""
+    """The functions of `replicated_ckpt.core.protocol.settlement` that agents call. `runs`: whose the versions are."""
+
+    def __init__(self, runs: Runs = ONE_RUN) -> None:
+        self.runs = runs
 
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate:
         return _settle(own, count, is_worked_on, tuple(sorted(answers.items())))
 
     def may_publish(self, version: int, published: int | None) -> bool:
-        return _may_publish(version, published)
+        return _may_publish(version, published, self.runs)
 
     def keeps_replaced(self) -> bool:
         return True
 
     def may_drop(self, old: int, whole: frozenset[int], published: int | None) -> bool:
-        return _may_drop(old, whole, published)
+        return _may_drop(old, whole, published, self.runs)
 
     def gives_up_when_asked(self) -> bool:
         return True

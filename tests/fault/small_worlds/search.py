@@ -91,6 +91,8 @@ class Search:
         for index, node in enumerate(healed.nodes):
             if {Place.STAGED, Place.DECIDED, Place.REPLACED} & set(node.places):
                 return f"node {index} is not done: {node}"
+            if NEW in whole and node.places[OLD] is Place.NAMED:
+                return f"node {index} keeps the old version's name: {node}"
         return ""
 
     def healed(self, state: State) -> State:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from replicated_ckpt.core.protocol.settlement import Answer, Fate
-from tests.fault.small_worlds.mending import planned_for
+from tests.fault.small_worlds.mending import Runs, planned_for
 
 OLD, NEW = 0, 1
 VERSIONS = (OLD, NEW)
@@ -56,7 +56,9 @@ UNTOLD, TOLD, PUBLISHED, FAILED = range(4)
 
 
 class Rules(Protocol):
-    """The decisions of the protocol. Nodes are numbers."""
+    """The decisions of the protocol. Nodes are numbers. `runs`: the lineage of each version."""
+
+    runs: Runs
 
     def settle(self, own: int, count: int, *, is_worked_on: bool, answers: dict[int, Answer]) -> Fate: ...
 
@@ -89,14 +91,15 @@ PAIRS = Layout((0b0011, 0b0011, 0b1100, 0b1100))
 Step = tuple[str, State]
 
 
-def first(layout: Layout, *, adopting: int | None = None) -> State:
+def first(layout: Layout, *, adopting: int | None = None, away: int | None = None) -> State:
     """The old version is published and acknowledged; the new one is written. One node has lost the old one and adopts it:
-    its decision is staged there, and is published any time later."""
+    its decision is staged there, and is published any time later. Or one node was away when the new one was opened."""
     nodes = []
     for node, shards in enumerate(layout.placed):
         has_old = node != adopting
         old = Place.NAMED if has_old else Place.DECIDED
-        nodes.append(Node(True, True, (old, Place.STAGED), (shards if has_old else 0, shards)))
+        new = Place.NONE if node == away else Place.STAGED
+        nodes.append(Node(True, node != away, (old, new), (shards if has_old else 0, shards * (node != away))))
     return State(tuple(nodes))
 
 
@@ -303,7 +306,7 @@ class World:
         return next((version for version in VERSIONS if node.places[version] is Place.NAMED), None)
 
     def _mended(self, state: State, index: int, *, are_gone: bool) -> State:
-        actions = planned_for(self.layout.placed, visible(state), index, are_gone=are_gone)
+        actions = planned_for(self.layout.placed, visible(state), index, self.rules.runs, are_gone=are_gone)
         for version, shards in actions:
             node = state.nodes[index]
             if shards == 0:

@@ -188,7 +188,7 @@ class Course:
     def save(self, job: Any, checkpoint_id: str, what: str = "", *, overwrite: bool, run: str = MAIN) -> Saved:
         """One save from its beginning to its end."""
         is_calm = not what and self.are_all_up(job.nodes)
-        attempt = self.oracle.began(checkpoint_id, len(job.nodes), run)
+        attempt = self.oracle.began(checkpoint_id, len(job.nodes), run, nodes=job.nodes)
         saved = self.saved(job, attempt, overwrite=overwrite)
         self.finish(job, attempt, saved, what, is_calm=is_calm)
         return saved

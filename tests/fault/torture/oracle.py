@@ -28,7 +28,8 @@ class Attempt:
     """One save that was tried. Times count the beginnings and ends of saves. `parts`: what it consists of, once decided.
 
     `nodes_by_part`: where the part was seen and not destroyed since; `published_by_part`: under its checkpoint's name.
-    `readable_on`: nodes that have a directory of it with the manifest that was written.
+    `readable_on`: nodes that have a directory of it with the manifest that was written. `saw`: the attempts at the same
+    checkpoint that lay on its nodes when it began, and those that they saw.
     """
 
     number: int
@@ -44,6 +45,8 @@ class Attempt:
     nodes_by_part: dict[str, set[int]] = field(default_factory=dict)
     published_by_part: dict[str, set[int]] = field(default_factory=dict)
     readable_on: set[int] = field(default_factory=set)
+    lineage: str = ""
+    saw: frozenset[int] = frozenset()
     was_whole: bool = False
     is_in_bucket: bool = False
 
@@ -67,10 +70,15 @@ class Oracle:
 
     # What the schedule tells -------------------------------------------------------------------------------------
 
-    def began(self, checkpoint_id: str, ranks: int, run: str = MAIN, *, is_stock: bool = False) -> Attempt:
-        """A save begins."""
+    def began(
+        self, checkpoint_id: str, ranks: int, run: str = MAIN, *, nodes: Collection[int] = (), is_stock: bool = False
+    ) -> Attempt:
+        """A save by these nodes begins."""
         self._time += 1
-        attempt = Attempt(len(self.attempts) + 1, checkpoint_id, ranks, run, self._time, is_stock)
+        there = [found for found in self.of_id(checkpoint_id) if found.readable_on & set(nodes)]
+        saw = frozenset(number for found in there for number in (found.number, *found.saw))
+        number = len(self.attempts) + 1
+        attempt = Attempt(number, checkpoint_id, ranks, run, self._time, is_stock, saw=saw)
         self.attempts.append(attempt)
         return attempt
 
@@ -133,7 +141,7 @@ class Oracle:
         if attempt.is_stock:
             self._see_stock(attempt, lying)
         elif lying.manifest is not None and not attempt.parts:
-            attempt.save_id = lying.save_id
+            attempt.save_id, attempt.lineage = lying.save_id, lying.manifest["lineage"]
             names = (*lying.manifest["shards"], METADATA, MANIFEST)
             attempt.parts = dict.fromkeys(names, "")
             attempt.nodes_by_part = {name: set() for name in names}
@@ -172,6 +180,19 @@ class Oracle:
     def is_superseded(self, attempt: Attempt) -> bool:
         """Whether a save of the same checkpoint was acknowledged that began when this one was over."""
         return any(later.is_acknowledged and is_before(attempt, later) for later in self.of_id(attempt.checkpoint_id))
+
+    def rival_ids(self) -> set[str]:
+        """Checkpoints of which saves of several lineages lie on disks that never saw each other: each keeps its nodes."""
+        named = [found for found in self.attempts if found.published_by_part.get(MANIFEST)]
+        return {
+            one.checkpoint_id
+            for one in named
+            for other in self.of_id(one.checkpoint_id)
+            if other in named
+            and other.lineage != one.lineage
+            and other.number not in one.saw
+            and one.number not in other.saw
+        }
 
     def current(self, checkpoint_id: str) -> list[Attempt]:
         """What may be found under an id: acknowledged last, or later, or at the same time."""

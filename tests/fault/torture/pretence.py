@@ -17,7 +17,7 @@ from replicated_ckpt.agent.state import targets
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.agent.uploads import uploader as upload
 from replicated_ckpt.cli import repair
-from replicated_ckpt.core.integrity.checksum import BlockHasher
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, BlockHasher, tables_of_size
 from replicated_ckpt.core.reading.windows import Window
 from replicated_ckpt.dcp.c10d import world
 from replicated_ckpt.dcp.c10d.world import World
@@ -133,6 +133,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (os, "fsync", lambda _: None),  # nothing loses power here
         (fcntl, "flock", cluster.operations.flock(fcntl.flock)),
         (verified, "SCRATCH_BYTES", 1 << 16),
+        (verified, "tables_of_size", _tables_of_size),
         (loading, "FetchAhead", FetchInTurn),
         (upload, "random", cluster.random),
         (targets, "open_client", partial(_open_bucket, cluster)),
@@ -183,6 +184,12 @@ def _endpoint_of(cluster: "Cluster", store: LocalStore, *_: Any) -> Endpoint:
     node = next(node for node in cluster.nodes if node.root == store.root)
     node.boot()
     return node.endpoint
+
+
+def _tables_of_size(tail: bytes, file_bytes: int) -> list[tuple[int, int]]:
+    """A table is made anew with the blocks of the simulation, too, where a footer no longer tells their size."""
+    data_bytes = file_bytes - FOOTER_TAIL_BYTES - 4 * -(-(file_bytes - FOOTER_TAIL_BYTES) // (BLOCK_BYTES + 4))
+    return [*tables_of_size(tail, file_bytes), *[(BLOCK_BYTES, data_bytes)] * (data_bytes >= 0)]
 
 
 def _never(*_: Any) -> bool:

@@ -1,8 +1,9 @@
 """One schedule: random steps from a seed, carried out on a cluster, and what must hold after each and in the end."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from replicated_ckpt.agent.repair.audit import Auditor
+from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.saves.adoption_locks import HELD_S
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.verify import exit_code
@@ -159,11 +160,22 @@ class Schedule:
             found = {str(finding) for audit in audits.values() for finding in (*audit.findings, *audit.plan.short)}
             raise Violation(f"re-protection says that all is done, and verify says {codes}: {sorted(found)}")
         if not is_done and is_mended:
-            raise Violation("nothing is damaged beyond repair, and re-protection is not done")
+            self._check_rivals(audits)
         for node in course.cluster.nodes:
             for name in (*PASSING, *[REPLACED] * is_mended):
                 if left := _left_in(node.root / name):
                     raise Violation(f"left on node {node.index}: {left}")
+
+    def _check_rivals(self, audits: Mapping[int, Audit]) -> None:
+        """All that keeps re-protection from being done are two runs' saves under one name, and `verify` says so, too."""
+        rivals = self.course.oracle.rival_ids()
+        short = {short.checkpoint_id for audit in audits.values() for short in audit.plan.short}
+        is_busy = any(audit.plan.actions for audit in audits.values())
+        if is_busy or not short or not short <= rivals:
+            raise Violation(
+                f"nothing is damaged beyond repair, and re-protection is not done: {sorted(short - rivals)}"
+            )
+        self.course.counts["rivals"] += 1
 
 
 def _left_in(directory: Path) -> list[str]:

@@ -83,7 +83,8 @@ def begin_slowly(course: Course) -> None:
 
 def _begin(course: Course, job: object, checkpoint_id: str, *, overwrite: bool, is_calm: bool) -> SlowSave:
     point = course.random.choice(PAUSING_POINTS)
-    attempt = course.oracle.began(checkpoint_id, len(job.nodes))  # type: ignore[attr-defined]
+    nodes = job.nodes  # type: ignore[attr-defined]
+    attempt = course.oracle.began(checkpoint_id, len(nodes), nodes=nodes)
     disturbed = course.disturbances
     operation = course.cluster.begin(
         f"save {attempt.number}",
@@ -94,7 +95,6 @@ def _begin(course: Course, job: object, checkpoint_id: str, *, overwrite: bool, 
     if operation.is_over:
         course.end_slow(slow)
         return slow
-    nodes = job.nodes  # type: ignore[attr-defined]
     course.say(f"save {checkpoint_id} (attempt {attempt.number}) by nodes {nodes} begins, and pauses at {point}")
     course.slow.append(slow)
     return slow
