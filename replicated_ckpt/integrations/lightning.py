@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.dcp.rank.by_rank import entries_of, value_in, wanted_entries
+from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.dcp.rank.planner import RankStatePlanner
 from replicated_ckpt.dcp.rank.random_state import capture_random, restore_random
 from replicated_ckpt.dcp.rank.replay import ReplayedLoader
@@ -181,15 +181,15 @@ class ReplicatedStrategy:
         set_model_state_dict(self.model, state[_MODEL], options=StateDictOptions(strict=strict))
         for index, optimizer in optimizers.items() if planner.has_optimizers else ():
             set_optimizer_state_dict(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
-        value, is_own = value_in(state, trust_pickles=self._trust_pickles or weights_only is False)
-        if is_fitting and is_own:
-            self._random = value["random"]
+        own, first = values_in(state, trust_pickles=self._trust_pickles or weights_only is False)
+        if is_fitting and own is not None:
+            self._random = own["random"]
         elif is_fitting and self.global_rank == 0:
             warn(
                 "The checkpoint was saved by another number of ranks: each rank gets what Lightning saved on rank 0, and "
                 "its random generators stay as they are."
             )
-        rest: dict[str, Any] = value["rest"]
+        rest: dict[str, Any] = (own or first)["rest"]
         return rest
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -19,10 +19,10 @@ from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from replicated_ckpt.config import Retention
+from replicated_ckpt.config import BestIs, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
-from replicated_ckpt.dcp.rank.by_rank import entries_of, value_in, wanted_entries
+from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.dcp.rank.rank_state import rank_and_world
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
@@ -86,7 +86,7 @@ class ReplicatedTrainerMixin:
             return None
         if not self.args.load_best_model_at_end:
             return Retention(keep_last=limit)
-        best_is = "max" if self.args.greater_is_better else "min"
+        best_is: BestIs = "max" if self.args.greater_is_better else "min"
         return Retention(keep_last=limit, keep_best=self._best_metric, best_is=best_is)
 
     @property
@@ -177,11 +177,11 @@ class ReplicatedTrainerMixin:
         """Puts the files where Trainer reads them. Model and optimizer follow once they are sharded."""
         state = wanted_entries()
         self._open().load(name, state)
-        value, is_own = value_in(state, trust_pickles=self._trust_pickles)
-        for file, content in value["files"].items():
+        own, first = values_in(state, trust_pickles=self._trust_pickles)
+        for file, content in (own or first)["files"].items():
             (directory / file).write_bytes(content)
-        if is_own:
-            self._counters = value["counters"]
+        if own is not None:
+            self._counters = own["counters"]
         elif rank_and_world()[0] == 0:
             warn(
                 f"Checkpoint {name!r} was saved by another number of ranks: each rank gets the schedule, counters and "

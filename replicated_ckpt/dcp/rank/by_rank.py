@@ -22,13 +22,13 @@ def wanted_entries() -> dict[str, Any]:
     return {_OWN: {name_rank_item(*rank_and_world()): b""}, _FIRST: b""}
 
 
-def value_in(state: Mapping[str, Any], *, trust_pickles: bool) -> tuple[Any, bool]:
-    """The value after a load, and whether it is this rank's own. If not, another number of ranks saved it.
+def values_in(state: Mapping[str, Any], *, trust_pickles: bool) -> tuple[Any, Any]:
+    """This rank's value after a load, and rank 0's. The first is None if another number of ranks saved it.
 
     Raises:
-        ObjectUnsafe: it names a class that nothing allows.
+        ObjectUnsafe: one names a class that nothing allows.
     """
     name = name_rank_item(*rank_and_world())
     own = state[_OWN][name]
-    is_own = isinstance(own, bytes)
-    return unpack(own if is_own else state[_FIRST], name, trust_pickles=trust_pickles), is_own
+    first = unpack(state[_FIRST], name, trust_pickles=trust_pickles)
+    return (unpack(own, name, trust_pickles=trust_pickles) if isinstance(own, bytes) else None), first

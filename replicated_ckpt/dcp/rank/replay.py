@@ -43,6 +43,10 @@ class ReplayedLoader(Stateful):
         """Batches. After a load the loader is asked for its iterator with the first batch, otherwise now."""
         return self._yield_from(self._begin()) if self._loaded is None else self._go_on()
 
+    def has_own_state(self) -> bool:
+        """Whether the loader says itself where it stands."""
+        return isinstance(self.loader, Stateful)
+
     def count_read_ahead(self) -> int:
         """Batches that were yielded and not used yet."""
         return 0
@@ -66,8 +70,8 @@ class ReplayedLoader(Stateful):
             "start": self._start,
             "generators": self._capture_own(),
         }
-        if isinstance(self.loader, Stateful):
-            state["loader"] = self.loader.state_dict()
+        if self.has_own_state():
+            state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ class Told(lightning.Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]
-        line = {"metrics": {k: v.item() for k, v in trainer.callback_metrics.items()}}
+        line: dict[str, Any] = {"metrics": {k: v.item() for k, v in trainer.callback_metrics.items()}}
         line["weights"] = [w.double().sum().item() for w in weights]
         line["best"] = Path(trainer.checkpoint_callback.best_model_path).name
         with self.out.open("a") as out:
