@@ -1,9 +1,10 @@
 """Hugging Face transformers: a Trainer whose checkpoints survive the loss of a node; a mixin for its subclasses, trl's."""
 
+import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
 """What Trainer counts for what it logs, and does not save itself. Its `_tr_loss` is a tensor."""
+
+
+@contextlib.contextmanager
+def _as_if_without_optimizer(model: Any = None, args: Any = None, *others: Any, **more: Any) -> Iterator[None]:
+    """Trainer refuses a model that transformers has sharded unless `save_only_model`: it could not save the optimizer."""
+    del others, more
+    is_refused = getattr(model, "is_distributed_loading_by_transformers", False) and not args.save_only_model
+    if is_refused:
+        args.save_only_model = True
+    try:
+        yield
+    finally:
+        if is_refused:
+            args.save_only_model = False
 
 
 class ReplicatedTrainerMixin:
@@ -69,7 +84,8 @@ class ReplicatedTrainerMixin:
         trust_pickles: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        with _as_if_without_optimizer(*args, **kwargs):
+            super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]  # Trainer's
             raise ConfigInvalid("DeepSpeed keeps model and optimizer to itself, so that DCP cannot save them.")
         self._root = Path(self.args.output_dir) / "replicated" if replicated_root is None else Path(replicated_root)

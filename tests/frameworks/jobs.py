@@ -27,6 +27,8 @@ class Job:
     ranks: int = 2
     arguments: tuple[str, ...] = ()
     launchers: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    lines_before: list[int] = field(default_factory=list)
+    """Of each rank, when it was killed."""
 
     def root(self, node: int) -> Path:
         return self.directory / f"node-{node}"
@@ -69,6 +71,7 @@ class Job:
         end(processes_of(str(self.root(1))))
         shutil.rmtree(self.root(1))
         self.launchers.clear()
+        self.lines_before = [len(self.lines(rank)) for rank in range(2 * self.ranks)]
 
     def clean_up(self) -> None:
         end(processes_of(str(self.directory)))
@@ -99,10 +102,8 @@ def check_same(undisturbed: Job, disturbed: Job, by: tuple[str, ...], first_agai
     """Each rank of the disturbed job went on behind its checkpoint, and said what that of the undisturbed one said."""
     for rank in range(2 * undisturbed.ranks):
         whole, both = undisturbed.lines(rank), disturbed.lines(rank)
-        starts = [at for at in range(1, len(both)) if both[at].get(by[0], 1e9) < both[at - 1].get(by[0], 0)]
-        starts = starts or [at for at in range(1, len(both)) if both[at] == both[at - 1]]
-        assert len(starts) == 1, both
-        before, after = both[: starts[0]], both[starts[0] :]
+        at = disturbed.lines_before[rank]
+        before, after = both[:at], both[at:]
         assert {name: after[0][name] for name in first_again} == first_again
         assert join(before, after, by) == whole
         assert before == whole[: len(before)]
