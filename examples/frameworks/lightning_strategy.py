@@ -65,7 +65,7 @@ def main() -> None:
         strategy=ReplicatedModelParallelStrategy(root=arguments.root, data_parallel_size=world, tensor_parallel_size=1),
         callbacks=[
             ModelCheckpoint(dirpath=arguments.root, every_n_train_steps=arguments.save_every, save_top_k=-1),
-            Told(),
+            Told(arguments.save_every),
         ],
         max_steps=arguments.steps,
         accelerator="gpu" if torch.cuda.device_count() >= local else "cpu",
