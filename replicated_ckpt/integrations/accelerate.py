@@ -71,6 +71,8 @@ class ReplicatedAccelerator(Accelerator):
         args, kwargs: as of Accelerator.
     """
 
+    step: int
+
     def __init__(
         self,
         *args: Any,

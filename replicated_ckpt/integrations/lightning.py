@@ -160,7 +160,7 @@ class ReplicatedStrategy:
             state[f"{_OPTIMIZER}{index}"] = optimizer_state
         name, mark = self._agree_on_first((self._name(filepath), self._mark_at(filepath)))
         self._open().save(name, state)
-        if mark is not None and self.local_rank == 0:
+        if mark is not None and self.local_rank == 0 and not Path(mark).is_dir():
             Path(mark).parent.mkdir(parents=True, exist_ok=True)
             Path(mark).write_text(f"This checkpoint is kept by replicated_ckpt as {name}.\n", encoding="utf-8")
 
@@ -196,7 +196,7 @@ class ReplicatedStrategy:
         """Removes a checkpoint from every node and the bucket, for good."""
         name, mark = self._agree_on_first((self._name(filepath), self._mark_at(filepath)))
         self._open().delete(name)
-        if mark is not None and self.local_rank == 0:
+        if mark is not None and self.local_rank == 0 and not Path(mark).is_dir():
             Path(mark).unlink(missing_ok=True)
 
     def on_train_start(self) -> None:

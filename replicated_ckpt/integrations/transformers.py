@@ -120,10 +120,7 @@ class ReplicatedTrainerMixin:
         """
         del model, trial
         self.store_flos()  # type: ignore[attr-defined]
-        if self.state.best_global_step:
-            best = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-            if self.state.best_global_step == self.state.global_step or self._open().find(best):
-                self.state.best_model_checkpoint = str(Path(self.args.output_dir) / best)
+        self._name_best()
         state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model_wrapped)}
         if not self.args.save_only_model:
             state[_OPTIMIZER] = get_optimizer_state_dict(self.model_wrapped, self._plain_optimizer())
@@ -131,6 +128,14 @@ class ReplicatedTrainerMixin:
         evaluated = [line for line in self.state.log_history if line.get("step") == self.state.global_step]
         metrics = {name: line[name] for line in evaluated for name in line if name == self._best_metric}
         self._open().save(f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", state, notes=encode_notes(metrics, None))
+
+    def _name_best(self) -> None:
+        """Says where the best checkpoint is, once it is saved or about to be."""
+        if self.state.best_global_step:
+            path = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            is_this = self.state.best_global_step == self.state.global_step
+            if str(path) != self.state.best_model_checkpoint and (is_this or self._open().find(path.name)):
+                self.state.best_model_checkpoint = str(path)
 
     def _collect_files(self) -> dict[str, bytes]:
         """What Trainer puts in files beside the model, under their names."""
