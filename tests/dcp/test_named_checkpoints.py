@@ -1,5 +1,6 @@
 """What the integrations share, without a framework: checkpoints under names of others, and a value of each rank."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,24 @@ from replicated_ckpt.dcp.rank import by_rank, rank_state
 from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.errors import ObjectUnsafe
 from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints
+from tests.agent.agents import stop_agent, wait_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "root"
+    stop_agent(tmp_path / "root")
 
 
 def opened(root: Path, **options: Any) -> NamedCheckpoints:
     return NamedCheckpoints(root, {"copies": 1, **options})
 
 
-def test_names_are_found_loaded_and_removed(tmp_path: Path) -> None:
+def test_names_are_found_loaded_and_removed(root: Path) -> None:
     """A framework's names, with all that is in them; the newest by "latest"; a removed one is not found again."""
-    checkpoints = opened(tmp_path)
+    checkpoints = opened(root)
     assert checkpoints.find("latest") is None
     for name, value in (("logs,epoch=0-step=2.ckpt", 2.0), ("logs,epoch=0-step=4.ckpt", 4.0)):
         checkpoints.save(name, {"x": torch.full((3,), value)})
@@ -33,12 +43,13 @@ def test_names_are_found_loaded_and_removed(tmp_path: Path) -> None:
     checkpoints.close()
 
 
-def test_the_best_one_is_kept_by_its_metric(tmp_path: Path) -> None:
+def test_the_best_one_is_kept_by_its_metric(root: Path) -> None:
     """Retention knows the metric that a framework passes with a checkpoint."""
-    checkpoints = opened(tmp_path, retention=Retention(keep_last=1, keep_best="eval_loss"))
+    checkpoints = opened(root, retention=Retention(keep_last=1, keep_best="eval_loss"))
     for step, loss in enumerate((3.0, 1.0, 2.0, 4.0)):
         checkpoints.save(f"checkpoint-{step}", {"x": torch.zeros(1)}, notes={"metrics": {"eval_loss": loss}})
-    assert sorted(path.parent.name for path in tmp_path.glob("*/.metadata")) == ["checkpoint-1", "checkpoint-3"]
+    kept = ["checkpoint-1", "checkpoint-3"]
+    wait_for(lambda: sorted(path.parent.name for path in root.glob("*/.metadata")) == kept, 20, "the last and the best")
 
 
 def test_a_ranks_value_comes_back_as_it_was(tmp_path: Path) -> None:

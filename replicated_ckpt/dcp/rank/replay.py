@@ -126,10 +126,17 @@ class ReplayedLoader(Stateful):
         return batches
 
     def _generators(self) -> list[torch.Generator]:
-        """Those that were given to the loader and its samplers; each once."""
-        batches = getattr(self.loader, "batch_sampler", None)
-        holders = [self.loader, getattr(self.loader, "sampler", None), batches, getattr(batches, "sampler", None)]
-        found = [getattr(holder, "generator", None) for holder in holders]
+        """Those that were given to the loader and its samplers, however they are wrapped in each other; each once."""
+        found: list[Any] = []
+        holders: list[Any] = [self.loader]
+        seen: set[int] = set()
+        while holders:
+            holder = holders.pop()
+            if holder is None or id(holder) in seen:
+                continue
+            seen.add(id(holder))
+            found.append(getattr(holder, "generator", None))
+            holders += [getattr(holder, "batch_sampler", None), getattr(holder, "sampler", None)]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
     def _capture_own(self) -> list[torch.Tensor]:
