@@ -185,3 +185,14 @@ def test_a_loader_goes_on_in_the_middle(tmp_path: Path, kind: str, at: int) -> N
         torch.manual_seed(9)
         manager.restore({"rank": RankState(data=again)})
         assert list(read(again, total - at)) == undisturbed[at:]
+
+
+def test_a_loader_goes_on_before_its_first_batch(tmp_path: Path) -> None:
+    """What is saved between `iter` and the first batch goes on with that batch."""
+    loader, again = ReplayedLoader(loaders("shuffled")), ReplayedLoader(loaders("shuffled"))
+    with CheckpointManager(tmp_path, copies=1) as manager:
+        reading = iter(loader)
+        manager.save(1, {"rank": RankState(data=loader)})
+        undisturbed = [batch.tolist() for batch in reading]
+        manager.restore({"rank": RankState(data=again)})
+        assert [batch.tolist() for batch in again] == undisturbed

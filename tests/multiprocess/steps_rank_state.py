@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from replicated_ckpt import CheckpointManager, RankState, ReplayedLoader, WorldSizeChanged
 from tests.multiprocess.context import Context
 
 
 def _loader() -> ReplayedLoader:
-    return ReplayedLoader(torch.utils.data.DataLoader(torch.arange(64), batch_size=2, shuffle=True))
+    return ReplayedLoader(DataLoader(TensorDataset(torch.arange(64)), batch_size=2, shuffle=True))
 
 
 def save_own(context: Context, batches: int) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def save_own(context: Context, batches: int) -> dict[str, Any]:
         next(reading)
     with CheckpointManager(context.root) as manager:
         manager.save(1, {"rank": RankState(data=loader), "x": torch.ones(4)})
-    return {"drawn": torch.rand(1).item(), "read": next(reading).tolist()}
+    return {"drawn": torch.rand(1).item(), "read": next(reading)[0].tolist()}
 
 
 def restore_own(context: Context, **rule: Any) -> dict[str, Any]:
@@ -34,4 +35,4 @@ def restore_own(context: Context, **rule: Any) -> dict[str, Any]:
         except WorldSizeChanged as exc:
             return {"saved": exc.saved, "now": exc.now, "x": x.tolist()}
     drawn = torch.rand(1).item()
-    return {"drawn": drawn, "read": next(iter(loader)).tolist()}
+    return {"drawn": drawn, "read": next(iter(loader))[0].tolist()}

@@ -120,7 +120,8 @@ class ReplayedLoader(Stateful):
         restore_random(self._start["asked"])
         self._set_own(self._start["generators"])
         batches = iter(self.loader)
-        restore_random(self._start["first"])
+        if self._yielded:
+            restore_random(self._start["first"])
         for _ in islice(batches, self._yielded):
             pass
         return batches
