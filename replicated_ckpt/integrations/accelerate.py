@@ -2,7 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,31 @@ class PreparedLoader(ReplayedLoader):
         super().load_state_dict(state_dict)
         self.loader.iteration = state_dict["epoch"]
 
-    def skip(self, batches: int) -> Iterable[Any] | None:
-        """What is left of the epoch behind so many batches, if a load has said that they were yielded. None: it has not."""
-        if self._loaded is None or self._loaded["yielded"] != batches:
-            return None
+    def skip(self, batches: int) -> Iterable[Any]:
+        """What is left of an epoch behind so many batches. What a load has said to be yielded is not skipped again."""
+        if not batches:
+            return self
+        if self._loaded is None or not self._loaded["yielded"]:
+            return _Behind(self, batches)
+        if self._loaded["yielded"] != batches:
+            raise ConfigInvalid(
+                f"{batches} batches are to be skipped, and the checkpoint that was loaded has {self._loaded['yielded']}.",
+                "Register what counts batches for checkpointing, or skip none: the loader goes on by itself.",
+            )
         return [] if self._loaded["is_over"] else self
+
+
+class _Behind:
+    """The batches of a loader from some place on; it counts those before as yielded."""
+
+    def __init__(self, loader: PreparedLoader, batches: int) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __len__(self) -> int:
+        return len(self._loader) - self._batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._loader), self._batches, None)
 
 
 class ReplicatedAccelerator(Accelerator):
@@ -104,8 +125,7 @@ class ReplicatedAccelerator(Accelerator):
         """As Accelerator's; after `load_state` nothing is skipped twice."""
         if not isinstance(dataloader, PreparedLoader):
             return super().skip_first_batches(dataloader, num_batches)
-        left = dataloader.skip(num_batches)
-        return super().skip_first_batches(dataloader.loader, num_batches) if left is None else left
+        return dataloader.skip(num_batches)
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerator's."""
