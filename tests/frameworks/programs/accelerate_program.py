@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -79,8 +79,10 @@ def main() -> None:
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--sharded", action="store_true")
     arguments = parser.parse_args()
+    one_order = DistributedDataParallelKwargs(find_unused_parameters=True)  # else DDP rebuilds buckets, and sums anew
     accelerator = ReplicatedAccelerator(
         cpu=True,
+        kwargs_handlers=[one_order],
         gradient_accumulation_steps=2,
         project_config=ProjectConfiguration(total_limit=2),
         replicated_root=arguments.root,
