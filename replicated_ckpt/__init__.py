@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from replicated_ckpt.dcp.load.reader import ReplicatedReader
     from replicated_ckpt.dcp.load.report import LoadReport
     from replicated_ckpt.dcp.manager import CheckpointManager
+    from replicated_ckpt.dcp.rank.planner import RankStatePlanner
+    from replicated_ckpt.dcp.rank.rank_state import RankState
+    from replicated_ckpt.dcp.rank.replay import ReplayedLoader
+    from replicated_ckpt.dcp.rank.world_change import WorldSizeChanged
     from replicated_ckpt.dcp.save.report import SaveReport
     from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 
@@ -77,6 +81,9 @@ __all__ = [
     "ObjectUnsafe",
     "PeerProtocolError",
     "RankFailed",
+    "RankState",
+    "RankStatePlanner",
+    "ReplayedLoader",
     "ReplicatedCkptError",
     "ReplicatedCkptWarning",
     "ReplicatedReader",
@@ -91,6 +98,7 @@ __all__ = [
     "StoreFull",
     "StoreUnavailable",
     "UploadFailed",
+    "WorldSizeChanged",
     "__version__",
     "export_checkpoint",
     "import_checkpoint",
@@ -101,10 +109,14 @@ _HOME_BY_NAME = {
     "Converted": "replicated_ckpt.dcp.convert.entries.progress",
     "KeyRules": "replicated_ckpt.core.bucket.keys",
     "LoadReport": "replicated_ckpt.dcp.load.report",
+    "RankState": "replicated_ckpt.dcp.rank.rank_state",
+    "RankStatePlanner": "replicated_ckpt.dcp.rank.planner",
+    "ReplayedLoader": "replicated_ckpt.dcp.rank.replay",
     "ReplicatedReader": "replicated_ckpt.dcp.load.reader",
     "ReplicatedWriter": "replicated_ckpt.dcp.save.writer",
     "Retention": "replicated_ckpt.config",
     "SaveReport": "replicated_ckpt.dcp.save.report",
+    "WorldSizeChanged": "replicated_ckpt.dcp.rank.world_change",
     "export_checkpoint": "replicated_ckpt.dcp.convert.export",
     "import_checkpoint": "replicated_ckpt.dcp.convert.importing",
 }

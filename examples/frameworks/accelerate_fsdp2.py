@@ -1,72 +1,64 @@
-"""Hugging Face Accelerate with FSDP2: checkpoints by replicated_ckpt, in place of `accelerator.save_state`."""
+"""Hugging Face Accelerate with FSDP2: one line names the class, and `save_state` and `load_state` do what they always do.
+
+Restored are model, optimizer, schedule, what is registered, the place in the data and each rank's random generators. What a
+data set draws at random in the main process is not: Accelerate reads a batch ahead.
+"""
 
 import argparse
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, set_seed
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from replicated_ckpt import CheckpointManager
+from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
 
 
-class AppState(Stateful):
-    """Model and optimizer as DCP saves them: sharded, under the model's own names."""
+class Progress:
+    """Where the loop stands."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self) -> None:
+        self.step = self.batch = self.epoch = 0
 
     def state_dict(self):
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optim": optimizer}
+        return dict(vars(self))
 
     def load_state_dict(self, state_dict):
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"]
-        )
+        vars(self).update(state_dict)
 
 
-def data(samples: int) -> TensorDataset:
-    """Made-up regression data, the same on every rank."""
-    generator = torch.Generator().manual_seed(7)
-    inputs = torch.randn(samples, 16, generator=generator)
-    return TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True))
-
-
-def train(accelerator: Accelerator, root: Path, steps: int, save_every: int) -> None:
+def train(accelerator: ReplicatedAccelerator, steps: int, save_every: int) -> None:
     """From wherever we are to `steps`."""
     set_seed(1)
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
-    loader = DataLoader(data(512), batch_size=8, shuffle=True)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, 1))
+    inputs = torch.randn(96, 16, generator=torch.Generator().manual_seed(7))
+    loader = DataLoader(TensorDataset(inputs, inputs.square().sum(dim=1, keepdim=True)), batch_size=8, shuffle=True)
     if accelerator.distributed_type == DistributedType.FSDP:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     else:  # accelerate shards on accelerators only; on CPUs it would take DDP, without a word
         model = accelerator.prepare_model(fully_shard(model), evaluation_mode=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        optimizer, loader = accelerator.prepare(optimizer, loader)
-    state = {"app": AppState(model, optimizer.optimizer)}
-    with CheckpointManager(root, every=save_every) as manager:
-        step = manager.restore_latest(state) or 0
-        accelerator.print(f"starting at step {step} on {accelerator.num_processes} ranks")
-        while step < steps:
-            loader.set_epoch(step // len(loader))
-            for inputs, targets in accelerator.skip_first_batches(loader, step % len(loader)):
-                loss = nn.functional.mse_loss(model(inputs), targets)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                step += 1
-                if manager.should_save(step):
-                    manager.save(step, state)
-                    accelerator.print(f"step {step}: loss {loss.item():.4f}, saved")
-                if step == steps:
-                    break
+        optimizer, loader = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+    accelerator.load_state()
+    accelerator.print(f"starting at step {progress.step} on {accelerator.num_processes} ranks")
+    while progress.step < steps:
+        loader.set_epoch(progress.epoch)
+        for inputs, targets in accelerator.skip_first_batches(loader, progress.batch):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.step, progress.batch = progress.step + 1, progress.batch + 1
+            if progress.step % save_every == 0:
+                accelerator.save_state(f"checkpoint-{progress.step}")
+                accelerator.print(f"step {progress.step}: loss {loss.item():.6f}, saved")
+            if progress.step == steps:
+                return
+        progress.epoch, progress.batch = progress.epoch + 1, 0
 
 
 def main() -> None:
@@ -76,12 +68,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=5)
     arguments = parser.parse_args()
-
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, reshard_after_forward=True
     )
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
-    train(accelerator, arguments.root, arguments.steps, arguments.save_every)
+    accelerator = ReplicatedAccelerator(
+        cpu=not torch.cuda.is_available(), fsdp_plugin=plugin, replicated_root=arguments.root
+    )
+    train(accelerator, arguments.steps, arguments.save_every)
     accelerator.end_training()
 
 

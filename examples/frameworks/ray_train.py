@@ -1,4 +1,7 @@
-"""Ray Train: workers checkpoint to their own node's disk; a run that lost a worker goes on from the newest checkpoint."""
+"""Ray Train: workers checkpoint to their own node's disk; a run that lost a worker goes on from the newest checkpoint.
+
+Restored are model and optimizer; the data is drawn from the step. Random generators are not, and no schedule is used.
+"""
 
 import argparse
 import os

@@ -1,4 +1,8 @@
-"""A torchtitan-style loop: FSDP2 and tensor parallel, meta initialization, all state Stateful, asynchronous saves."""
+"""A torchtitan-style loop: FSDP2 and tensor parallel, meta initialization, all state Stateful, asynchronous saves.
+
+Restored are model, optimizer and the place in the data. Random generators are not: nothing draws from them after the start.
+Where something does, add `"rank": RankState()` to the state.
+"""
 
 import argparse
 import os

@@ -1,15 +1,16 @@
-"""trl's SFTTrainer with FSDP2: the callback of `hf_trainer.py`, under an output directory that every rank names anew."""
+"""trl's SFTTrainer: a class of two lines, and `save_steps`, `save_total_limit` and `resume_from_checkpoint` do theirs.
+
+Restored is what the Trainer example restores. transformers shards the model as it loads it: FSDP2, on CPUs too.
+"""
 
 import argparse
 import tempfile
-from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from datasets import IterableDataset
-from hf_trainer import BATCH, Checkpoints
+from datasets import Dataset
+from hf_trainer import Told
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -17,21 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from transformers.distributed import DistributedConfig
 from trl import SFTConfig, SFTTrainer
 
+from replicated_ckpt.integrations.transformers import ReplicatedTrainerMixin
+
 PAD, END = "<pad>", "</s>"
 WORDS = [PAD, END, *(str(number) for number in range(98))]
 
 
-class Texts:
-    """Made-up text that counts, not yet tokenized. It begins where it has been read to: this is what resumes the data."""
-
-    def __init__(self) -> None:
-        self.step = 0
-
-    def __call__(self) -> Iterator[dict[str, str]]:
-        index = self.step * BATCH * dist.get_world_size()
-        while True:
-            yield {"text": " ".join(str((index + place) % 98) for place in range(15))}
-            index += 1
+class ReplicatedSFTTrainer(ReplicatedTrainerMixin, SFTTrainer):
+    """The same for any other trainer of trl."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -49,34 +43,6 @@ def make_model(directory: str) -> None:
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
-def train(arguments: argparse.Namespace, directory: str) -> None:
-    """From wherever we are to `--steps`."""
-    settings = SFTConfig(
-        output_dir=str(arguments.root.parent / f"{datetime.now(UTC):sft-%Y%m%d-%H%M%S.%f}"),  # drawn on each rank
-        max_steps=arguments.steps,
-        per_device_train_batch_size=BATCH,
-        save_strategy="no",  # the callback saves
-        report_to=[],
-        use_cpu=not torch.cuda.is_available(),
-        bf16=False,
-        lr_scheduler_type="constant",
-        disable_tqdm=True,
-        seed=1,
-    )
-    texts = Texts()
-    checkpoints = Checkpoints(arguments.root, arguments.save_every, texts)
-    sharding = DistributedConfig(fsdp_size=dist.get_world_size())  # FSDP2, on CPUs too; `fsdp=True` is DDP there
-    trainer = SFTTrainer(
-        model=LlamaForCausalLM.from_pretrained(directory, distributed_config=sharding),
-        args=settings,
-        train_dataset=IterableDataset.from_generator(texts),
-        processing_class=tokenizer(),
-        callbacks=[checkpoints],
-    )
-    checkpoints.trainer = trainer
-    trainer.train()
-
-
 def main() -> None:
     """One rank, started by torchrun."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -84,9 +50,31 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=5)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        make_model(directory)
-        train(arguments, directory)
+    output = tempfile.mkdtemp(prefix="sft-")  # another one on each rank: nothing of a checkpoint lies there
+    make_model(output)
+    texts = [" ".join(str((index + place) % 98) for place in range(15)) for index in range(96)]
+    settings = SFTConfig(
+        output_dir=output,
+        max_steps=arguments.steps,
+        per_device_train_batch_size=4,
+        save_steps=arguments.save_every,
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+        bf16=False,
+        lr_scheduler_type="constant",  # so that runs of any length are alike
+        disable_tqdm=True,
+        seed=1,
+    )
+    sharding = DistributedConfig(fsdp_size=dist.get_world_size())  # `fsdp=True` of SFTConfig is DDP on CPUs
+    trainer = ReplicatedSFTTrainer(
+        model=LlamaForCausalLM.from_pretrained(output, distributed_config=sharding),
+        args=settings,
+        train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=tokenizer(),
+        callbacks=[Told()],
+        replicated_root=arguments.root,
+    )
+    trainer.train(resume_from_checkpoint=True)
     dist.destroy_process_group()
 
 

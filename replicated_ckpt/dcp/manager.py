@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -15,13 +14,13 @@ from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
-from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, agree_on_first, borrow_group
-from replicated_ckpt.dcp.c10d.world import ALONE, session_of
+from replicated_ckpt.dcp.c10d.lent_group import borrow_group
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.preemption import Preemption
-from replicated_ckpt.dcp.removal import find_saves, remove_here, remove_in_bucket
+from replicated_ckpt.dcp.rank.planner import RankStatePlanner
+from replicated_ckpt.dcp.removal import agree, delete_everywhere
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
@@ -254,7 +253,7 @@ class CheckpointManager:
                 state,
                 checkpoint_id=checkpoint_id,  # LATEST: by its name alone, another run's of that name might be chosen
                 storage_reader=self._reader,
-                planner=planner,
+                planner=planner or RankStatePlanner(),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -326,15 +325,8 @@ class CheckpointManager:
         self._check_open("delete")
         checkpoint_id = id_of(step)
         self._settle()
-        if not self._reader.exists(checkpoint_id):
-            return False
-        store = self._writer.store
-        session = session_of(ALONE if self._group is None else str(self._group.group_name))
-        named = self._agreed(lambda: self._reader.look_alone(partial(find_saves, checkpoint_id, session)))
         with self._use_group() as group:
-            agree_on_all(group, lambda: remove_here(store, named))
-        self._agreed(lambda: self._reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, named)))
-        return True
+            return delete_everywhere(self._reader, self._writer.store, group, checkpoint_id)
 
     def _listed(self) -> dict[int, Listed]:
         """The manager's whole checkpoints of this run, newest first, by step: what rank 0 sees, once all have met."""
@@ -382,7 +374,7 @@ class CheckpointManager:
     def _agreed(self, look: Callable[[], T]) -> T:
         """What rank 0 finds, or raises, on every rank."""
         with self._use_group() as group:
-            return look() if group is None else agree_on_first(group, look)
+            return agree(group, look)
 
     @contextlib.contextmanager
     def _use_group(self) -> Iterator[Any]:

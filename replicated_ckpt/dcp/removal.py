@@ -1,12 +1,20 @@
 """Removing one checkpoint from the nodes of a job and from its bucket, as `rm` does: each node by its own user's word."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
+from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, agree_on_first
+from replicated_ckpt.dcp.c10d.world import ALONE, session_of
 from replicated_ckpt.dcp.find.listing import name_saves
+from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.node.local_agent import ask_agent
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.local.store import LocalStore
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,3 +70,23 @@ def remove_in_bucket(bucket: Bucket | None, named: Named) -> None:
     there = None if bucket is None else bucket.save_of(named.checkpoint_id)
     if bucket is not None and there is not None and there.save_id in named.save_ids:
         bucket.remove(there)
+
+
+def delete_everywhere(reader: ReplicatedReader, store: LocalStore, group: Any, checkpoint_id: str) -> bool:
+    """Removes a checkpoint from every node of this job and from the bucket; False: there is none. All ranks call it.
+
+    Raises:
+        StoreUnavailable, AgentUnavailable, StoreError: as of what it does; on every rank alike.
+    """
+    if not reader.exists(checkpoint_id):
+        return False
+    session = session_of(ALONE if group is None else str(group.group_name))
+    named = agree(group, lambda: reader.look_alone(partial(find_saves, checkpoint_id, session)))
+    agree_on_all(group, lambda: remove_here(store, named))
+    agree(group, lambda: reader.look_alone(lambda _, bucket, __: remove_in_bucket(bucket, named)))
+    return True
+
+
+def agree(group: Any, look: Callable[[], T]) -> T:
+    """What rank 0 finds, or raises, on every rank of the group; None: this process alone."""
+    return look() if group is None else agree_on_first(group, look)

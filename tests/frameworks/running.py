@@ -58,10 +58,15 @@ def lines(said: str) -> dict[int, str]:
 
 
 def contents(root: Path, step: int) -> dict[tuple[str, str, object], object]:
-    """Each item of a checkpoint by name and place, a tensor as its bytes: what is around it is not always the same."""
-    checkpoint = root / f"step-{step}"
+    """Each item of a checkpoint by name and place, a tensor as its bytes: what is around it is not always the same.
+
+    Not what ranks have for themselves: clocks are among it.
+    """
+    (checkpoint,) = (path.parent for path in root.glob(f"*[-=]{step}*/.metadata"))
     items = {}
     for index, where in FileSystemReader(checkpoint).read_metadata().storage_data.items():
+        if index.fqn == "first" or index.fqn.startswith("rank."):
+            continue
         raw = (checkpoint / where.relative_path).read_bytes()[where.offset :][: where.length]
         item = torch.load(io.BytesIO(raw), weights_only=True)
         value = (item.dtype, item.shape, item.numpy().tobytes()) if isinstance(item, torch.Tensor) else item

@@ -33,7 +33,7 @@ def goes_on(tmp_path: Path, script: str) -> dict[int, str]:
     assert sorted(lines(undisturbed)) == [EVERY, STEPS]
     assert contents(nodes[0], STEPS) == contents(tmp_path / "whole-0", STEPS)
     for node in nodes:
-        assert (node / f"step-{STEPS}" / ".metadata").exists()
+        assert len(list(node.glob(f"*[-=]{STEPS}*/.metadata"))) == 1
         assert findings(LocalStore(node)) == []
     return lines(second)
 
@@ -43,7 +43,7 @@ def goes_on(tmp_path: Path, script: str) -> dict[int, str]:
     [
         ("accelerate", "accelerate_fsdp2.py"),
         ("transformers", "hf_trainer.py"),
-        ("lightning", "lightning_callback.py"),
+        ("lightning", "lightning_strategy.py"),
         ("torch", "torchtitan_style.py"),
     ],
 )
@@ -58,14 +58,12 @@ def test_trl_goes_on_and_its_model_comes_out_as_safetensors(tmp_path: Path) -> N
     require("trl")
     said = goes_on(tmp_path, "trl_sft.py")
     store, whole = tmp_path / "node-1", tmp_path / "model"
-    written = FileSystemReader(store / f"step-{STEPS}").read_metadata().state_dict_metadata
-    weights = {
-        name.removeprefix("app.model."): entry for name, entry in written.items() if name.startswith("app.model.")
-    }
+    written = FileSystemReader(store / f"checkpoint-{STEPS}").read_metadata().state_dict_metadata
+    weights = {name.removeprefix("model."): entry for name, entry in written.items() if name.startswith("model.")}
     assert all(isinstance(entry, TensorStorageMetadata) and len(entry.chunks) == 2 for entry in weights.values())
 
-    export = ["export", f"step-{STEPS}", "--root", str(store), "--to", "safetensors", str(whole)]
-    choose = ["--include", "app.model.*", "--strip-prefix", "app.model.", "--shard-size-limit", "20kB"]
+    export = ["export", f"checkpoint-{STEPS}", "--root", str(store), "--to", "safetensors", str(whole)]
+    choose = ["--include", "model.*", "--strip-prefix", "model.", "--shard-size-limit", "20kB"]
     assert main([*export, *choose]) == 0
     load_file = pytest.importorskip("safetensors.torch").load_file
     tensors = {name: tensor for file in whole.glob("*.safetensors") for name, tensor in load_file(file).items()}

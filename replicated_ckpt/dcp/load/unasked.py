@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from replicated_ckpt.dcp.rank.names import find_world
+
 _PREFIXES_MAX = 8
 _ADVICE = (
     "They are not restored. A new optimizer's state_dict() names no state: take get_state_dict of "
@@ -18,6 +20,7 @@ def describe_unasked(checkpoint_id: str, saved: Mapping[str, STORAGE_TYPES], pla
     """A warning about the saved entries for which no rank's plan asks, None where there are none."""
     asked = {item.storage_index.fqn for plan in plans for item in plan.items}
     unasked = [name for name, entry in saved.items() if name not in asked and _has_content(entry)]
+    unasked = [name for name in unasked if find_world(name) in (None, len(plans))]  # RankState speaks of other worlds
     if not unasked:
         return None
     count_by_prefix = count_prefixes(unasked, asked)

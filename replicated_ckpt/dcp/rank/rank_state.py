@@ -1,0 +1,104 @@
+"""What a rank has for itself, saved with a checkpoint: random generators, and whatever says where its data stands."""
+
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+
+from replicated_ckpt.dcp.rank.names import name_rank_item
+from replicated_ckpt.dcp.rank.packing import pack, unpack
+from replicated_ckpt.dcp.rank.planner import SavedElsewhere
+from replicated_ckpt.dcp.rank.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.rank.world_change import WorldSizeChanged
+from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.errors import ConfigInvalid
+
+OnOtherWorld = Literal["raise", "keep"]
+_RANDOM = "random"
+
+
+class RankState(Stateful):
+    """The random generators of this rank (Python, numpy, torch, CUDA), and `parts` with a `state_dict`, as one item.
+
+        state = {"app": app, "rank": RankState(data=StatefulDataLoader(...))}
+        manager.save(step, state)
+
+    After a load by as many ranks as saved, each rank has what the rank of its number had. Everything is set at the end of
+    the load, so what draws random numbers between that and the next step has to do so in an undisturbed run as well.
+
+    Args:
+        on_other_world: another number of ranks loads it. "raise": WorldSizeChanged; the rest of the state is loaded by
+            then. "keep": generators and parts stay as they are, and rank 0 warns once per load.
+        trust_pickles: a part's state may name any class; whoever can write the checkpoint runs code here.
+        parts: by name, what each rank saves for itself: data loaders, samplers, a counter. A part is loaded by its name.
+
+    With `dcp.load` pass `planner=RankStatePlanner()`: without it, DCP itself raises for another number of ranks.
+    """
+
+    def __init__(
+        self, *, on_other_world: OnOtherWorld = "raise", trust_pickles: bool = False, **parts: Stateful
+    ) -> None:
+        if on_other_world not in ("raise", "keep"):
+            raise ConfigInvalid(f'on_other_world must be "raise" or "keep", not {on_other_world!r}.')
+        lacking = [name for name, part in parts.items() if not isinstance(part, Stateful)]
+        if lacking or _RANDOM in parts:
+            raise ConfigInvalid(
+                f"Parts of a RankState have state_dict and load_state_dict, and are not called {_RANDOM!r}: "
+                f"{', '.join(lacking or [_RANDOM])}.",
+                "A plain DataLoader has neither: wrap it in ReplayedLoader, or take torchdata's StatefulDataLoader.",
+            )
+        self._on_other_world = on_other_world
+        self._trust_pickles = trust_pickles
+        self._parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """One item, under a name that only this rank of a job of this size has."""
+        name = _own_name()
+        parts = {part: value.state_dict() for part, value in self._parts.items()}
+        return {name: pack({_RANDOM: capture_random(), **parts}, name)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Sets parts, then generators.
+
+        Raises:
+            WorldSizeChanged: another number of ranks saved it, and that is not to be kept silent.
+            ObjectUnsafe: a part's state names a class that nothing allows. ConfigInvalid: the parts are other ones.
+        """
+        name = _own_name()
+        item = state_dict.get(name)
+        if not isinstance(item, bytes):
+            self._meet_other_world(item if isinstance(item, SavedElsewhere) else ())
+            return
+        saved = unpack(item, name, trust_pickles=self._trust_pickles)
+        if saved.keys() - {_RANDOM} != self._parts.keys():
+            raise ConfigInvalid(
+                f"The checkpoint has {_list_names(saved.keys() - {_RANDOM})} of this rank, and this RankState has "
+                f"{_list_names(self._parts)}.",
+                "Make the RankState with the parts that it was saved with.",
+            )
+        for part, value in self._parts.items():
+            value.load_state_dict(saved[part])
+        restore_random(saved[_RANDOM])
+
+    def _meet_other_world(self, worlds: tuple[int, ...]) -> None:
+        rank, world = rank_and_world()
+        error = WorldSizeChanged(worlds, world)
+        if self._on_other_world == "raise":
+            raise error
+        if rank == 0:
+            warn(f"{error.message} Random generators, and {_list_names(self._parts)}, stay as they are on each rank.")
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Of the job; (0, 1) without a process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _own_name() -> str:
+    return name_rank_item(*rank_and_world())
+
+
+def _list_names(names: Any) -> str:
+    return ", ".join(sorted(names)) or "no parts"

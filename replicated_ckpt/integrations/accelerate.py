@@ -1,0 +1,237 @@
+"""Hugging Face Accelerate: an Accelerator whose `save_state` and `load_state` survive the loss of a node."""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from accelerate.utils import DistributedType
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
+from replicated_ckpt.dcp.rank.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.rank.replay import ReplayedLoader
+from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints
+
+_MODEL, _OPTIMIZER = "model_{}", "optimizer_{}"
+
+
+class PreparedLoader(ReplayedLoader):
+    """A data loader that an Accelerator has prepared. It counts epochs, and shuffles by that."""
+
+    loader: Any
+
+    def has_own_state(self) -> bool:
+        """Every loader of Accelerate has the methods; they work with `use_stateful_dataloader`."""
+        return bool(getattr(self.loader, "use_stateful_dataloader", False))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if "epoch" not in state:
+            is_between = state["is_over"] and not state["is_exhausted"]
+            state["epoch"] = getattr(self.loader, "iteration", 0) + is_between
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.loader.iteration = state_dict["epoch"]
+
+    def skip(self, batches: int) -> Iterable[Any]:
+        """What is left of an epoch behind so many batches. What a load has said to be yielded is not skipped again."""
+        if not batches:
+            return self
+        if self._loaded is None or not self._loaded["yielded"]:
+            return _Behind(self, batches)
+        if self._loaded["yielded"] != batches:
+            raise ConfigInvalid(
+                f"{batches} batches are to be skipped, and the checkpoint that was loaded has {self._loaded['yielded']}.",
+                "Register what counts batches for checkpointing, or skip none: the loader goes on by itself.",
+            )
+        return [] if self._loaded["is_over"] else self
+
+
+class _Behind:
+    """The batches of a loader from some place on; it counts those before as yielded."""
+
+    def __init__(self, loader: PreparedLoader, batches: int) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __len__(self) -> int:
+        return len(self._loader) - self._batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._loader), self._batches, None)
+
+
+class ReplicatedAccelerator(Accelerator):
+    """Accelerator, with `save_state` and `load_state` over a store on each node.
+
+    They save and restore what Accelerate's do: prepared models and optimizers (FSDP2, DDP), schedulers, scaler, generators,
+    what was given to `register_for_checkpointing`, each on each rank; and where each prepared data loader stands. A loop
+    over it goes on in the middle of the epoch; `skip_first_batches` with as many batches as were read does the same.
+
+    The last part of `output_dir` names the checkpoint; `automatic_checkpoint_naming` and `total_limit` work, too.
+
+    Args:
+        replicated_root: this node's store, a directory on a node-local disk.
+        writer_options: what ReplicatedWriter takes besides: copies, ack, object_store, ...
+        trust_pickles: what is registered may have a state of any class.
+        args, kwargs: as of Accelerator.
+    """
+
+    step: int
+
+    def __init__(
+        self,
+        *args: Any,
+        replicated_root: str | os.PathLike[str],
+        writer_options: Mapping[str, Any] | None = None,
+        trust_pickles: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if self.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise ConfigInvalid(f"{self.distributed_type} keeps model and optimizer to itself: DCP cannot save them.")
+        limit = self.project_configuration.total_limit
+        retention = None if limit is None else Retention(keep_last=limit)
+        self._replicated_root = Path(replicated_root)
+        self._writer_options = {"retention": retention, **(writer_options or {})}
+        self._trust_pickles = trust_pickles
+        self._checkpoints: NamedCheckpoints | None = None
+        self._loaders: list[PreparedLoader] = []
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerator's; the loader can say where it stands."""
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if isinstance(prepared, PreparedLoader):
+            return prepared
+        self._loaders.append(PreparedLoader(prepared))
+        return self._loaders[-1]
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As Accelerator's; after `load_state` nothing is skipped twice."""
+        if not isinstance(dataloader, PreparedLoader):
+            return super().skip_first_batches(dataloader, num_batches)
+        return dataloader.skip(num_batches)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerator's."""
+        self._loaders = []
+        return super().free_memory(*objects)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        """Returns the name of the checkpoint when it is committed.
+
+        Raises:
+            CheckpointException, ReplicatedCkptError: as of ReplicatedWriter. ConfigInvalid: it has no name.
+        """
+        del safe_serialization, kwargs
+        name = self._name_of(output_dir)
+        weights = [get_model_state_dict(model) for model in self._models]
+        with tempfile.TemporaryDirectory() as directory:
+            for hook in self._save_model_state_pre_hook.values():
+                hook(self._models, weights, directory)
+            save_accelerator_state(
+                directory, [], [], self._schedulers, self._dataloaders, self.process_index, self.step, self.scaler
+            )
+            files = {file.name: file.read_bytes() for file in Path(directory).iterdir() if file.is_file()}
+        own = {"files": files, "random": capture_random(), "loaders": [each.state_dict() for each in self._loaders]}
+        own["registered"] = [each.state_dict() for each in self._custom_objects]
+        state: dict[str, Any] = {_MODEL.format(index): each for index, each in enumerate(weights)}
+        self._open().save(name, {**state, **self._optimizer_states(), **entries_of(own)})
+        self.project_configuration.iteration += 1
+        return name
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> str | None:
+        """Restores a checkpoint, the newest whole one by default; returns its name. None: there is no checkpoint at all.
+
+        Raises:
+            CheckpointException, ReplicatedCkptError: as of ReplicatedReader; on every rank alike.
+        """
+        del kwargs
+        name = LATEST if input_dir is None else Path(input_dir).name
+        if name == LATEST and self._open().find(LATEST) is None:
+            return None
+        models = list(self._models)
+        state: dict[str, Any] = {_MODEL.format(i): get_model_state_dict(model) for i, model in enumerate(models)}
+        state |= {**self._optimizer_states(), **wanted_entries()}
+        loaded = self._open().load(name, state)
+        for index, model in enumerate(models):
+            set_model_state_dict(model, state[_MODEL.format(index)])
+        for index, optimizer in enumerate(self._optimizers):
+            set_optimizer_state_dict(self._model_of(optimizer), optimizer.optimizer, state[_OPTIMIZER.format(index)])
+        own, first = values_in(state, trust_pickles=self._trust_pickles)
+        self._load_rest(models, {**first["files"], **({} if own is None else own["files"])}, load_kwargs)
+        for registered, value in zip(self._custom_objects, (own or first)["registered"], strict=True):
+            registered.load_state_dict(value)
+        if own is None:
+            self._warn_of_other_world()
+            return loaded
+        for loader, position in zip(self._loaders, own["loaders"], strict=True):
+            loader.load_state_dict(position)
+        restore_random(own["random"])
+        return loaded
+
+    def _load_rest(self, models: list[Any], files: Mapping[str, bytes], load_kwargs: Any) -> None:
+        before = capture_random()
+        with tempfile.TemporaryDirectory() as directory:
+            for file, content in files.items():
+                (Path(directory) / file).write_bytes(content)
+            for hook in self._load_model_state_pre_hook.values():
+                hook(models, directory)
+            rest = self._schedulers, self._dataloaders, self.process_index, self.scaler, None, load_kwargs
+            self.step = load_accelerator_state(directory, [], [], *rest).get("step", self.step)
+        restore_random(before)
+
+    def _optimizer_states(self) -> dict[str, Any]:
+        return {
+            _OPTIMIZER.format(index): get_optimizer_state_dict(self._model_of(each), each.optimizer)
+            for index, each in enumerate(self._optimizers)
+        }
+
+    def _model_of(self, optimizer: Any) -> Any:
+        """The prepared model that has what an optimizer steps."""
+        stepped = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
+        for model in self._models:
+            if any(id(parameter) in stepped for parameter in model.parameters()):
+                return model
+        raise ConfigInvalid("An optimizer steps no parameter of a prepared model.", "Prepare the model, too.")
+
+    def _name_of(self, output_dir: Any) -> str:
+        if self.project_configuration.automatic_checkpoint_naming:
+            return f"checkpoint_{self.save_iteration}"
+        if output_dir is None:
+            raise ConfigInvalid("save_state was given no output_dir, which names the checkpoint.")
+        return Path(output_dir).name
+
+    def _warn_of_other_world(self) -> None:
+        if self.is_main_process:
+            warn(
+                "The checkpoint was saved by another number of ranks: each rank gets what rank 0 had registered. "
+                "Its random generators and data loaders stay as they are."
+            )
+
+    def _open(self) -> NamedCheckpoints:
+        if self._checkpoints is None:
+            self._checkpoints = NamedCheckpoints(self._replicated_root, self._writer_options)
+        return self._checkpoints
+
+    def end_training(self) -> None:
+        """As Accelerator's; and ends what `save_state` and `load_state` have opened."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
+        super().end_training()

@@ -1,0 +1,269 @@
+"""PyTorch Lightning: its strategies, with `save_checkpoint`, `load_checkpoint` and `remove_checkpoint` of their own."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
+from replicated_ckpt.dcp.rank.planner import RankStatePlanner
+from replicated_ckpt.dcp.rank.random_state import capture_random, restore_random
+from replicated_ckpt.dcp.rank.replay import ReplayedLoader
+from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints
+
+_MODEL, _OPTIMIZER = "state_dict", "optimizer_"
+
+
+class TrainLoader(ReplayedLoader):
+    """The train loader of a Trainer. The loop fetches ahead, and may end an epoch before the loader does."""
+
+    asks_for_more = False
+
+    def __init__(self, loader: Iterable[Any], trainer: Any) -> None:
+        super().__init__(loader)
+        self._trainer = trainer
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """Of the loader: Lightning sets it."""
+        return self.loader.worker_init_fn  # type: ignore[attr-defined]  # as it is asked for
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self.loader.worker_init_fn = function  # type: ignore[attr-defined]
+
+    def count_read_ahead(self) -> int:
+        return len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001 - there is no public way
+
+    def is_epoch_over(self) -> bool:
+        return bool(self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch) or super().is_epoch_over()
+
+
+class _Planner(RankStatePlanner):
+    """A checkpoint may have no optimizers: one that was saved with `save_weights_only`."""
+
+    has_optimizers = True
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        saved = () if metadata is None else metadata.state_dict_metadata
+        if not any(name.startswith(_OPTIMIZER) for name in saved):
+            self.has_optimizers = False
+            self.state_dict = {name: v for name, v in self.state_dict.items() if not name.startswith(_OPTIMIZER)}
+
+
+class ReplicatedStrategy:
+    """What the three strategies below share: Lightning decides what is in a checkpoint and when, this where it lies.
+
+    Model and optimizers are saved sharded, under the model's own names. All else of Lightning's checkpoint (loops,
+    schedulers, callbacks, precision, data module, data loaders, hyperparameters) is saved for each rank, with its random
+    generators. As many ranks as saved get their own back; another number gets rank 0's, keeps its generators, and warns.
+
+    `ckpt_path="latest"` resumes from the newest whole checkpoint, and begins anew where there is none. A path that
+    ModelCheckpoint has named means the same checkpoint on every node, whatever lies there.
+
+    Args:
+        root: this node's store, a directory on a node-local disk.
+        writer_options: what ReplicatedWriter takes besides: copies, ack, object_store, ...
+        trust_pickles: what callbacks, hyperparameters and data modules saved may name any class.
+        args, kwargs: as of Lightning's strategy.
+    """
+
+    model: Any
+    optimizers: Any
+    lightning_module: Any
+    global_rank: int
+    local_rank: int
+
+    def __init__(
+        self,
+        *args: Any,
+        root: str | os.PathLike[str],
+        writer_options: Mapping[str, Any] | None = None,
+        trust_pickles: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._root = Path(root).resolve()
+        self._writer_options = dict(writer_options or {})
+        self._trust_pickles = trust_pickles
+        self._checkpoints: NamedCheckpoints | None = None
+        self._random: dict[str, Any] | None = None
+
+    # What Lightning asks a strategy for -----------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: tensors are loaded in place."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: `load_checkpoint` has done it."""
+        return False
+
+    def setup_environment(self) -> None:
+        """Has ranks agree on `ckpt_path` before they restore: each looks at its own disk for "last" and "best"."""
+        super().setup_environment()  # type: ignore[misc]  # Lightning's
+        connector = self.lightning_module.trainer._checkpoint_connector  # noqa: SLF001 - there is no public way
+        if not isinstance(connector.resume_start, partial):
+            connector.resume_start = partial(self._resume_alike, connector.resume_start)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A train loader that goes on in the middle of an epoch."""
+        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        trainer = self.lightning_module.trainer
+        return TrainLoader(loader, trainer) if trainer.training else loader
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Under the model's own names, each rank's part of it."""
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Under the model's own names, each rank's part of it."""
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return dict(get_optimizer_state_dict(self.model, plain))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has done it."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has done it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Returns when the checkpoint is committed. A small file at `filepath` says on each node what it is called.
+
+        Raises:
+            CheckpointException, ReplicatedCkptError: as of ReplicatedWriter. TypeError: storage_options were given.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options of save_checkpoint are of a CheckpointIO; pass them in writer_options.")
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        state = {_MODEL: checkpoint["state_dict"], **entries_of({"rest": rest, "random": capture_random()})}
+        for index, optimizer_state in enumerate(checkpoint.get("optimizer_states", [])):
+            state[f"{_OPTIMIZER}{index}"] = optimizer_state
+        name, mark = self._agree_on_first((self._name(filepath), self._mark_at(filepath)))
+        self._open().save(name, state)
+        if mark is not None and self.local_rank == 0 and not Path(mark).is_dir():
+            Path(mark).parent.mkdir(parents=True, exist_ok=True)
+            Path(mark).write_text(f"This checkpoint is kept by replicated_ckpt as {name}.\n", encoding="utf-8")
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads model and, to go on with training, optimizers in place; returns what else Lightning had saved.
+
+        Raises:
+            CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
+        """
+        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        state = {_MODEL: get_model_state_dict(self.model), **wanted_entries()}
+        optimizers = dict(enumerate(self.optimizers)) if is_fitting else {}
+        for index, optimizer in optimizers.items():
+            state[f"{_OPTIMIZER}{index}"] = self.optimizer_state(optimizer)
+        strict = bool(self.lightning_module.strict_loading)
+        planner = _Planner(allow_partial_load=not strict)
+        self._open().load(self._name(checkpoint_path), state, planner)
+        set_model_state_dict(self.model, state[_MODEL], options=StateDictOptions(strict=strict))
+        for index, optimizer in optimizers.items() if planner.has_optimizers else ():
+            set_optimizer_state_dict(self.model, optimizer, state[f"{_OPTIMIZER}{index}"])
+        own, first = values_in(state, trust_pickles=self._trust_pickles or weights_only is False)
+        if is_fitting and own is not None:
+            self._random = own["random"]
+        elif is_fitting and self.global_rank == 0:
+            warn(
+                "The checkpoint was saved by another number of ranks: each rank gets what Lightning saved on rank 0, and "
+                "its random generators stay as they are."
+            )
+        rest: dict[str, Any] = (own or first)["rest"]
+        return rest
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint from every node and the bucket, for good."""
+        name, mark = self._agree_on_first((self._name(filepath), self._mark_at(filepath)))
+        self._open().delete(name)
+        if mark is not None and self.local_rank == 0 and not Path(mark).is_dir():
+            Path(mark).unlink(missing_ok=True)
+
+    def on_train_start(self) -> None:
+        """Sets the generators once more: what came between the load and the first batch has drawn from them."""
+        super().on_train_start()  # type: ignore[misc]
+        if self._random is not None:
+            restore_random(self._random)
+            self._random = None
+
+    def teardown(self) -> None:
+        """Ends what `save_checkpoint` and `load_checkpoint` have opened."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
+        super().teardown()  # type: ignore[misc]
+
+    # Names ----------------------------------------------------------------------------------------------------------
+
+    def _name(self, path: Any) -> str:
+        """What a path that Lightning names is called in the store: the path below the root, or one part for any other."""
+        if os.fspath(path) == LATEST:
+            return LATEST
+        whole = Path(path).resolve()
+        if whole.is_relative_to(self._root):
+            return str(whole.relative_to(self._root))
+        here = Path.cwd().resolve()
+        parts = whole.relative_to(here).parts if whole.is_relative_to(here) else whole.parts[1:]
+        return ",".join(parts).lstrip(".-~ ")
+
+    def _mark_at(self, path: Any) -> str | None:
+        """Where the small file lies: where Lightning looks for the checkpoint. None: the checkpoint itself lies there."""
+        return None if Path(path).resolve().is_relative_to(self._root) else str(Path(path).absolute())
+
+    def _agree_on_first(self, value: Any) -> Any:
+        values = [value]
+        if dist.is_initialized():
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def _resume_alike(
+        self, resume_start: Callable[..., None], checkpoint_path: Any = None, weights_only: bool | None = None
+    ) -> None:
+        """Lightning's own start of a resumption, with one path on all ranks: that of a rank whose disk has it, if any."""
+        own = None if checkpoint_path is None else (not Path(checkpoint_path).exists(), self._name(checkpoint_path))
+        given = [own]
+        if dist.is_initialized():
+            given *= dist.get_world_size()
+            dist.all_gather_object(given, own)
+        name = min((each for each in given if each is not None), default=(True, None))[1]
+        if name == LATEST and self._open().find(LATEST) is None:
+            rank_zero_info(f"There is no checkpoint in {self._root} yet: training begins anew.")
+            name = None
+        resume_start(name if name in (None, LATEST) else self._root / str(name), weights_only)
+
+    def _open(self) -> NamedCheckpoints:
+        if self._checkpoints is None:
+            self._checkpoints = NamedCheckpoints(self._root, self._writer_options)
+        return self._checkpoints
+
+
+class ReplicatedModelParallelStrategy(ReplicatedStrategy, ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism), with checkpoints that survive the loss of a node."""
+
+
+class ReplicatedFSDPStrategy(ReplicatedStrategy, FSDPStrategy):
+    """Lightning's FSDPStrategy (FSDP1), with checkpoints that survive the loss of a node; they are always sharded."""
+
+
+class ReplicatedDDPStrategy(ReplicatedStrategy, DDPStrategy):
+    """Lightning's DDPStrategy, with checkpoints that survive the loss of a node."""

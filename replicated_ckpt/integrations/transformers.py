@@ -1,0 +1,278 @@
+"""Hugging Face transformers: a Trainer whose checkpoints survive the loss of a node; a mixin for its subclasses, trl's."""
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import Trainer, TrainerState
+from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from replicated_ckpt.config import BestIs, Retention
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.notes import encode_notes
+from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
+from replicated_ckpt.dcp.rank.rank_state import rank_and_world
+from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints
+
+_MODEL, _OPTIMIZER = "model", "optimizer"
+_COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
+"""What Trainer counts for what it logs, and does not save itself. Its `_tr_loss` is a tensor."""
+
+
+@contextlib.contextmanager
+def _as_if_without_optimizer(model: Any = None, args: Any = None, *others: Any, **more: Any) -> Iterator[None]:
+    """Trainer refuses a model that transformers has sharded unless `save_only_model`: it could not save the optimizer."""
+    del others, more
+    is_refused = getattr(model, "is_distributed_loading_by_transformers", False) and not args.save_only_model
+    if is_refused:
+        args.save_only_model = True
+    try:
+        yield
+    finally:
+        if is_refused:
+            args.save_only_model = False
+
+
+class ReplicatedTrainerMixin:
+    """In front of Trainer or a subclass of it: `class ReplicatedSFTTrainer(ReplicatedTrainerMixin, SFTTrainer)`.
+
+    `save_strategy`, `save_steps`, `save_total_limit`, `load_best_model_at_end`, `save_only_model` and
+    `train(resume_from_checkpoint=...)` mean what they mean, but for where checkpoints lie: in a store on each node.
+    `resume_from_checkpoint=True` is the newest whole checkpoint, the same on every rank; where there is none, training
+    begins anew. A path's last part, `checkpoint-<step>`, is the checkpoint of that step.
+
+    Model and optimizer are saved sharded, under the model's own names; TrainerState, callbacks, schedule, scaler and
+    generators for each rank. As many ranks as saved get their own back; another number gets rank 0's, and warns.
+
+    Args:
+        replicated_root: this node's store, a directory on a node-local disk. None: `replicated` in `args.output_dir`.
+        writer_options: what ReplicatedWriter takes besides: copies, ack, object_store, ...
+        trust_pickles: what a scheduler's state names may be any class.
+    """
+
+    args: Any
+    accelerator: Any
+    callback_handler: Any
+    control: Any
+    lr_scheduler: Any
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    state: Any
+    _tr_loss: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        replicated_root: str | os.PathLike[str] | None = None,
+        writer_options: Mapping[str, Any] | None = None,
+        trust_pickles: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        with _as_if_without_optimizer(*args, **kwargs):
+            super().__init__(*args, **kwargs)
+        if self.is_deepspeed_enabled:  # type: ignore[attr-defined]  # Trainer's
+            raise ConfigInvalid("DeepSpeed keeps model and optimizer to itself, so that DCP cannot save them.")
+        self._root = Path(self.args.output_dir) / "replicated" if replicated_root is None else Path(replicated_root)
+        self._writer_options = {"retention": self._choose_retention(), **(writer_options or {})}
+        self._trust_pickles = trust_pickles
+        self._checkpoints: NamedCheckpoints | None = None
+        self._restored_from: tuple[str, str] | None = None
+        self._counters: dict[str, Any] | None = None
+        self._elapsed_s = 0.0
+
+    def _choose_retention(self) -> Retention | None:
+        limit = self.args.save_total_limit
+        if not limit or limit < 0:
+            return None
+        if not self.args.load_best_model_at_end:
+            return Retention(keep_last=limit)
+        best_is: BestIs = "max" if self.args.greater_is_better else "min"
+        return Retention(keep_last=limit, keep_best=self._best_metric, best_is=best_is)
+
+    @property
+    def _best_metric(self) -> str:
+        name = str(self.args.metric_for_best_model)
+        return name if name.startswith("eval_") else f"eval_{name}"
+
+    # Saving ---------------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """In the place of Trainer's: returns when the checkpoint is committed.
+
+        Raises:
+            CheckpointException, ReplicatedCkptError: as of ReplicatedWriter.
+        """
+        del model, trial
+        self.store_flos()  # type: ignore[attr-defined]
+        self._name_best()
+        state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model_wrapped)}
+        if not self.args.save_only_model:
+            state[_OPTIMIZER] = get_optimizer_state_dict(self.model_wrapped, self._plain_optimizer())
+        state |= entries_of({"files": self._collect_files(), "counters": self._collect_counters()})
+        evaluated = [line for line in self.state.log_history if line.get("step") == self.state.global_step]
+        metrics = {name: line[name] for line in evaluated for name in line if name == self._best_metric}
+        self._open().save(f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", state, notes=encode_notes(metrics, None))
+
+    def _name_best(self) -> None:
+        """Says where the best checkpoint is, once it is saved or about to be."""
+        if self.state.best_global_step:
+            path = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            is_this = self.state.best_global_step == self.state.global_step
+            if str(path) != self.state.best_model_checkpoint and (is_this or self._open().find(path.name)):
+                self.state.best_model_checkpoint = str(path)
+
+    def _collect_files(self) -> dict[str, bytes]:
+        """What Trainer puts in files beside the model, under their names."""
+        self._export_callbacks()
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
+            if not self.args.save_only_model:
+                self._save_rng_state(name)  # type: ignore[attr-defined]
+                torch.save(self.lr_scheduler.state_dict(), directory / SCHEDULER_NAME)
+                scaler = getattr(self.accelerator, "scaler", None)
+                if scaler is not None:
+                    torch.save(scaler.state_dict(), directory / SCALER_NAME)
+            return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+    def _export_callbacks(self) -> None:
+        """As Trainer does before it saves its state. Source: transformers 5.23, `Trainer._save_checkpoint`."""
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, exported = type(callback).__name__, callback.state()
+                if isinstance(self.state.stateful_callbacks[name], list):
+                    self.state.stateful_callbacks[name].append(exported)
+                else:
+                    self.state.stateful_callbacks[name] = exported
+
+    def _collect_counters(self) -> dict[str, Any]:
+        elapsed_s = time.time() - self._started_at + self._elapsed_s
+        return {
+            "elapsed_s": elapsed_s,
+            "loss": self._tr_loss.item(),
+            **{name: getattr(self, name) for name in _COUNTERS},
+        }
+
+    def _plain_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    # Resuming -------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's.
+
+        Raises:
+            CheckpointException, ReplicatedCkptError: as of ReplicatedReader; on every rank alike.
+        """
+        self._started_at, self._elapsed_s, self._counters, self._restored_from = time.time(), 0.0, None, None
+        try:
+            if not resume_from_checkpoint:
+                return super().train(None, *args, **kwargs)  # type: ignore[misc]
+            found = self._open().find(LATEST if resume_from_checkpoint is True else Path(resume_from_checkpoint).name)
+            if found is None:
+                given = None if resume_from_checkpoint is True else resume_from_checkpoint
+                return super().train(given, *args, **kwargs)  # type: ignore[misc]
+            with tempfile.TemporaryDirectory() as directory:
+                self._restore_files(found, Path(directory))
+                return super().train(directory, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._close()
+
+    def _restore_files(self, name: str, directory: Path) -> None:
+        """Puts the files where Trainer reads them. Model and optimizer follow once they are sharded."""
+        state = wanted_entries()
+        self._open().load(name, state)
+        own, first = values_in(state, trust_pickles=self._trust_pickles)
+        for file, content in (own or first)["files"].items():
+            (directory / file).write_bytes(content)
+        if own is not None:
+            self._counters = own["counters"]
+        elif rank_and_world()[0] == 0:
+            warn(
+                f"Checkpoint {name!r} was saved by another number of ranks: each rank gets the schedule, counters and "
+                "callbacks of rank 0. Its random generators stay as they are, and its data is divided anew."
+            )
+        self._restored_from = (name, str(directory))
+
+    def _is_ours(self, directory: Any) -> bool:
+        return self._restored_from is not None and directory == self._restored_from[1]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        """Nothing yet, if it is ours: `_load_optimizer_and_scheduler` comes later, with the model wrapped."""
+        if not self._is_ours(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        if not self._is_ours(checkpoint) or self._restored_from is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        schedule = Path(checkpoint) / SCHEDULER_NAME
+        state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model_wrapped)}
+        if schedule.exists():  # not with save_only_model
+            state[_OPTIMIZER] = get_optimizer_state_dict(self.model_wrapped, self._plain_optimizer())
+        self._open().load(self._restored_from[0], state)
+        set_model_state_dict(self.model_wrapped, state[_MODEL])
+        if schedule.exists():
+            set_optimizer_state_dict(self.model_wrapped, self._plain_optimizer(), state[_OPTIMIZER])
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=not self._trust_pickles))
+
+    def _init_training_state(
+        self, max_steps: Any, steps: Any, epochs: Any, resume_from_checkpoint: Any, trial: Any
+    ) -> Any:
+        """As Trainer's, but that the best checkpoint is no directory that it could see."""
+        done = super()._init_training_state(max_steps, steps, epochs, resume_from_checkpoint, trial)  # type: ignore[misc]
+        if self._is_ours(resume_from_checkpoint):
+            saved = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+            self.state.best_model_checkpoint = saved.best_model_checkpoint
+        return done
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        """As Trainer's, just before the first step; and then its counters for what it logs."""
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        counters, self._counters = self._counters, None
+        if counters is not None:
+            self._tr_loss += counters["loss"]
+            self._elapsed_s = counters["elapsed_s"]
+            for name in _COUNTERS:
+                setattr(self, name, counters[name])
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        """As Trainer's, over the whole run: its time is what all parts of the run took."""
+        return super()._finalize_training(trial, num_train_samples, start_time - self._elapsed_s)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        """The model of the best checkpoint."""
+        name = Path(self.state.best_model_checkpoint).name
+        state = {_MODEL: get_model_state_dict(self.model_wrapped)}
+        self._open().load(name, state)
+        set_model_state_dict(self.model_wrapped, state[_MODEL])
+
+    def _open(self) -> NamedCheckpoints:
+        if self._checkpoints is None:
+            self._checkpoints = NamedCheckpoints(self._root, self._writer_options)
+        return self._checkpoints
+
+    def _close(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
+
+
+class ReplicatedTrainer(ReplicatedTrainerMixin, Trainer):
+    """Trainer, with checkpoints that survive the loss of a node."""

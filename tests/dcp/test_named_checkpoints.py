@@ -1,0 +1,93 @@
+"""What the integrations share, without a framework: checkpoints under names of others, and a value of each rank."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replicated_ckpt import Retention
+from replicated_ckpt.dcp.rank import by_rank, rank_state
+from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
+from replicated_ckpt.errors import ObjectUnsafe
+from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints
+from tests.agent.agents import stop_agent, wait_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "root"
+    stop_agent(tmp_path / "root")
+
+
+def opened(root: Path, **options: Any) -> NamedCheckpoints:
+    return NamedCheckpoints(root, {"copies": 1, **options})
+
+
+def test_names_are_found_loaded_and_removed(root: Path) -> None:
+    """A framework's names, with all that is in them; the newest by "latest"; a removed one is not found again."""
+    checkpoints = opened(root)
+    assert checkpoints.find("latest") is None
+    for name, value in (("logs,epoch=0-step=2.ckpt", 2.0), ("logs,epoch=0-step=4.ckpt", 4.0)):
+        checkpoints.save(name, {"x": torch.full((3,), value)})
+    state = {"x": torch.zeros(3)}
+    assert checkpoints.load("latest", state) == "logs,epoch=0-step=4.ckpt"
+    assert state["x"].tolist() == [4.0] * 3
+    assert checkpoints.delete("logs,epoch=0-step=4.ckpt")
+    assert not checkpoints.delete("logs,epoch=0-step=4.ckpt")
+    assert checkpoints.find("logs,epoch=0-step=4.ckpt") is None
+    assert checkpoints.find("latest") == "logs,epoch=0-step=2.ckpt"
+    checkpoints.close()
+
+
+def test_the_best_one_is_kept_by_its_metric(root: Path) -> None:
+    """Retention knows the metric that a framework passes with a checkpoint."""
+    checkpoints = opened(root, retention=Retention(keep_last=1, keep_best="eval_loss"))
+    for step, loss in enumerate((3.0, 1.0, 2.0, 4.0)):
+        checkpoints.save(f"checkpoint-{step}", {"x": torch.zeros(1)}, notes={"metrics": {"eval_loss": loss}})
+    kept = ["checkpoint-1", "checkpoint-3"]
+    wait_for(lambda: sorted(path.parent.name for path in root.glob("*/.metadata")) == kept, 20, "the last and the best")
+
+
+def test_a_ranks_value_comes_back_as_it_was(tmp_path: Path) -> None:
+    """Files, numbers and tensors in any tree, without the same tree being there before."""
+    checkpoints = opened(tmp_path)
+    checkpoints.save("a", entries_of({"files": {"x.pt": b"\x00\xff"}, "deep": [{"t": torch.arange(3)}, (1, None)]}))
+    state = wanted_entries()
+    checkpoints.load("a", state)
+    own, first = values_in(state, trust_pickles=False)
+    for value in (own, first):
+        assert value["files"] == {"x.pt": b"\x00\xff"}
+        assert value["deep"][0]["t"].tolist() == [0, 1, 2]
+        assert value["deep"][1] == (1, None)
+
+
+def test_another_world_gets_rank_0s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank loads what two saved: there is none of its own, and rank 0's is there."""
+    checkpoints = opened(tmp_path)
+    with monkeypatch.context() as patch:
+        for module in (by_rank, rank_state):
+            patch.setattr(module, "rank_and_world", lambda: (0, 2))
+        checkpoints.save("a", entries_of({"rank": 0}))
+    state = wanted_entries()
+    checkpoints.load("a", state)
+    assert values_in(state, trust_pickles=False) == (None, {"rank": 0})
+
+
+class Strange:
+    """A class that nothing allows."""
+
+
+def test_a_strange_class_runs_nothing_unless_trusted(tmp_path: Path) -> None:
+    """The save warns of it, the load refuses it, and says which it is; on request it is loaded."""
+    checkpoints = opened(tmp_path)
+    with pytest.warns(UserWarning, match="Strange"):
+        checkpoints.save("a", entries_of({"x": Strange()}))
+    state = wanted_entries()
+    checkpoints.load("a", state)
+    with pytest.raises(ObjectUnsafe, match="Strange"):
+        values_in(state, trust_pickles=False)
+    assert type(values_in(state, trust_pickles=True)[0]["x"]).__name__ == "Strange"

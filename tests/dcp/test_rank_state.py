@@ -1,0 +1,198 @@
+"""RankState and ReplayedLoader: what a rank has for itself comes back bit for bit, or the rule for other worlds speaks."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from replicated_ckpt import (
+    CheckpointManager,
+    ConfigInvalid,
+    RankState,
+    RankStatePlanner,
+    ReplayedLoader,
+    ReplicatedCkptWarning,
+    ReplicatedReader,
+    ReplicatedWriter,
+    WorldSizeChanged,
+)
+from replicated_ckpt.dcp.rank import rank_state
+
+
+def draw() -> tuple[float, float, float]:
+    """A number of each generator."""
+    return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+
+class Counter:
+    """A position in the data, with a state that is no plain value but of numpy's."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": np.int64(self.at), "nested": {"x": [torch.arange(3), (1, "a")]}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.at = int(state_dict["at"])
+        assert state_dict["nested"]["x"][1] == (1, "a")
+
+
+def test_a_manager_restores_generators_and_parts(tmp_path: Path) -> None:
+    """Python, numpy and torch draw after `restore` what they drew after `save`, and a part stands where it stood."""
+    with CheckpointManager(tmp_path, copies=1) as manager:
+        manager.save(1, {"rank": RankState(data=Counter(7))})
+        drawn = draw()
+        counter = Counter(0)
+        assert manager.restore({"rank": RankState(data=counter)}) == 1
+        assert draw() == drawn
+    assert counter.at == 7
+
+
+def test_plain_dcp_restores_them_too(tmp_path: Path) -> None:
+    """`dcp.save` and `dcp.load` need no planner where the world is the same."""
+    dcp.save({"rank": RankState()}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path, copies=1))
+    drawn = draw()
+    dcp.load({"rank": RankState()}, checkpoint_id="a", storage_reader=ReplicatedReader(tmp_path))
+    assert draw() == drawn
+
+
+@pytest.fixture
+def saved_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint with the item that rank 0 of two ranks saves."""
+    with monkeypatch.context() as patch, CheckpointManager(tmp_path, copies=1) as manager:
+        patch.setattr(rank_state, "rank_and_world", lambda: (0, 2))
+        manager.save(1, {"rank": RankState(), "x": torch.ones(2)})
+    return tmp_path
+
+
+def test_another_world_is_refused_with_both_numbers(saved_by_two: Path) -> None:
+    """One rank loads what two saved: a typed error says both numbers, and the rest is loaded."""
+    state: dict[str, Any] = {"rank": RankState(), "x": torch.zeros(2)}
+    with (
+        CheckpointManager(saved_by_two, copies=1) as manager,
+        pytest.raises(WorldSizeChanged, match="2 ranks had") as caught,
+    ):
+        manager.restore(state)
+    assert (caught.value.saved, caught.value.now) == ((2,), 1)
+    assert state["x"].tolist() == [1, 1]
+
+
+def test_another_world_keeps_its_own_with_one_warning(saved_by_two: Path) -> None:
+    """With "keep" the generators go on as they are, and one warning says so."""
+    torch.manual_seed(3)
+    drawn = draw()[2]
+    torch.manual_seed(3)
+    with CheckpointManager(saved_by_two, copies=1) as manager, pytest.warns(ReplicatedCkptWarning) as warned:
+        manager.restore({"rank": RankState(on_other_world="keep"), "x": torch.zeros(2)})
+    assert draw()[2] == drawn
+    ours = [str(each.message) for each in warned if each.category is ReplicatedCkptWarning]
+    assert len(ours) == 1
+    assert "stay as they are" in ours[0]
+
+
+def test_plain_dcp_names_the_item_of_another_world(saved_by_two: Path) -> None:
+    """DCP's own planner says which item is missing; with ours the rule speaks."""
+    reader = ReplicatedReader(saved_by_two)
+    with pytest.raises(CheckpointException, match="rank-0-of-1"):
+        dcp.load({"rank": RankState()}, checkpoint_id="step-1", storage_reader=reader)
+    with pytest.raises(WorldSizeChanged), pytest.warns(ReplicatedCkptWarning, match="'x' \\(1\\)"):
+        dcp.load({"rank": RankState()}, checkpoint_id="step-1", storage_reader=reader, planner=RankStatePlanner())
+
+
+def test_a_missing_entry_that_is_no_rank_item_is_still_an_error(saved_by_two: Path) -> None:
+    """The planner forgives nothing else."""
+    with CheckpointManager(saved_by_two, copies=1) as manager, pytest.raises(CheckpointException, match="other"):
+        manager.restore({"other": torch.zeros(2), "x": torch.zeros(2)})
+
+
+def test_other_parts_are_refused(tmp_path: Path) -> None:
+    """A part that was not saved, or that nobody takes, is no silent loss."""
+    with CheckpointManager(tmp_path, copies=1) as manager:
+        manager.save(1, {"rank": RankState(data=Counter(7))})
+        with pytest.raises(ConfigInvalid, match="has data of this rank"):
+            manager.restore({"rank": RankState()})
+    with pytest.raises(ConfigInvalid, match="ReplayedLoader"):
+        RankState(data=DataLoader([1]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigInvalid, match="on_other_world"):
+        RankState(on_other_world="drop")  # type: ignore[arg-type]
+
+
+class Noisy(Dataset[float]):
+    """Samples that draw random numbers as they are read, as augmentations do."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        return index + sum(draw()) / 100
+
+
+class Stream(IterableDataset[int]):
+    """Without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(12).tolist())
+
+
+def loaders(kind: str) -> DataLoader[Any]:
+    own = torch.Generator().manual_seed(5)
+    made: dict[str, Any] = {
+        "shuffled": {"dataset": Noisy(), "shuffle": True},
+        "own generator": {"dataset": Noisy(), "shuffle": True, "generator": own},
+        "workers": {"dataset": Noisy(), "shuffle": True, "num_workers": 1},
+        "no length": {"dataset": Stream()},
+        "distributed": {"dataset": Noisy(), "sampler": DistributedSampler(Noisy(), 2, 1)},
+    }
+    return DataLoader(batch_size=2, **made[kind])
+
+
+def read(loader: Any, count: int) -> Iterator[Any]:
+    """So many batches over as many epochs as it takes, with what each step draws, as dropout does."""
+    while True:
+        for batch in loader:
+            yield batch.tolist(), draw()
+            count -= 1
+            if count == 0:
+                return
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "workers", "no length", "distributed"])
+@pytest.mark.parametrize("at", [2, 6, 7])
+def test_a_loader_goes_on_in_the_middle(tmp_path: Path, kind: str, at: int) -> None:
+    """After a restore batches and draws are those of the undisturbed run: in an epoch, at its end, in the second one."""
+    if kind == "distributed" and at > 3:
+        at = 2  # it has three batches
+    total = at + (1 if kind == "distributed" else 4)
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    loader = ReplayedLoader(loaders(kind))
+    with CheckpointManager(tmp_path, copies=1) as manager:
+        undisturbed = []
+        for step in read(loader, total):
+            undisturbed.append(step)
+            if len(undisturbed) == at:
+                manager.save(at, {"rank": RankState(data=loader)})
+        again = ReplayedLoader(loaders(kind))
+        torch.manual_seed(9)
+        manager.restore({"rank": RankState(data=again)})
+        assert list(read(again, total - at)) == undisturbed[at:]
+
+
+def test_a_loader_goes_on_before_its_first_batch(tmp_path: Path) -> None:
+    """What is saved between `iter` and the first batch goes on with that batch."""
+    loader, again = ReplayedLoader(loaders("shuffled")), ReplayedLoader(loaders("shuffled"))
+    with CheckpointManager(tmp_path, copies=1) as manager:
+        reading = iter(loader)
+        manager.save(1, {"rank": RankState(data=loader)})
+        undisturbed = [batch.tolist() for batch in reading]
+        manager.restore({"rank": RankState(data=again)})
+        assert [batch.tolist() for batch in again] == undisturbed

@@ -1,0 +1,109 @@
+"""A user's program on two nodes: undisturbed, or killed in the middle with a node lost, and started again."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.frameworks.running import ENVIRONMENT
+from tests.multiprocess.processes import end, processes_of
+
+PROGRAMS = Path(__file__).parent / "programs"
+Line = dict[str, Any]
+
+
+@dataclass
+class Job:
+    """`program` with a root for each node under `directory`; its ranks write a line for each step, and one at the end."""
+
+    program: str
+    directory: Path
+    ranks: int = 2
+    arguments: tuple[str, ...] = ()
+    launchers: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    lines_before: list[int] = field(default_factory=list)
+    """Of each rank, when it was killed."""
+
+    def root(self, node: int) -> Path:
+        return self.directory / f"node-{node}"
+
+    @property
+    def out(self) -> Path:
+        return self.directory / "out"
+
+    def start(self, *arguments: str) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for node in (0, 1):
+            command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nnodes", "2"]
+            command += ["--node-rank", str(node), "--nproc-per-node", str(self.ranks), "--master-addr", "127.0.0.1"]
+            command += ["--master-port", str(port), str(PROGRAMS / self.program), "--root", str(self.root(node))]
+            command += ["--out", str(self.out), *self.arguments, *arguments]
+            with (self.directory / f"log-{node}").open("a") as log:
+                self.launchers.append(subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT))
+
+    def finish(self) -> None:
+        """Both launchers end, and with 0."""
+        for launcher in self.launchers:
+            assert launcher.wait(400) == 0, self.log()
+        self.launchers.clear()
+
+    def lose_a_node(self, timeout_s: float = 300) -> None:
+        """Once all ranks stand still: SIGKILL to them, the launchers and the second node's agent; its root is gone."""
+        deadline = time.monotonic() + timeout_s
+        ranks = [pid for pid in processes_of(str(self.out)) if self._is_stopped(pid)]
+        while len(ranks) < 2 * self.ranks:
+            assert time.monotonic() < deadline, self.log()
+            assert all(launcher.poll() is None for launcher in self.launchers), self.log()
+            time.sleep(0.2)
+            ranks = [pid for pid in processes_of(str(self.out)) if self._is_stopped(pid)]
+        for launcher in self.launchers:
+            launcher.send_signal(signal.SIGKILL)
+            launcher.wait()
+        end(processes_of(str(self.out)))
+        end(processes_of(str(self.root(1))))
+        shutil.rmtree(self.root(1))
+        self.launchers.clear()
+        self.lines_before = [len(self.lines(rank)) for rank in range(2 * self.ranks)]
+
+    def clean_up(self) -> None:
+        end(processes_of(str(self.directory)))
+        for launcher in self.launchers:
+            launcher.wait()
+
+    def lines(self, rank: int) -> list[Line]:
+        return [json.loads(line) for line in (self.out / f"rank-{rank}.jsonl").read_text().splitlines()]
+
+    def log(self) -> str:
+        return "".join((self.directory / f"log-{node}").read_text()[-4000:] for node in (0, 1))
+
+    @staticmethod
+    def _is_stopped(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+
+
+def join(before: list[Line], after: list[Line], by: tuple[str, ...]) -> list[Line]:
+    """What both runs said, in order: the second one says again what the first one said and had not saved."""
+    again = {tuple(line.get(name) for name in by) for line in after}
+    return [line for line in before if tuple(line.get(name) for name in by) not in again] + after
+
+
+def check_same(undisturbed: Job, disturbed: Job, by: tuple[str, ...], first_again: Line) -> None:
+    """Each rank of the disturbed job went on behind its checkpoint, and said what that of the undisturbed one said."""
+    for rank in range(2 * undisturbed.ranks):
+        whole, both = undisturbed.lines(rank), disturbed.lines(rank)
+        at = disturbed.lines_before[rank]
+        before, after = both[:at], both[at:]
+        assert {name: after[0][name] for name in first_again} == first_again
+        assert join(before, after, by) == whole
+        assert before == whole[: len(before)]

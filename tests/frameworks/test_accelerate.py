@@ -1,0 +1,76 @@
+"""Accelerate with our Accelerator: killed in the middle with a node lost, it ends as an undisturbed run, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from replicated_ckpt.errors import ConfigInvalid
+from tests.frameworks.jobs import Job, check_same
+from tests.frameworks.running import require
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
+
+
+def prepared(root: Path) -> tuple[Any, Any]:
+    from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
+
+    torch.manual_seed(4)
+    accelerator = ReplicatedAccelerator(cpu=True, replicated_root=root, writer_options={"copies": 1})
+    data = TensorDataset(torch.arange(12))
+    return accelerator, accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
+
+
+@pytest.mark.parametrize("at", [2, 6, 8])
+def test_nothing_is_skipped_twice(tmp_path: Path, at: int) -> None:
+    """With the usual idiom each batch of three epochs is read once, wherever it was saved; a wrong number is refused."""
+    require("accelerate")
+    accelerator, loader = prepared(tmp_path)
+    undisturbed = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        for (batch,) in accelerator.skip_first_batches(loader, 0):
+            undisturbed.append(batch.tolist())
+            if len(undisturbed) == at:
+                accelerator.save_state("checkpoint-1")
+    accelerator, loader = prepared(tmp_path)
+    assert accelerator.load_state() == "checkpoint-1"
+    epoch, skipped = divmod(at - 1, 6)
+    if at != 6:
+        with pytest.raises(ConfigInvalid, match="are to be skipped"):
+            accelerator.skip_first_batches(loader, 5)
+    again: list[Any] = []
+    for now in range(epoch, 3):
+        loader.set_epoch(now)
+        again += [
+            batch.tolist() for (batch,) in accelerator.skip_first_batches(loader, skipped + 1 if now == epoch else 0)
+        ]
+    assert again == undisturbed[at:]
+
+
+@pytest.mark.parametrize(
+    ("options", "hold_at", "begins"),
+    [((), 11, {"step": 9}), (("--sharded",), 7, {"step": 5})],
+    ids=["ddp, second epoch", "fsdp2, first epoch"],
+)
+def test_accelerate_goes_on_in_the_middle(
+    tmp_path: Path, options: tuple[str, ...], hold_at: int, begins: dict[str, int]
+) -> None:
+    """Schedule, accumulation, dropout, shuffled data, a registered object: losses, rates and weights have the same bits."""
+    require("accelerate")
+    disturbed = Job("accelerate_program.py", tmp_path / "disturbed", arguments=options)
+    undisturbed = Job("accelerate_program.py", tmp_path / "undisturbed", arguments=options)
+    try:
+        disturbed.start("--hold-at", str(hold_at))
+        disturbed.lose_a_node()
+        disturbed.start()
+        disturbed.finish()
+        undisturbed.start()
+        undisturbed.finish()
+    finally:
+        disturbed.clean_up()
+        undisturbed.clean_up()
+    check_same(undisturbed, disturbed, ("step",), begins)
+    assert not (disturbed.root(1) / "checkpoint-4").exists()  # total_limit

@@ -1,0 +1,40 @@
+"""Lightning over our strategies: killed in the middle with a node lost, it ends as an undisturbed run does, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.jobs import Job, check_same
+from tests.frameworks.running import require
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hold_at", "resume", "begins"),
+    [
+        ("fsdp2", 9, "latest", {"step": 8, "index": 4}),
+        ("ddp", 9, "last", {"step": 8, "index": 4}),
+        ("fsdp2", 7, "latest", {"step": 6, "index": 0}),
+    ],
+    ids=["fsdp2 in an epoch", "ddp by ckpt_path last", "fsdp2 at an epoch's end"],
+)
+def test_lightning_goes_on_in_the_middle(
+    tmp_path: Path, strategy: str, hold_at: int, resume: str, begins: dict[str, int]
+) -> None:
+    """Schedule, accumulation, dropout, shuffled data, validation, callbacks: losses, rates, weights are the same bits."""
+    require("lightning")
+    options = ("--strategy", strategy, "--resume", resume)
+    disturbed = Job("lightning_program.py", tmp_path / "disturbed", arguments=options)
+    undisturbed = Job("lightning_program.py", tmp_path / "undisturbed", arguments=options)
+    try:
+        disturbed.start("--hold-at", str(hold_at))
+        disturbed.lose_a_node()
+        disturbed.start()
+        disturbed.finish()
+        undisturbed.start()
+        undisturbed.finish()
+    finally:
+        disturbed.clean_up()
+        undisturbed.clean_up()
+    check_same(undisturbed, disturbed, ("step", "index"), begins)

@@ -1,0 +1,36 @@
+"""Trainer with our mixin: killed in the middle with a node lost, it ends as an undisturbed run does, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.jobs import Job, check_same
+from tests.frameworks.running import require
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    ("hold_at", "begins"),
+    [(9, {"step": 9, "epoch": 1.5}), (13, {"step": 13, "epoch": 2 + 1 / 6})],
+    ids=["in an epoch", "at an epoch's end"],
+)
+def test_trainer_goes_on_in_the_middle(tmp_path: Path, hold_at: int, begins: dict[str, float]) -> None:
+    """Schedule, accumulation, dropout, shuffling, best model, callbacks: what is logged and weights have the same bits."""
+    require("transformers")
+    disturbed = Job("trainer_program.py", tmp_path / "disturbed")
+    undisturbed = Job("trainer_program.py", tmp_path / "undisturbed")
+    try:
+        disturbed.start("--hold-at", str(hold_at))
+        disturbed.lose_a_node()
+        disturbed.start()
+        disturbed.finish()
+        undisturbed.start()
+        undisturbed.finish()
+    finally:
+        disturbed.clean_up()
+        undisturbed.clean_up()
+    check_same(undisturbed, disturbed, ("step", "index"), begins)
+    assert undisturbed.lines(0)[-2]["of"] == 4
+    kept = [job.root(node) / "store" / "checkpoint-4" for job in (undisturbed, disturbed) for node in (0, 1)]
+    assert [path.exists() for path in kept] == [True] * 4
