@@ -69,8 +69,8 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
     """
     size_bytes = -(-max(1, size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     with _taking:
-        _idle.sort(key=lambda segment: segment.size_bytes)
-        found = next((segment for segment in _idle if segment.size_bytes >= size_bytes), _idle[-1] if _idle else None)
+        idle = sorted(_idle, key=lambda segment: segment.size_bytes)  # a copy: `_give_back` may add one meanwhile
+        found = next((segment for segment in idle if segment.size_bytes >= size_bytes), idle[-1] if idle else None)
         missing = size_bytes - (0 if found is None else found.size_bytes)
         if missing > 0 and missing > (available := available_bytes()):
             raise StagingMemoryShort(
@@ -78,10 +78,11 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
             )
         if found is None:
             return Segment(size_bytes).lease()
-        _idle.remove(found)
+        idle.remove(found)
+        for taken in (found, *idle[: max(0, len(idle) - _IDLE_MAX)]):
+            _idle.remove(taken)
         if missing > 0:
             found.grow(size_bytes)
-        del _idle[: max(0, len(_idle) - _IDLE_MAX)]
         return found.lease()
 
 
@@ -100,4 +101,11 @@ def _give_back(segment: Segment, pid: int) -> None:
         _idle.append(segment)
 
 
-os.register_at_fork(after_in_child=_idle.clear)
+def _begin_anew() -> None:
+    """In a forked child: idle segments are the parent's, and so was the thread that may have held the lock."""
+    global _taking  # noqa: PLW0603 - the one of this process
+    _idle.clear()
+    _taking = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
