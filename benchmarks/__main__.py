@@ -27,6 +27,7 @@ from benchmarks.suites.peers import peers_suite
 from benchmarks.suites.results import Results, Row, from_json
 from benchmarks.suites.saving import save_suite, small_suite
 from benchmarks.suites.setup import TMPFS, Unavailable
+from benchmarks.training_stall import stall_suite
 from tests.multiprocess.zygote import stop_the_zygotes
 
 RUN: Mapping[str, Callable[[Options], list[Row]]] = {
@@ -37,6 +38,7 @@ RUN: Mapping[str, Callable[[Options], list[Row]]] = {
     "emulated": emulated_suite,
     "bucket": bucket_suite,
     "peers": peers_suite,
+    "stall": stall_suite,
 }
 INTERRUPTED = 130  # as a shell has it
 _REPORT_CHARACTERS = 6_000

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-SUITES = ("save", "load", "small", "growth", "emulated", "bucket", "peers")
+SUITES = ("save", "load", "small", "growth", "emulated", "bucket", "peers", "stall")
 MEDIA = ("tmpfs", "disk")
 _PARALLEL_EXAMPLE = "save,load"
 

@@ -13,6 +13,15 @@ TITLES = {
     "emulated": "Nodes with links and disks of a set speed",
     "bucket": "Buckets",
     "peers": "Beside others",
+    "stall": "Training that saves",
+}
+WORKS = {
+    "save": "save",
+    "load": "load",
+    "recover": "recover",
+    "block": "standstill for each save",
+    "p50": "median step",
+    "p99": "slowest step of 100",
 }
 Cells = tuple[str, ...]
 
@@ -34,11 +43,11 @@ def sections(results: Results) -> Iterator[tuple[str, list[Row], str]]:
         rows = results.of(suite)
         for setup in distinct(row.setup for row in rows):
             here = [row for row in rows if row.setup == setup]
-            for work in ("save", "load", "recover"):
+            for work, shown_as in WORKS.items():
                 shown = [row for row in here if row.work == work]
                 if shown:
                     size = f", {shown[0].state_bytes / 1e6:.0f} MB" if shown[0].x is None else ""
-                    title = f"{TITLES[suite]}: {work}, {setup}{size}"
+                    title = f"{TITLES[suite]}: {shown_as}, {setup}{size}"
                     yield title, shown, _probes(here) if shown[0].x is None else ""
 
 

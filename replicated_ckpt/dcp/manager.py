@@ -362,6 +362,7 @@ class CheckpointManager:
         self._preemption.close()
         try:
             self._settle()
+            self._writer.close()
         finally:
             if self._lent is not None:
                 self._lent.close()

@@ -15,6 +15,7 @@ from benchmarks.suites.loading import ALL_LOCAL, REPLACED, SHRUNK, STARTS_AGENTS
 from benchmarks.suites.results import Results, Row, from_json
 from benchmarks.suites.saving import STOCK
 from benchmarks.suites.setup import kind_of
+from benchmarks.training_stall import CASES as STALL_CASES
 from tests.marks import long
 
 SAVES = [
@@ -24,13 +25,17 @@ SAVES = [
     "ours, 2 copies, ack=peer-memory",
     "ours, 2 copies, ack=peer",
 ]
-CASES = {"save": set(SAVES), "load": {STOCK, ALL_LOCAL, STARTS_AGENTS, SHRUNK, REPLACED}}
+CASES = {
+    "save": set(SAVES),
+    "load": {STOCK, ALL_LOCAL, STARTS_AGENTS, SHRUNK, REPLACED},
+    "stall": {case["name"] for case in STALL_CASES},
+}
 MACHINE = dict.fromkeys(("date", "cores", "cpu", "torch", "commit", "load_before"), "?")
 
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("suites", ["save", long("save,load,small,emulated,peers")])
+@pytest.mark.parametrize("suites", ["save", long("save,load,small,emulated,peers,stall")])
 def test_it_runs_and_its_figures_reach_the_documents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], suites: str
 ) -> None:

@@ -1,5 +1,6 @@
 """What we name of torch's private parts is there, and behaves as we rely on, in every supported version of torch."""
 
+import concurrent.futures
 import inspect
 import io
 import pickle
@@ -17,7 +18,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from replicated_ckpt.dcp.runtime import torch_private
-from replicated_ckpt.dcp.runtime.torch_private import DcpCall, StorageInfo, calling, flatten, follow_step, narrow
+from replicated_ckpt.dcp.runtime.torch_private import (
+    AsyncCall,
+    DcpCall,
+    StorageInfo,
+    async_calling,
+    calling,
+    flatten,
+    follow_step,
+    narrow,
+)
 
 
 class Witness(dcp.FileSystemWriter):
@@ -173,3 +183,33 @@ def test_flattening_names_what_dcps_planners_name() -> None:
     metadata = dcp.DefaultSavePlanner()
     metadata.set_up_planner(state)
     assert metadata.create_local_plan().planner_data == paths
+
+
+class StagingWitness(Witness):
+    """Stock writer, which is a stager as ours is, that notes what `async_calling` sees."""
+
+    def stage(self, state_dict: dict[str, object]) -> dict[str, object]:
+        self.staged = async_calling()
+        return state_dict
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return True
+
+    def synchronize_staging(self) -> None:
+        self.synchronized = async_calling()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stager_sees_the_asynchronous_save_it_stages_for(tmp_path: Path) -> None:
+    """`async_calling` finds where it saves, and its future as soon as it has one; outside a call it finds nothing."""
+    assert async_calling() is None
+    writer = StagingWitness(str(tmp_path))
+    future = dcp.async_save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    assert isinstance(future, concurrent.futures.Future)
+    assert writer.staged == AsyncCall(in_process=False, future=None)
+    assert writer.synchronized == AsyncCall(in_process=False, future=future)
+    future.result(60)
+    kinds = {kind.value for kind in state_dict_saver.AsyncCheckpointerType}
+    assert kinds == {"thread", "process"}
+    assert "async_checkpointer_type" in inspect.signature(state_dict_saver.async_save).parameters

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from tests.agent.agents import stop_agent
@@ -20,6 +21,7 @@ from tests.docs.test_docs import DOCUMENTS, ROOT, text_of
 
 RUN_HERE = {
     "README.md",
+    "docs/async.md",
     "docs/conversions.md",
     "docs/getting-started.md",
     "docs/object-store.md",
@@ -102,6 +104,15 @@ def test_the_ten_lines_run(tmp_path: Path) -> None:
     assert text_of("docs/getting-started.md").count('"/nvme/ckpt")') == 2
     assert_loaded(run("docs/getting-started.md", tmp_path), "step-1000")
     assert (tmp_path / "ckpt" / "step-1000" / ".metadata").exists()
+
+
+def test_the_asynchronous_save_runs(tmp_path: Path) -> None:
+    """The writer alone stages it, and the checkpoint is there when the future is done."""
+    names = run("docs/async.md", tmp_path)
+    state = {"step": 0}
+    dcp.load(state, checkpoint_id="step-1000", storage_reader=ReplicatedReader(tmp_path / "ckpt", expect_partial=True))
+    assert state == {"step": 1000}
+    assert isinstance(names["writer"], AsyncStager)
 
 
 def test_the_readmes_lines_run_twice_in_a_row(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
 KINDS = ["plain", "fsdp2"]
+MORE_KINDS = [*KINDS, "ddp", "meshes", "two_dimensional"]
 
 
 def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
     """When the future is done the checkpoint is what the values were at the call; and the next save follows."""
     ids = ["step-1", "step-2", "step-3"]
-    loads = [call("state.load", kinds=KINDS, checkpoint_id=name) for name in ids]
-    results = cluster_of(2).launch([call("async.save", kinds=KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1])
+    loads = [call("state.load", kinds=MORE_KINDS, checkpoint_id=name) for name in ids]
+    results = cluster_of(2).launch([call("async.save", kinds=MORE_KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1])
     for index, saved in enumerate(results.agreed(0)):
         assert results.digests(index + 1) == [saved, saved]
 

@@ -8,12 +8,14 @@ and how its planners name what is nested is their own.
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharded_tensor import metadata as old_metadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -23,12 +25,15 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePre
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 __all__ = [
+    "AsyncCall",
     "DcpCall",
     "MemoryFormat",
     "OldMemoryFormat",
     "OldTensorProperties",
+    "ShardedTensor",
     "StorageInfo",
     "StoragePrefix",
+    "async_calling",
     "calling",
     "default_store",
     "flatten",
@@ -38,6 +43,7 @@ __all__ = [
     "metadata_version",
     "narrow",
     "weights_only_names",
+    "with_shards",
 ]
 
 MemoryFormat, OldMemoryFormat = dcp_metadata._MEM_FORMAT_ENCODING, old_metadata.MEM_FORMAT_ENCODING  # noqa: SLF001
@@ -72,6 +78,31 @@ def calling() -> DcpCall | None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _ENTRY_POINTS:
             values = frame.f_locals
             return DcpCall(values.get("process_group"), bool(values.get("no_dist", False)))
+        frame = frame.f_back
+    return None
+
+
+@dataclass(frozen=True)
+class AsyncCall:
+    """A `dcp.async_save` under way: where it saves, and the future that it will return, once it has one."""
+
+    in_process: bool
+    future: "Future[Any] | None"
+
+
+def async_calling() -> AsyncCall | None:
+    """The `dcp.async_save` on this thread's stack, or None if there is none.
+
+    Seen on torch 2.15: it has the parameter `async_checkpointer_type`, calls the stager's `stage` before it has a future,
+    and its `synchronize_staging` when it has one. The stager is told neither.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_SAVER, "async_save"):
+            values = frame.f_locals
+            kind = getattr(values.get("async_checkpointer_type"), "value", None)
+            futures = (value for value in values.values() if isinstance(value, Future))
+            return AsyncCall(kind == "process", next(futures, None))
         frame = frame.f_back
     return None
 
@@ -150,3 +181,20 @@ def narrow(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
         if size < tensor.size(dimension):
             tensor = tensor.narrow(dimension, offset, size)
     return tensor
+
+
+def with_shards(tensor: ShardedTensor, shards: list[Shard]) -> ShardedTensor:
+    """The same sharded tensor, its metadata too, but for the data of this rank's shards. No other rank is asked."""
+    properties = tensor.metadata().tensor_properties
+    made: ShardedTensor = ShardedTensor.__new__(
+        ShardedTensor,
+        tensor.sharding_spec(),
+        tensor.metadata().size,
+        dtype=properties.dtype,
+        layout=properties.layout,
+        pin_memory=properties.pin_memory,
+        requires_grad=properties.requires_grad,
+    )
+    vars(made).update(vars(tensor))
+    made._local_shards = shards  # noqa: SLF001
+    return made

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -21,13 +22,14 @@ from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
+from replicated_ckpt.dcp.staging.stager import Stager
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 
 
 @make_tellable
-class ReplicatedWriter(StorageWriter):
+class ReplicatedWriter(StorageWriter, AsyncStager):
     """Writes each rank's shard to the node's own disk and, in the same pass, to buddy nodes.
 
     After `dcp.save` returns: the checkpoint is committed on every node of the process group, and any `copies - 1` of
@@ -58,7 +60,8 @@ class ReplicatedWriter(StorageWriter):
         on_save: called on every rank with its SaveReport once the save is committed, in the thread that saves. What it
             raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it.
 
-    One writer serves many saves, one at a time; it may be used from the thread of `dcp.async_save`.
+    One writer serves many saves, one at a time. For `dcp.async_save` it is the stager, too: the state is copied once, into
+    memory that the next save uses again, and a second save waits for the first before it copies. `close` frees that memory.
 
     Raises:
         ConfigInvalid: an argument cannot work.
@@ -108,6 +111,7 @@ class ReplicatedWriter(StorageWriter):
         self._given_id: str | os.PathLike[str] | None = None
         self._attempt: SaveAttempt | None = None
         self._next_notes: Mapping[str, Any] = {}
+        self._stager = Stager()
         announce()
 
     def _make_parts(self) -> WriterParts:
@@ -148,6 +152,26 @@ class ReplicatedWriter(StorageWriter):
         retaining = Retaining(self._parts.store, self.config, self._target)
         self._parts = replace(self._parts, config=self.config, retaining=retaining)
 
+    # What `dcp.async_save` calls, before it saves in the background ------------------------------------------------
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies the state into this process's memory, once per byte. Waits for this writer's save before, if need be.
+
+        What does not fit is not copied: a line is logged, and `synchronize_staging` waits for the write.
+        """
+        return self._stager.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """When this returns the tensors that were staged may change. It waits only for a state that was not copied."""
+        self._stager.synchronize()
+
+    def close(self) -> None:
+        """Waits for this writer's save, and frees the memory that copies of states have left in this process.
+
+        A later `async_save` takes new memory.
+        """
+        self._stager.close()
+
     # What DCP calls, in order ------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -167,6 +191,7 @@ class ReplicatedWriter(StorageWriter):
             ConfigInvalid: `use_collectives=False`, which leaves nobody to decide and commit.
         """
         del args
+        self._stager.begin()
         self._given_id, self._next_id = self._next_id, None
         notes, self._next_notes = self._next_notes, {}
         if self._attempt is not None:
@@ -201,7 +226,10 @@ class ReplicatedWriter(StorageWriter):
         Afterwards it holds at the level of `ack`. On failure the save is given up on every node before this raises.
         """
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._under_way.write(plan, planner))
+        try:
+            future.set_result(self._under_way.write(plan, planner))
+        finally:
+            self._stager.note_written()
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -1,0 +1,69 @@
+"""The suite of training that goes on: how long it stands still for each save, and its steps' times meanwhile.
+
+A loop computes, changes the state in place and saves it every few steps: without saves, with stock's and with ours, each
+synchronously and in the background. `done s` is the time until the save is over.
+"""
+
+import statistics
+from typing import Any
+
+from benchmarks.options import Options
+from benchmarks.suites.results import Row
+from benchmarks.suites.saving import Case
+from benchmarks.suites.setup import Setup, cluster_on
+from tests.multiprocess.cluster import call
+
+SHARE = 0.1  # of the time for all suites
+ALONE, STOCK = "no saves", "stock, async_save"
+CASES: tuple[Case, ...] = (
+    {"name": ALONE, "way": "none", "options": {}},
+    {"name": "stock, save", "way": "stock sync", "options": {}},
+    {"name": STOCK, "way": "stock async", "options": {}},
+    {"name": "stock, async_save with DefaultStager", "way": "stock staged", "options": {}},
+    {"name": "ours, 2 copies, save", "way": "ours sync", "options": {"copies": 2}},
+    {"name": "ours, 1 copy, async_save", "way": "ours async", "options": {"copies": 1}},
+    {"name": "ours, 2 copies, async_save", "way": "ours async", "options": {"copies": 2}},
+)
+_SIZE_BYTES_MAX = 512 << 20
+_SAVES, _EVERY = 3, 20
+_GRACE_S = 600.0
+
+
+def stall_suite(options: Options) -> list[Row]:
+    size_bytes = min(options.size_bytes, _SIZE_BYTES_MAX)
+    rows: list[Row] = []
+    for medium in options.media:
+        rows += _rows(options, Setup(medium, 2, 1), size_bytes, options.seconds * SHARE / len(options.media))
+    return rows
+
+
+def _rows(options: Options, setup: Setup, size_bytes: int, seconds: float) -> list[Row]:
+    saves, every = (1, 3) if options.is_quick else (_SAVES, _EVERY)
+    step = call(
+        "benchmarks.rank.stalling.train",
+        size_bytes=size_bytes,
+        cases=list(CASES),
+        rounds=options.rounds,
+        saves=saves,
+        every=every,
+        deadline_s=seconds,
+    )
+    with cluster_on(options, setup, 2 * (saves + 1) * size_bytes) as cluster:
+        results = cluster.launch(
+            [step], nodes=range(setup.nodes), ranks=setup.ranks, timeout_s=options.seconds + _GRACE_S
+        )
+    taken = results.values[0][0]
+    copy_s = statistics.median(sample["seconds"] for sample in taken["copy"]["copy"])
+    return [
+        *_of(setup, "block", taken, STOCK, copy_s),
+        *_of(setup, "p50", taken, ALONE, None),
+        *_of(setup, "p99", taken, ALONE, None),
+        Row("stall", setup.name, "probe", "copy", STOCK, taken["state_bytes"], taken["copy"]["copy"]),
+    ]
+
+
+def _of(setup: Setup, work: Any, taken: dict[str, Any], base: str, limit_s: float | None) -> list[Row]:
+    names = [case["name"] for case in CASES if work != "block" or case["name"] != ALONE]
+    return [
+        Row("stall", setup.name, work, name, base, taken["state_bytes"], taken[work][name], limit_s) for name in names
+    ]

@@ -1,0 +1,65 @@
+"""How much memory this process may still take: what the machine has, and what its cgroups leave of it."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_KEPT_FREE = 10
+"""One part in so many of what is available is left to others."""
+_UNLIMITED_BYTES = 1 << 60
+"""A limit of cgroup v1 from here on is none."""
+
+
+def share_of_rank(environment: Mapping[str, str] | None = None) -> int:
+    """Bytes that one rank may take: ranks of one node stage at the same time, so each takes its part only."""
+    found = (os.environ if environment is None else environment).get("LOCAL_WORLD_SIZE", "")
+    ranks = int(found) if found.isdecimal() else 1
+    available = available_bytes()
+    return (available - available // _KEPT_FREE) // max(1, ranks)
+
+
+def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """The least of the machine's MemAvailable and of what each limit above this process leaves, page cache not counted."""
+    return min([_machine_bytes(proc), *(max(0, left) for left in _left_by_cgroups(proc, cgroups))])
+
+
+def _machine_bytes(proc: Path) -> int:
+    found = _numbers((proc / "meminfo").read_text(encoding="ascii"))
+    return found["MemAvailable:"] << 10
+
+
+def _left_by_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Of each cgroup that has a limit, from this process's own up. A container may see the topmost one only."""
+    for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            names, root, prefix = ("memory.max", "memory.current"), cgroups, ""
+        elif "memory" in controllers.split(","):
+            names, root, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), cgroups / "memory", "total_"
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        for folder in (inside, *inside.parents):
+            left = _left_by(root / folder, *names, prefix)
+            if left is not None:
+                yield left
+
+
+def _left_by(folder: Path, limit_name: str, usage_name: str, prefix: str) -> int | None:
+    try:
+        limit = (folder / limit_name).read_text(encoding="ascii").strip()
+        usage = int((folder / usage_name).read_text(encoding="ascii"))
+        counts = _numbers((folder / "memory.stat").read_text(encoding="ascii"))
+    except FileNotFoundError:  # the topmost cgroup has no limit, and a container sees no other's
+        return None
+    if limit == "max" or int(limit) >= _UNLIMITED_BYTES:
+        return None
+    page_cache = counts.get(f"{prefix}inactive_file", 0) + counts.get(f"{prefix}active_file", 0)
+    return int(limit) - usage + page_cache
+
+
+def _numbers(text: str) -> Mapping[str, int]:
+    """The second word of each line by the first."""
+    words = (line.split() for line in text.splitlines())
+    return {found[0]: int(found[1]) for found in words if len(found) > 1 and found[1].isdecimal()}

@@ -1,0 +1,111 @@
+"""Memory that staged tensors lie in: one segment per save under way, kept by the process from save to save.
+
+Fresh memory costs several times what used memory does, so a segment is mapped once and used again. It is a memfd: another
+process can map it, too.
+"""
+
+import contextlib
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+from replicated_ckpt.errors import ReplicatedCkptError
+
+_IDLE_MAX = 1
+"""Idle segments that outlast the taking of another one: two writers that save by turns have one each."""
+
+
+class StagingMemoryShort(ReplicatedCkptError):
+    """A copy of the state takes more memory than this rank may take; none was taken, and nothing was copied."""
+
+    default_hint = "Save with dcp.save, which needs no copy; or raise the memory limit of the container."
+
+
+class Segment:
+    """Shared memory without a name, mapped once."""
+
+    def __init__(self, size_bytes: int) -> None:
+        fd = os.memfd_create("replicated-ckpt-staging", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size_bytes)
+            self._memory = mmap.mmap(fd, size_bytes)  # with a descriptor of its own
+        finally:
+            os.close(fd)
+        self._ask_for_huge_pages()
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self._memory)
+
+    def grow(self, size_bytes: int) -> None:
+        """Only while no lease of it lives. What was touched before is not fresh memory again."""
+        self._memory.resize(size_bytes)
+        self._ask_for_huge_pages()
+
+    def lease(self) -> memoryview:
+        """All of it, for one save. When the last tensor over this very view is gone, the segment is idle again."""
+        view = memoryview(self._memory)
+        weakref.finalize(view, _give_back, self, os.getpid()).atexit = False
+        return view
+
+    def _ask_for_huge_pages(self) -> None:
+        with contextlib.suppress(OSError):  # not every kernel has them for shared memory
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+_idle: list[Segment] = []
+_taking = threading.Lock()
+
+
+def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memoryview:
+    """At least so many bytes that no other save uses: an idle segment, grown if it is too small, or a new one.
+
+    Memory is taken only if `available_bytes`, asked when more is needed than lies idle, allows it.
+
+    Raises:
+        StagingMemoryShort: it does not. Nothing was taken.
+    """
+    size_bytes = -(-max(1, size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    with _taking:
+        idle = sorted(_idle, key=lambda segment: segment.size_bytes)  # a copy: `_give_back` may add one meanwhile
+        found = next((segment for segment in idle if segment.size_bytes >= size_bytes), idle[-1] if idle else None)
+        missing = size_bytes - (0 if found is None else found.size_bytes)
+        if missing > 0 and missing > (available := available_bytes()):
+            raise StagingMemoryShort(
+                f"A copy of the state takes {missing:,} more bytes of memory, and this rank may take {available:,}."
+            )
+        if found is None:
+            return Segment(size_bytes).lease()
+        idle.remove(found)
+        for taken in (found, *idle[: max(0, len(idle) - _IDLE_MAX)]):
+            _idle.remove(taken)
+        if missing > 0:
+            found.grow(size_bytes)
+        return found.lease()
+
+
+def drop_idle_segments() -> None:
+    """Gives their memory back. Those in use are not touched."""
+    with _taking:
+        _idle.clear()
+
+
+def _give_back(segment: Segment, pid: int) -> None:
+    """Runs wherever the last tensor dies, in the middle of anything: so it takes no lock.
+
+    After a fork the memory is the parent's: what the child gave back, it would write over.
+    """
+    if os.getpid() == pid:
+        _idle.append(segment)
+
+
+def _begin_anew() -> None:
+    """In a forked child: idle segments are the parent's, and so was the thread that may have held the lock."""
+    global _taking  # noqa: PLW0603 - the one of this process
+    _idle.clear()
+    _taking = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

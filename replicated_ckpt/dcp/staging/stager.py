@@ -1,0 +1,87 @@
+"""Staging the saves of one writer: one after the other, and without a copy where there is no memory for one."""
+
+import logging
+import threading
+import time
+import weakref
+from typing import Any
+
+from replicated_ckpt.dcp.runtime.torch_private import async_calling
+from replicated_ckpt.dcp.staging.available import share_of_rank
+from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, drop_idle_segments, lease_segment
+from replicated_ckpt.dcp.staging.state_copy import StateCopy
+
+log = logging.getLogger(__name__)
+
+BEGIN_TIMEOUT_S = 30.0
+_POLL_S = 0.02
+
+
+class Stager:
+    """Copies states for `dcp.async_save`. One save at a time: `stage` waits until the one before is over.
+
+    That is when no tensor of its copy is left, or the thread that saved has ended; or if no thread has begun to save
+    30 s after the copy was made. A copy that something still holds on to is never written over: the next one gets memory
+    of its own.
+    """
+
+    def __init__(self) -> None:
+        self._staged_at = float("-inf")
+        self._lease: weakref.ref[memoryview] | None = None
+        self._thread: threading.Thread | None = None
+        self._is_uncopied = False
+        self._written = threading.Event()
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state; or the state itself, if its copy does not fit: then `synchronize` waits for the write.
+
+        Raises:
+            StagingMemoryShort: it does not fit, and it is not `dcp.async_save` that calls.
+        """
+        self._wait_for_last()
+        self._thread, self._lease, self._is_uncopied = None, None, False
+        self._written.clear()
+        call = async_calling()
+        state_copy = StateCopy(state_dict)
+        if call is not None and call.in_process:
+            return state_copy.make(None)  # DCP moves each of its storages into memory that both processes share
+        try:
+            memory = lease_segment(state_copy.size_bytes, share_of_rank)
+        except StagingMemoryShort as exc:
+            if call is None:
+                raise
+            log.warning("%s Training waits in async_save until this rank has written its shard.", exc.message)
+            self._is_uncopied = True
+            return state_dict
+        staged = state_copy.make(memory)
+        self._lease, self._staged_at = weakref.ref(memory), time.monotonic()
+        return staged
+
+    def synchronize(self) -> None:
+        """From here on the original may change. One that was not copied was written by then, or that failed."""
+        call = async_calling() if self._is_uncopied else None
+        while call is not None and not self._written.wait(_POLL_S):
+            if call.future is not None and call.future.done():
+                return
+
+    def begin(self) -> None:
+        """This thread saves what was staged."""
+        self._thread = threading.current_thread()
+
+    def note_written(self) -> None:
+        """Nothing of what was staged is read any more, whether it was written or that failed."""
+        self._written.set()
+
+    def close(self) -> None:
+        """Waits for the save before, and frees the memory that no copy lies in any more."""
+        self._wait_for_last()
+        drop_idle_segments()
+
+    def _wait_for_last(self) -> None:
+        while self._lease is not None and self._lease() is not None and not self._is_last_over():
+            time.sleep(_POLL_S)
+
+    def _is_last_over(self) -> bool:
+        if self._thread is None:
+            return time.monotonic() > self._staged_at + BEGIN_TIMEOUT_S
+        return self._thread is threading.current_thread() or not self._thread.is_alive()

@@ -1,0 +1,391 @@
+"""`dcp.async_save` with our writer alone: what it copies, into which memory, and what happens when that is short."""
+
+import gc
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor import distribute_tensor
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.dcp.staging import segment, stager
+from replicated_ckpt.dcp.staging.segment import StagingMemoryShort
+from replicated_ckpt.dcp.staging.state_copy import StateCopy
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions.*"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+TIMEOUT_S = 60.0
+
+
+class Point(NamedTuple):
+    """A tuple with names, as optimizers keep them."""
+
+    x: int
+    y: tuple[int, ...]
+
+
+class Gated(DefaultSavePlanner):
+    """Gives out no data before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.reached = threading.Event(), threading.Event()
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        self.reached.set()
+        assert self.gate.wait(TIMEOUT_S)
+        return super().resolve_data(write_item)
+
+
+class Failing(DefaultSavePlanner):
+    """Fails before the storage is asked for anything."""
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(*args, **kwargs)
+        raise ValueError("it fails on purpose")
+
+
+@pytest.fixture(autouse=True)
+def _without_idle_segments() -> Iterator[None]:
+    segment.drop_idle_segments()
+    yield
+    gc.collect()
+    segment.drop_idle_segments()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the segments that were made."""
+    sizes: list[int] = []
+
+    class Counted(segment.Segment):
+        def __init__(self, size_bytes: int) -> None:
+            sizes.append(size_bytes)
+            super().__init__(size_bytes)
+
+    monkeypatch.setattr(segment, "Segment", Counted)
+    return sizes
+
+
+def various() -> dict[str, Any]:
+    """What a state can be made of, and what a copy could get wrong."""
+    base = torch.arange(600, dtype=torch.float32).reshape(20, 30)
+    learned = torch.nn.Parameter(torch.randn(7, 5))
+    numbers = {
+        str(dtype): torch.arange(24).to(dtype) for dtype in (torch.bool, torch.int8, torch.float64, torch.bfloat16)
+    }
+    ordered = OrderedDict(weight=base * 2, bias=torch.ones(3))
+    ordered._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]  # as nn.Module.state_dict has it
+    complex_numbers = torch.randn(6, dtype=torch.complex64)
+    return {
+        "whole": base,
+        "tied": base,
+        "seen_as_integers": base.view(torch.int32),
+        "row": base[3],
+        "columns": base[:, ::7],
+        "turned": base.t(),
+        "expanded": torch.tensor([1.0, 2.0]).expand(4, 2),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4, dtype=torch.float16),
+        "parameter": learned,
+        "computed": learned * 2,
+        "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        "conjugated": complex_numbers.conj(),
+        "negated": complex_numbers.conj().imag,
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": torch.quantize_per_tensor(torch.randn(9), 0.1, 2, torch.qint8),
+        "numbers": numbers,
+        "module": ordered,
+        "list": [base + 1, {"deep": [torch.ones(2), "text"]}],
+        "point": Point(1, (2, 3)),
+        "objects": {"set": {1, 2}, "raw": b"x" * 999, "none": None, "pair": (torch.ones(3), base)},
+    }
+
+
+def spoil(value: Any) -> None:
+    """Changes all that can be changed, in place, as the next training step would."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_quantized and value.layout is torch.strided and value._base is None:
+            value.detach().zero_()
+    elif isinstance(value, dict):
+        for inner in value.values():
+            spoil(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            spoil(inner)
+    elif isinstance(value, set):
+        value.add("spoilt")
+
+
+def start(state: dict[str, Any], writer: ReplicatedWriter, name: str, planner: Any = None) -> "Future[Any]":
+    future = dcp.async_save(state, checkpoint_id=name, storage_writer=writer, planner=planner)
+    assert isinstance(future, Future)
+    return future
+
+
+def count_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def verified(root: Path, name: str) -> None:
+    assert main(["verify", "--root", str(root), "--checkpoint", name]) == ExitCode.OK
+
+
+def described(root: Path, name: str) -> dict[str, Any]:
+    reader = ReplicatedReader(root)
+    reader.reset(name)
+    return dict(reader.read_metadata().state_dict_metadata)
+
+
+def loaded(root: Path, name: str, like: torch.Tensor) -> torch.Tensor:
+    into = {"t": torch.full_like(like, -7)}
+    dcp.load(into, checkpoint_id=name, storage_reader=ReplicatedReader(root))
+    return into["t"]
+
+
+def test_the_checkpoint_is_that_of_a_synchronous_save(tmp_path: Path) -> None:
+    """Byte for byte, whatever the state is made of, though all of it changes as soon as the call has returned."""
+    torch.manual_seed(1)
+    state = various()
+    dcp.save(state, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path / "sync"))
+    planner = Gated()
+    future = start(state, ReplicatedWriter(tmp_path / "async"), "a", planner)
+    spoil(state)
+    planner.gate.set()
+    future.result(TIMEOUT_S)
+    shards = [(tmp_path / kind / "a" / "__0_0.distcp").read_bytes() for kind in ("sync", "async")]
+    assert shards[0] == shards[1]
+    here, there = (described(tmp_path / kind, "a") for kind in ("sync", "async"))
+    assert here == there
+    learned = there["parameter"]
+    assert isinstance(learned, TensorStorageMetadata)
+    assert learned.properties.requires_grad
+    verified(tmp_path / "async", "a")
+
+
+@pytest.mark.parametrize(
+    "dtype", sorted({found for found in vars(torch).values() if isinstance(found, torch.dtype)}, key=str), ids=str
+)
+def test_every_dtype_is_copied(dtype: torch.dtype) -> None:
+    """Bits, dtype and shape are those of the original, in other memory."""
+    raw = torch.randint(0, 2, (48,), dtype=torch.uint8)
+    original = raw.clone().view(dtype)
+    copied = StateCopy({"t": original}).make(memoryview(bytearray(4096)))["t"]
+    raw.view(torch.uint8)
+    assert (copied.dtype, copied.shape) == (original.dtype, original.shape)
+    assert torch.equal(copied.view(torch.uint8), raw)
+    assert copied.untyped_storage().data_ptr() != original.untyped_storage().data_ptr()
+
+
+def test_shared_storages_are_copied_once_and_stay_shared() -> None:
+    """Tied tensors and views: one copy for all of them, and what is written through one is seen through the others."""
+    base = torch.arange(1000.0)
+    state = {
+        "base": base,
+        "tied": base,
+        "view": base[10:20],
+        "deep": [base.view(torch.int32)],
+        "other": torch.ones(1000),
+    }
+    state_copy = StateCopy(state)
+    assert state_copy.size_bytes < 2 * 4096 + 512
+    copied = state_copy.make(memoryview(bytearray(state_copy.size_bytes)))
+    assert copied["base"] is copied["tied"]
+    copied["base"][10] = -1
+    assert copied["view"][0] == -1
+    assert base[10] == 10
+    assert copied["deep"][0].untyped_storage().data_ptr() == copied["base"].untyped_storage().data_ptr()
+    starts = [copied[name].untyped_storage().data_ptr() for name in ("base", "other")]
+    assert (starts[1] - starts[0]) % 512 == 0
+
+
+def test_meta_tensors_and_cycles_are_copied() -> None:
+    """A tensor without data stays one, and a dict inside itself is itself inside its copy."""
+    state: dict[str, Any] = {"meta": torch.empty(3, device="meta"), "w": torch.ones(2)}
+    state["self"] = state
+    copied = StateCopy(state).make(memoryview(bytearray(4096)))
+    assert copied["meta"].is_meta
+    assert copied["self"] is copied is not state
+
+
+def test_the_memory_is_used_again(tmp_path: Path, made: list[int]) -> None:
+    """Save after save, by new writers too, one segment serves; a larger state lets it grow; `close` frees it."""
+    for index in range(6):
+        state = {"t": torch.full((5000,), float(index))}
+        writer = ReplicatedWriter(tmp_path)
+        future = start(state, writer, f"step-{index}")
+        state["t"].zero_()
+        future.result(TIMEOUT_S)
+        verified(tmp_path, f"step-{index}")
+        assert bool((loaded(tmp_path, f"step-{index}", state["t"]) == index).all())
+    large = {"t": torch.arange(500_000.0)}
+    start(large, writer, "large").result(TIMEOUT_S)
+    assert torch.equal(loaded(tmp_path, "large", large["t"]), large["t"])
+    verified(tmp_path, "large")
+    assert made == [20_480]
+    descriptors = count_descriptors()
+    writer.close()
+    assert count_descriptors() == descriptors - 1
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, made: list[int]) -> None:
+    """One writer, two saves at once: the second copies only when the first is over, and both hold what they should."""
+    writer, state, planner = ReplicatedWriter(tmp_path), {"t": torch.full((1000,), 1.0)}, Gated()
+    first = start(state, writer, "step-1", planner)
+    assert planner.reached.wait(TIMEOUT_S)
+    state["t"].fill_(2.0)
+    second: list[Future[Any]] = []
+    thread = threading.Thread(target=lambda: second.append(start(state, writer, "step-2")))
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()
+    assert not second
+    planner.gate.set()
+    thread.join(TIMEOUT_S)
+    first.result(TIMEOUT_S)
+    second[0].result(TIMEOUT_S)
+    for step in (1, 2):
+        assert bool((loaded(tmp_path, f"step-{step}", state["t"]) == step).all())
+        verified(tmp_path, f"step-{step}")
+
+
+def test_a_copy_that_is_still_looked_at_is_not_written_over(tmp_path: Path, made: list[int]) -> None:
+    """A planner that keeps the state of its last save: the next one is copied elsewhere, and then both memories serve."""
+    writer, planner = ReplicatedWriter(tmp_path), DefaultSavePlanner()
+    for step in (1, 2, 3, 4):
+        start({"t": torch.full((1000,), float(step))}, writer, f"step-{step}", planner).result(TIMEOUT_S)
+        kept = planner.state_dict["t"]
+        start({"t": torch.zeros(1000)}, writer, f"zeros-{step}").result(TIMEOUT_S)
+        assert bool((kept == step).all())
+        del kept
+        verified(tmp_path, f"step-{step}")
+    assert len(made) <= 3
+
+
+def test_a_failed_save_does_not_block_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if its error, which holds on to the copy, is kept, and it never came as far as the writer."""
+    monkeypatch.setattr(stager, "BEGIN_TIMEOUT_S", 0.5)
+    writer = ReplicatedWriter(tmp_path)
+    failed = start({"t": torch.ones(10)}, writer, "a", Failing())
+    assert isinstance(failed.exception(TIMEOUT_S), CheckpointException | ValueError)
+    began = time.monotonic()
+    start({"t": torch.ones(10)}, writer, "b").result(TIMEOUT_S)
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    assert failed.exception() is not None
+    verified(tmp_path, "b")
+
+
+def test_what_does_not_fit_is_saved_without_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, made: list[int]
+) -> None:
+    """`async_save` then returns when this rank has written, a line says why, and the checkpoint is right."""
+    monkeypatch.setattr(stager, "share_of_rank", lambda: 1000)
+    state = {"t": torch.arange(5000.0)}
+    wanted, planner = state["t"].clone(), Gated()
+    writer, futures = ReplicatedWriter(tmp_path), list[Future[Any]]()
+    thread = threading.Thread(target=lambda: futures.append(start(state, writer, "a", planner)))
+    with caplog.at_level(logging.WARNING):
+        thread.start()
+        assert planner.reached.wait(TIMEOUT_S)
+        thread.join(0.3)
+        assert thread.is_alive()
+        planner.gate.set()
+        thread.join(TIMEOUT_S)
+    state["t"].zero_()
+    futures[0].result(TIMEOUT_S)
+    assert "20,480 more bytes of memory, and this rank may take 1,000" in caplog.text
+    assert torch.equal(loaded(tmp_path, "a", wanted), wanted)
+    assert made == []
+    verified(tmp_path, "a")
+    with pytest.raises(StagingMemoryShort):
+        writer.stage(state)
+
+
+def test_a_save_without_a_copy_that_fails_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on, and the future has the error."""
+    monkeypatch.setattr(stager, "share_of_rank", lambda: 1000)
+    failed = start({"t": torch.ones(5000)}, ReplicatedWriter(tmp_path), "a", Failing())
+    assert failed.exception(TIMEOUT_S) is not None
+
+
+def test_what_cannot_be_copied_fails_in_the_background(tmp_path: Path) -> None:
+    """As in a synchronous save, where all ranks learn of it; the call itself returns."""
+    failed = start({"lock": threading.Lock(), "t": torch.ones(3)}, ReplicatedWriter(tmp_path), "a")
+    assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_deepcopy_refuses_is_pickled(tmp_path: Path) -> None:
+    """A tensor with a history inside an object: torch does not deep-copy it, and does save it."""
+    learned = torch.ones(3, requires_grad=True)
+    state = {"pair": (learned * 2, 1), "t": torch.ones(2)}
+
+    class Holder(dict[str, Any]):
+        """An object to DCP only inside a tuple."""
+
+    state["held"] = (Holder(inner=learned * 3),)
+    copied = StateCopy(state).make(memoryview(bytearray(4096)))
+    assert copied["pair"][0].tolist() == [2.0, 2.0, 2.0]
+    assert copied["held"][0]["inner"].tolist() == [3.0, 3.0, 3.0]
+
+
+def test_a_forked_child_has_memory_of_its_own() -> None:
+    """What the child lets go of is not idle there: it would write over what the parent's save is reading."""
+    held = segment.lease_segment(4096, lambda: 1 << 30)
+    held[:4] = b"keep"
+    child = os.fork()
+    if child == 0:
+        del held
+        gc.collect()
+        for _ in range(2):
+            segment.lease_segment(4096, lambda: 1 << 30)[:4] = b"lost"
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bytes(held[:4]) == b"keep"
+
+
+@pytest.fixture
+def _group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group_of_one")
+def test_sharded_tensors_are_made_of_copies() -> None:
+    """DTensors and ShardedTensors: of the same layout as the originals, this rank's part in other memory."""
+    part = torch.arange(12.0).reshape(3, 4)
+    old = init_from_local_shards([Shard.from_tensor_and_offsets(part, [0, 0], 0)], 3, 4)
+    new = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (1,)), [Split(0)])
+    state_copy = StateCopy({"old": old, "new": new})
+    assert state_copy.size_bytes == 2 * 512
+    copied = state_copy.make(memoryview(bytearray(1024)))
+    assert type(copied["old"]) is type(old)
+    assert copied["old"].metadata() == old.metadata()
+    assert (copied["new"].placements, copied["new"].shape) == (new.placements, new.shape)
+    part.zero_()
+    new.to_local().zero_()
+    assert copied["old"].local_shards()[0].tensor.sum() == 66
+    assert copied["new"].to_local().sum() == 15

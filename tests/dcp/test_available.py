@@ -1,0 +1,75 @@
+"""How much memory a rank may take: the least of what machine and cgroups leave, shared among the ranks of a node."""
+
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.dcp.staging import available
+from replicated_ckpt.dcp.staging.available import available_bytes, share_of_rank
+
+MIB = 1 << 20
+
+
+def machine(tmp_path: Path, cgroup: str, available_mib: int = 1000) -> tuple[Path, Path]:
+    """A /proc and a /sys/fs/cgroup."""
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: 9999999 kB\nMemFree: 1 kB\nMemAvailable: {available_mib << 10} kB\n")
+    (proc / "self" / "cgroup").write_text(cgroup)
+    cgroups.mkdir()
+    return proc, cgroups
+
+
+def limit(folder: Path, limited: str, used_mib: int, page_cache_mib: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limited}\n")
+    (folder / "memory.current").write_text(f"{used_mib * MIB}\n")
+    half = page_cache_mib * MIB // 2
+    (folder / "memory.stat").write_text(f"anon 5\nfile 999999999999\ninactive_file {half}\nactive_file {half}\n")
+
+
+def test_without_limits_it_is_what_the_machine_has(tmp_path: Path) -> None:
+    """A topmost cgroup has no files about memory, and one with "max" no limit."""
+    where = machine(tmp_path, "0::/job\n")
+    limit(where[1] / "job", "max", 5)
+    assert available_bytes(*where) == 1000 * MIB
+
+
+def test_each_limit_above_counts(tmp_path: Path) -> None:
+    """The tightest one does, wherever it is set, and page cache can be had back."""
+    where = machine(tmp_path, "0::/pod/container\n")
+    limit(where[1] / "pod", str(500 * MIB), 450, page_cache_mib=100)
+    limit(where[1] / "pod" / "container", str(300 * MIB), 20)
+    assert available_bytes(*where) == 150 * MIB
+    limit(where[1] / "pod" / "container", str(300 * MIB), 310)
+    assert available_bytes(*where) == 0
+
+
+def test_a_container_that_sees_its_own_cgroup_as_the_topmost(tmp_path: Path) -> None:
+    """The path in /proc is the host's, and the files are at the root."""
+    where = machine(tmp_path, "0::/kubepods/pod1/container2\n")
+    limit(where[1], str(64 * MIB), 4)
+    assert available_bytes(*where) == 60 * MIB
+
+
+def test_the_older_kind_of_cgroups(tmp_path: Path) -> None:
+    """Version 1 has other names, and a limit that is none."""
+    where = machine(tmp_path, "9:name=systemd:/\n4:cpu,memory:/a/b\n0::/\n")
+    for folder, limited in ((where[1] / "memory" / "a" / "b", 200 * MIB), (where[1] / "memory", 0x7FFFFFFFFFFFF000)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.limit_in_bytes").write_text(str(limited))
+        (folder / "memory.usage_in_bytes").write_text(str(50 * MIB))
+        (folder / "memory.stat").write_text(f"cache 1\ntotal_inactive_file {7 * MIB}\ntotal_active_file {3 * MIB}\n")
+    assert available_bytes(*where) == 160 * MIB
+
+
+def test_ranks_of_a_node_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them stage at the same time; a tenth stays with others."""
+    monkeypatch.setattr(available, "available_bytes", lambda: 1000)
+    assert share_of_rank({}) == 900
+    assert share_of_rank({"LOCAL_WORLD_SIZE": "4"}) == 225
+
+
+def test_this_machine_can_be_read() -> None:
+    """The real files have the form that is expected of them."""
+    assert 0 < available_bytes() < 1 << 50
