@@ -124,10 +124,11 @@ class PlainConnection(http.client.HTTPConnection):
 class PinnedConnection(http.client.HTTPSConnection):
     """A connection that goes on only if the other side has the key of exactly one certificate; no authority is asked."""
 
-    def __init__(self, host: str, port: int, *, timeout: float, sha256: str, label: str) -> None:
+    def __init__(self, host: str, port: int, *, timeout: float, sha256: str, label: str, hint: str) -> None:
         super().__init__(host, port, timeout=timeout, context=_client_context())
         self._sha256 = sha256
         self._label = label
+        self._hint = hint
 
     def connect(self) -> None:
         """Connects, and compares the certificate before anything is sent.
@@ -140,4 +141,4 @@ class PinnedConnection(http.client.HTTPSConnection):
         if not hmac.compare_digest(found.encode(), self._sha256.encode()):
             self.close()
             detail = f"expected the certificate of fingerprint {self._sha256[:16]}..., found {found[:16]}..."
-            raise StoreDenied(self._label, "connect", "TLS", detail)
+            raise StoreDenied(self._label, "connect", "TLS", detail, self._hint)
