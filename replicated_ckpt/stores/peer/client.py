@@ -23,6 +23,7 @@ from replicated_ckpt.stores.peer.answer import document_in, refusal
 from replicated_ckpt.stores.peer.deadline import give_up_after
 from replicated_ckpt.stores.peer.reach import reach_hint, stranger_hint
 from replicated_ckpt.stores.peer.tls import PinnedConnection, PlainConnection
+from replicated_ckpt.version import RELEASE, RELEASE_HEADER
 
 PROGRESS_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 120.0
@@ -234,7 +235,7 @@ class AgentClient:
             raise StoreUnavailable(at.label, method, path, detail, reach_hint(at, exc)) from exc
 
     def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.address.token}"}
+        return {"Authorization": f"Bearer {self.address.token}", RELEASE_HEADER: RELEASE}
 
     def raise_for(self, status: int, raw: bytes, method: str, path: str) -> None:
         if not 200 <= status < 300:

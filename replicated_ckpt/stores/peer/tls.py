@@ -82,6 +82,11 @@ def fingerprint(certificate: str) -> str:
         raise ConfigInvalid(f"{certificate} holds no certificate: {exc}.", _PAIR_HINT) from exc
 
 
+def pin_name(sha256: str) -> str:
+    """What a client says in its handshake of the certificate that it expects: an agent that had it before shows it then."""
+    return f"{sha256[:32]}.{sha256[32:]}"  # a part of a name has at most 63 characters
+
+
 @functools.cache
 def _client_context() -> ssl.SSLContext:
     """The same for all connections: it knows nothing of the other side."""
@@ -136,7 +141,8 @@ class PinnedConnection(http.client.HTTPSConnection):
         Raises:
             StoreDenied: it is another one. OSError
         """
-        super().connect()
+        http.client.HTTPConnection.connect(self)
+        self.sock = _client_context().wrap_socket(self.sock, server_hostname=pin_name(self._sha256))
         found = hashlib.sha256(self.sock.getpeercert(True) or b"").hexdigest()
         if not hmac.compare_digest(found.encode(), self._sha256.encode()):
             self.close()
