@@ -63,6 +63,7 @@ def test_an_older_agent_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.multiprocess
+@pytest.mark.timeout(300)
 def test_a_save_says_which_node_runs_what(tmp_path: Path) -> None:
     """The agent of one node is newer: every rank raises the same error, and nothing of the save is left."""
     with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:

@@ -128,6 +128,7 @@ def test_a_certificate_is_announced_by_its_agent_alone(tmp_path: Path, pair: tup
 
 
 @pytest.mark.multiprocess
+@pytest.mark.timeout(300)
 def test_a_job_notices_nothing(tmp_path: Path, secret: Secret) -> None:
     """Between two saves of a running job all nodes get a new certificate: no warning, and a lost node's shards load."""
     _, cert, _, key = secret.arguments
