@@ -42,21 +42,21 @@ class ShownCertificate:
         self.context = server_context(certificate, key)
         self.context.sni_callback = self._choose
 
-    def take_up(self) -> bool:
-        """Whether the files hold another certificate than at the last look; it is shown from now on.
+    def take_up(self) -> None:
+        """If the files hold another certificate than at the last look, it is shown from now on.
 
         Files that are no pair, as while they are being written, change nothing; they are looked at again once they change.
         """
         seen = self._look()
         if seen == self._seen:
-            return False
+            return
         self._seen = seen
         certificate, key = map(str, self._files)
         try:
             context, sha256 = server_context(certificate, key), fingerprint(certificate)
         except ConfigInvalid as exc:
             log.warning("the certificate's files have changed, and the one before is kept: %s", exc)
-            return False
+            return
         if self._look() != seen:
             self._seen = None  # they changed meanwhile: the next look tells
         elif sha256 != self.sha256:
@@ -64,8 +64,6 @@ class ShownCertificate:
             self._current, self.sha256 = context, sha256
             kept = list(self._context_by_name.items())[-_EARLIER_MAX:]
             self._context_by_name = {**dict(kept), pin_name(sha256): context}
-            return True
-        return False
 
     def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
         """In a handshake: clients of ours say which certificate they expect, others say any name or none."""

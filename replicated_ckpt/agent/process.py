@@ -241,11 +241,20 @@ class Agent:
                 return
 
     def _renew_certificate(self, directory: Path) -> None:
-        """Shows what the certificate's files hold now, and tells ranks and peers of it."""
-        if self._certificate is not None and self._certificate.take_up():
-            self._endpoint = replace(self._endpoint, tls_sha256=self._certificate.sha256)
-            write_endpoint(directory, self._endpoint)
-            self._hello = self._greeter.announce(self._endpoint)
+        """Shows what the certificate's files hold now, and tells ranks and peers of it; again, where the disk is full."""
+        if self._certificate is None:
+            return
+        self._certificate.take_up()
+        renewed = replace(self._endpoint, tls_sha256=self._certificate.sha256)
+        if renewed == self._endpoint:
+            return
+        try:
+            write_endpoint(directory, renewed)
+        except OSError as exc:
+            log.warning("the new certificate cannot be made known, and the one before serves as well: %s", exc)
+            return
+        self._endpoint = renewed
+        self._hello = self._greeter.announce(renewed)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         log.info("stopping on %s", signal.Signals(number).name)

@@ -23,9 +23,7 @@ LOCK_NAME = "lock"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One running agent, and of which release it is. `token` goes to its peers with its address, `owner_token` to nobody:
-    see `Tokens`.
-    """
+    """One running agent. `token` goes to its peers with its address, `owner_token` to nobody: see `Tokens`."""
 
     node_id: str
     host: str
