@@ -7,6 +7,7 @@ from typing import Protocol
 from replicated_ckpt.config import HOST_ENV
 from replicated_ckpt.stores.peer.tls import is_loopback
 
+_LOOPBACK = "Under {} each host reaches itself, which is right only if all nodes are on one host."
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 
@@ -26,11 +27,12 @@ class Address(Protocol):
 def reach_hint(at: Address, error: BaseException) -> str:
     """What to do about an agent that did not answer at its address."""
     shown = f"[{at.host}]" if ":" in at.host else at.host
+    itself = f"{_LOOPBACK.format(at.host)} " if is_loopback(at.host) and HOST_ENV in at.origin else ""
     return (
-        f"{_explain(at, error)} {_tell_origin(at)}Look on node {at.node_id} whether its agent runs (`replicated-ckpt agent "
-        f"--root ROOT` starts one) and whether port {at.port} is open: `curl -k https://{shown}:{at.port}/v1/status` "
-        f"answers 401 then. If other nodes reach it under another address, set {HOST_ENV} to that there, and start the job "
-        "again."
+        f"{itself}{_explain(at, error)} {_tell_origin(at)}Look on node {at.node_id} whether its agent runs "
+        f"(`replicated-ckpt agent --root ROOT` starts one) and whether port {at.port} is open: "
+        f"`curl -k https://{shown}:{at.port}/v1/status` answers 401 then. If other nodes reach it under another address, "
+        f"set {HOST_ENV} to that there, and start the job again."
     )
 
 
@@ -44,16 +46,11 @@ def stranger_hint(at: Address) -> str:
     )
 
 
-_LOOPBACK = "Under {} each host reaches itself, which is right only if all nodes are on one host."
-
-
 def _tell_origin(at: Address) -> str:
     return f"The address {at.host}:{at.port} comes from {at.origin}. " if at.origin else ""
 
 
 def _explain(at: Address, error: BaseException) -> str:
-    if is_loopback(at.host) and HOST_ENV in at.origin:
-        return _LOOPBACK.format(at.host)
     if isinstance(error, socket.gaierror | UnicodeError):
         return f"This host knows no address of the name {at.host!r}."
     if isinstance(error, ConnectionRefusedError):
