@@ -64,7 +64,7 @@ class Flashpoint:
         disk = shared_directory(context) / f"flashpoint-{context.node}"
         for folder in (self._home, disk):
             folder.mkdir(exist_ok=True)
-        mount_privately(str(disk), str(self._home))
+        mount_privately([(str(disk), str(self._home))])
         self._objects = CheckpointObjectManager()
         self._replication = _replication(self._objects)
         self._saver = DefaultMLFlashpointCheckpointSaver(

@@ -6,6 +6,8 @@ set -euo pipefail
 
 : "${RDZV:?HOST:PORT of the rendezvous}" "${ROOT:?a directory on the own disk of this node}"
 : "${NODES:=1:2}" "${RANKS_PER_NODE:=1}" "${JOB:=train}" "${RESTARTS:=10}"
+# Else the ranks use the store of the rendezvous, and torchrun ends with DistStoreError a minute after a node was lost.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # Each restart is a new world: the script loads "latest" at its start, which works on any number of ranks.
 # last_call_timeout: how long those who are there wait for more before they begin.

@@ -1,20 +1,87 @@
-"""The certificate of an agent: made when it first listens beyond loopback, and kept, as other nodes know it by this one."""
+"""The certificate of an agent: given in files, which may be renewed while it runs, or made at its first start and kept."""
 
 import datetime as dt
 import logging
+import ssl
 from pathlib import Path
 
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
-from replicated_ckpt.stores.peer.tls import PLAIN_HINT, can_encrypt, fingerprint, is_loopback, is_network_trusted
+from replicated_ckpt.stores.peer.tls import (
+    PLAIN_HINT,
+    can_encrypt,
+    fingerprint,
+    is_loopback,
+    is_network_trusted,
+    pin_name,
+    server_context,
+)
 
 log = logging.getLogger(__name__)
 
 CERTIFICATE_NAME = "tls.pem"
 _NAME = "replicated_ckpt agent"
 _DAYS = 36500  # it is known by its fingerprint and never expires; this is as good as any number
+_EARLIER_MAX = 4
+
+
+class ShownCertificate:
+    """What an agent shows of itself: the certificate in its files, and the last ones before to those who expect these.
+
+    So a renewal cuts off neither a save under way nor a peer that has not heard of it. One thread calls `take_up`.
+    """
+
+    def __init__(self, certificate: str, key: str) -> None:
+        self._files = Path(certificate), Path(key)
+        self._seen = self._look()
+        self._current = server_context(certificate, key)
+        self.sha256 = fingerprint(certificate)
+        self._context_by_name = {pin_name(self.sha256): self._current}
+        self.context = server_context(certificate, key)
+        self.context.sni_callback = self._choose
+
+    def take_up(self) -> None:
+        """If the files hold another certificate than at the last look, it is shown from now on.
+
+        Files that are no pair, as while they are being written, change nothing; they are looked at again once they change.
+        """
+        seen = self._look()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        certificate, key = map(str, self._files)
+        try:
+            context, sha256 = server_context(certificate, key), fingerprint(certificate)
+        except ConfigInvalid as exc:
+            log.warning("the certificate's files have changed, and the one before is kept: %s", exc)
+            return
+        if self._look() != seen:
+            self._seen = None  # they changed meanwhile: the next look tells
+        elif sha256 != self.sha256:
+            log.info("the certificate was renewed: %s... after %s...", sha256[:16], self.sha256[:16])
+            self._current, self.sha256 = context, sha256
+            kept = list(self._context_by_name.items())[-_EARLIER_MAX:]
+            self._context_by_name = {**dict(kept), pin_name(sha256): context}
+
+    def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        """In a handshake: clients of ours say which certificate they expect, others say any name or none."""
+        connection.context = self._context_by_name.get(name or "", self._current)
+
+    def _look(self) -> tuple[tuple[int, int, int], ...] | None:
+        """What tells that a file was written or replaced; None while one is absent."""
+        try:
+            found = [path.stat() for path in self._files]
+        except OSError:
+            return None
+        return tuple((status.st_ino, status.st_mtime_ns, status.st_size) for status in found)
+
+
+def open_certificate(config: AgentConfig, directory: Path) -> ShownCertificate | None:
+    """The certificate of `certificate_of`, ready to be shown; None: the agent speaks plain HTTP."""
+    files = certificate_of(config, directory)
+    return None if files is None else ShownCertificate(*files)
 
 
 def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | None:

@@ -1,6 +1,5 @@
 """The life of an agent: one per root, from the lock to the last client."""
 
-import errno
 import logging
 import os
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from replicated_ckpt.agent.certificate import certificate_of
+from replicated_ckpt.agent.certificate import open_certificate
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.routes import Routes, is_upkeep
 from replicated_ckpt.agent.http.server import AgentServer
@@ -34,15 +33,14 @@ from replicated_ckpt.agent.state.endpoint import (
     single_agent_lock,
     write_endpoint,
 )
-from replicated_ckpt.agent.state.listeners import describe_listeners
+from replicated_ckpt.agent.state.listeners import cannot_listen
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
-from replicated_ckpt.config import PORT_ENV, AgentConfig, check_direct_io, parse_ports
+from replicated_ckpt.config import AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.room import measure_room
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.tls import fingerprint, server_context
 from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.version import __version__
 
@@ -51,7 +49,6 @@ log = logging.getLogger(__name__)
 _LOOK_INTERVAL_S = 0.5
 _LEAVE_GRACE_S = 3.0
 _LEAVE_POLL_S = 0.02
-_WHO = "As root, `ss -ltnp 'sport = :{}'` names its process."
 
 
 class _Activity:
@@ -99,23 +96,6 @@ class _WatchedRoutes(Routes):
             return super().answer(request)
 
 
-def _cannot_listen(host: str, port: int, problem: OSError) -> AgentUnavailable:
-    """Why the agent cannot listen, and what to do about it: whose the port is, or what is wrong with the host."""
-    why = f"Cannot listen on {host}:{port}: {problem.strerror or problem}"
-    if problem.errno == errno.EADDRINUSE:
-        holder = describe_listeners(port) or "a process that cannot be seen from here (another container?)"
-        hint = (
-            f"End that process, or pass another --port, or a range of them, there or in {PORT_ENV}; "
-            f"without both the agent takes a free one. {_WHO.format(port)}"
-        )
-        return AgentUnavailable(f"{why}. The port is taken by {holder}.", hint)
-    if problem.errno in (errno.EACCES, errno.EPERM):
-        return AgentUnavailable(f"{why}.", "Pass a --port from 1024 on: lower ones are for root.")
-    return AgentUnavailable(
-        f"{why}.", "Pass an address of this host with --host (`ip address` lists them), or 0.0.0.0."
-    )
-
-
 class Agent:
     """One node's agent in this process."""
 
@@ -141,7 +121,7 @@ class Agent:
         completed = self._service.recover()
         self._start_background_work()
         identity = next_identity(directory)
-        self._certificate = certificate_of(self.config, directory)
+        self._certificate = open_certificate(self.config, directory)
         server = self._listening(identity)
         self._endpoint = self._open_endpoint(server, identity)  # before anybody is answered
         self._greeter = Greeter(self._service.peers, self._endpoint)
@@ -221,7 +201,7 @@ class Agent:
         routes = _WatchedRoutes(
             self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set
         )
-        tls = server_context(*self._certificate) if self._certificate else None
+        tls = self._certificate.context if self._certificate else None
         allowed = parse_ports(self.config.port)
         ports = list(allowed) or [0]
         if identity.port and (not allowed or identity.port in allowed):
@@ -231,7 +211,7 @@ class Agent:
                 return AgentServer((self.config.host, port), identity.tokens, routes, tls)
             except OSError as exc:
                 problem = exc
-        raise _cannot_listen(self.config.host, ports[-1], problem) from problem
+        raise cannot_listen(self.config.host, ports[-1], problem) from problem
 
     def _open_endpoint(self, server: AgentServer, identity: Identity) -> Endpoint:
         return Endpoint(
@@ -242,7 +222,7 @@ class Agent:
             os.getpid(),
             __version__,
             identity.incarnation,
-            fingerprint(self._certificate[0]) if self._certificate else "",
+            self._certificate.sha256 if self._certificate else "",
             identity.owner_token,
         )
 
@@ -251,6 +231,7 @@ class Agent:
             if not lock.is_in_place():
                 log.warning("the root %s was removed", self.config.root)
                 return
+            self._renew_certificate(directory)
             if self.config.idle_exit_s is None:
                 continue
             if self._reprotector.is_busy or self._uploader.is_busy or has_clients(directory):
@@ -258,6 +239,22 @@ class Agent:
             elif self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory):
                 log.info("no client and no work for %.0f s", self.config.idle_exit_s)
                 return
+
+    def _renew_certificate(self, directory: Path) -> None:
+        """Shows what the certificate's files hold now, and tells ranks and peers of it; again, where the disk is full."""
+        if self._certificate is None:
+            return
+        self._certificate.take_up()
+        renewed = replace(self._endpoint, tls_sha256=self._certificate.sha256)
+        if renewed == self._endpoint:
+            return
+        try:
+            write_endpoint(directory, renewed)
+        except OSError as exc:
+            log.warning("the new certificate cannot be made known, and the one before serves as well: %s", exc)
+            return
+        self._endpoint = renewed
+        self._hello = self._greeter.announce(renewed)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         log.info("stopping on %s", signal.Signals(number).name)
@@ -279,6 +276,7 @@ class Agent:
             "uptime_s": round(time.monotonic() - self._started_at, 3),
             "incarnation": self._endpoint.incarnation,
             "is_leaving": self._stopping.is_set(),
+            "tls_sha256": self._endpoint.tls_sha256,
         }
         if is_brief:
             return brief

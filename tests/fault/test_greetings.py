@@ -140,9 +140,10 @@ def test_a_node_is_believed_where_it_answers(pair: Pair) -> None:
     pair.introduce(old)
     pair.hear("hello", replace(pair.known, domain="another rack"))
     assert book(pair.first) == {pair.known.node_id: replace(pair.known, host="127.0.0.1")}
-    for wrong in (replace(pair.known, incarnation=0), replace(pair.known, tls_sha256="b" * 64)):
-        with pytest.raises(StoreDenied, match=r"certificate.*started again"):
-            pair.hear("hello", wrong)
+    with pytest.raises(StoreDenied, match="started again"):
+        pair.hear("hello", replace(pair.known, incarnation=0))
+    with pytest.raises(StoreDenied, match="certificate is another one"):
+        pair.hear("hello", replace(pair.known, tls_sha256="b" * 64))
     with pytest.raises(StoreDenied):
         pair.hear("hello", replace(pair.known, tls_sha256=""))
     assert book(pair.first)[pair.known.node_id].port == pair.known.port

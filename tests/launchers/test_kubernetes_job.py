@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,10 +24,20 @@ WITHIN_S = 300
 
 
 def arguments_of(manifest: str) -> list[str]:
-    (container,) = [each for each in containers(LAUNCHERS / manifest) if each["name"] == "train"]
+    container = training(manifest)
     assert container["command"] == ["torchrun"]
     found: list[str] = container["args"]
     return found
+
+
+def variables_of(manifest: str) -> dict[str, str]:
+    """Those that the manifest gives a value."""
+    return {each["name"]: each["value"] for each in training(manifest)["env"] if "value" in each}
+
+
+def training(manifest: str) -> dict[str, Any]:
+    (container,) = [each for each in containers(LAUNCHERS / manifest) if each["name"] == "train"]
+    return container
 
 
 class Pod:
@@ -51,7 +62,10 @@ class Pod:
 
     def _keep_running(self) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        environment |= {"REPLICATED_CKPT_HOST": "127.0.0.1", "REPLICATED_CKPT_AGENT_IDLE_S": "5"}
+        environment |= variables_of(JOBS[0]) | {
+            "REPLICATED_CKPT_HOST": "127.0.0.1",
+            "REPLICATED_CKPT_AGENT_IDLE_S": "5",
+        }
         for _ in range(RESTARTS_MAX + 1):
             with self.log.open("ab") as log:
                 process = subprocess.Popen(self._command, cwd=ROOT, env=environment, stdout=log, stderr=log)
@@ -109,6 +123,7 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
 def test_both_jobs_start_their_ranks_alike() -> None:
     """So that what is tried below of one holds for the other."""
     assert arguments_of(JOBS[0]) == arguments_of(JOBS[1])
+    assert variables_of(JOBS[0]) == variables_of(JOBS[1])
 
 
 @pytest.mark.parametrize("manifest", ["kubernetes-agent.yaml", "kubernetes-sidecar.yaml"])
@@ -131,7 +146,7 @@ def test_the_store_is_owned_by_the_user_of_the_pod(manifest: str, tmp_path: Path
     )
 
 
-@pytest.mark.long  # torchrun gives up each meeting with a lost pod after a minute
+@pytest.mark.long
 @pytest.mark.fault
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)

@@ -16,6 +16,7 @@ import yaml
 from replicated_ckpt.cli.main import parser
 from replicated_ckpt.config import HOST_ENV
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import wait_for
 from tests.agent.checkpoints import findings
 from tests.multiprocess.processes import end, processes_of
 
@@ -110,20 +111,10 @@ def test_the_slurm_script_trains_and_resumes(tmp_path: Path) -> None:
     """Two nodes train; one loses its store; the requeued job goes on. Slurm's commands are stood in for, nothing else."""
     fake_slurm(tmp_path / "bin")
     store = tmp_path / "ckpt"
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "ROOT": str(store),
-        "RANKS_PER_NODE": "1",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NODELIST": "node-[0-1]",
-    }
     try:
-        assert "starting at step 0 on 2 ranks" in trained(environment, 2)
+        assert "starting at step 0 on 2 ranks" in trained(environment_of(tmp_path), 2)
         shutil.rmtree(store / "node-1")
-        assert "starting at step 2 on 2 ranks" in trained(environment, 4)
+        assert "starting at step 2 on 2 ranks" in trained(environment_of(tmp_path), 4)
     finally:
         end(processes_of(str(store)))
     for node in (LocalStore(store / "node-0"), LocalStore(store / "node-1")):
@@ -131,13 +122,70 @@ def test_the_slurm_script_trains_and_resumes(tmp_path: Path) -> None:
         assert findings(node) == []
 
 
-def trained(environment: dict[str, str], steps: int) -> str:
-    """Runs the script to its end, on a port of its own; what it said."""
+RANK = """
+import signal, sys, time
+from pathlib import Path
+from replicated_ckpt.agent.start.launch import running_agent
+from replicated_ckpt.stores.local.store import LocalStore
+
+root = Path(sys.argv[-1])
+def told(*_):
+    time.sleep(2)
+    (root / "told").write_text("" if running_agent(LocalStore(root)) is None else "the agent answers")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, told)
+while running_agent(LocalStore(root)) is None:
+    time.sleep(0.1)
+(root / "begun").touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.timeout(180)
+def test_slurm_tells_the_ranks_and_not_the_agents(tmp_path: Path) -> None:
+    """SIGTERM to the batch shell, as with `B:`: each rank hears it, and has an agent while it saves; then all end."""
+    script = LAUNCHERS / "slurm.sbatch"
+    assert "#SBATCH --signal=B:TERM@120\n" in script.read_text(encoding="utf-8")
+    fake_slurm(tmp_path / "bin")
+    store, program = tmp_path / "ckpt", tmp_path / "rank.py"
+    program.write_text(RANK, encoding="utf-8")
+    environment = environment_of(tmp_path)
+    roots = [store / "node-0", store / "node-1"]
+    try:
+        with subprocess.Popen(["bash", str(script), str(program)], env=environment) as batch:
+            wait_for(lambda: all((root / "begun").exists() for root in roots), 90, "the ranks")
+            batch.terminate()
+            assert batch.wait(60) != 0, "torchrun was ended by a signal"
+        assert [(root / "told").read_text() for root in roots] == ["the agent answers"] * 2
+        wait_for(lambda: not processes_of(str(store)), 30, "the end of the agents")
+    finally:
+        end(processes_of(str(store)))
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """As Slurm gives it to the script, on a port of its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    return {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "ROOT": str(folder / "ckpt"),
+        "RANKS_PER_NODE": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node-[0-1]",
+        "PORT": str(port),
+    }
+
+
+def trained(environment: dict[str, str], steps: int) -> str:
+    """Runs the script to its end; what it said."""
     command = ["bash", str(LAUNCHERS / "slurm.sbatch"), str(ROOT / "examples" / "fashion_mnist.py")]
     command += ["--steps", str(steps), "--save-every", "2", "--batch", "2"]
-    environment = environment | {"PORT": str(port)}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=80, check=False
     )

@@ -41,8 +41,10 @@ def become_rank(request: Mapping[str, Any]) -> int:
     os.dup2(log, 2)
     os.close(log)
     os.chdir(request["folder"])
-    if request["mount"]:
-        namespaces.mount_privately(*request["mount"])
+    if request["mounts"]:
+        namespaces.mount_privately(request["mounts"])
+    if request["hostname"]:
+        namespaces.name_host(request["hostname"])
     if request["netns"]:
         namespaces.enter_network(request["netns"])
     launch.spawn_agent = spawner(lambda: Path(request["agents"]))  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -120,7 +121,8 @@ class Launch:
                 self._environment(node, env),
                 self.folder,
                 self.folder / f"rank{rank}.log",
-                mount=[] if place.root == place.disk else [str(place.disk), str(place.root)],
+                mounts=place.mounts(),
+                hostname=place.hostname,
                 netns=place.netns,
             )
         )
@@ -214,12 +216,14 @@ def base_environment() -> dict[str, str]:
 
 
 def inside(node: Node) -> list[str]:
-    """The beginning of a command that runs on a node: with its disk at its root, in its network."""
+    """The beginning of a command that runs on a node: with its disk at its root, under its name, in its network."""
     network = ["ip", "netns", "exec", node.netns] if node.netns else []
-    if node.root == node.disk:
+    steps = [f"mount --bind {shlex.quote(source)} {shlex.quote(target)}" for source, target in node.mounts()]
+    if node.hostname:
+        steps.append(f"echo {node.hostname} > /proc/sys/kernel/hostname")
+    if not steps:
         return network
-    script = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
-    return [*network, "unshare", "--mount", "sh", "-c", script, "sh", str(node.disk), str(node.root)]
+    return [*network, "unshare", "--mount", "--uts", "sh", "-c", " && ".join([*steps, 'exec "$@"']), "sh"]
 
 
 def _torchrun(nodes: int, node_rank: int, count: int, master: str, port: int) -> list[str]:

@@ -1,23 +1,33 @@
-"""Namespaces of Linux for one process and its children: other disks behind a path, another network."""
+"""Namespaces of Linux for one process and its children: other disks behind paths, another name, another network."""
 
 import ctypes
 import os
+import socket
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 NETWORKS = Path("/run/netns")  # where ip-netns(8) keeps them by name
 _OWN = Path("/proc/self/ns")
 _CLONE_NEWNS = 0x00020000
+_CLONE_NEWUTS = 0x04000000
 _CLONE_NEWNET = 0x40000000
 _MS_BIND = 0x1000
 _MS_PRIVATE_EVERYWHERE = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def mount_privately(source: str, target: str) -> None:
-    """`target` is `source` from now on, for this process and its children only. Needs root."""
+def mount_privately(mounts: Iterable[Sequence[str]]) -> None:
+    """Of each pair the second path is the first from now on, for this process and its children only. Needs root."""
     _checked("unshare", _libc.unshare(_CLONE_NEWNS))
     _checked("make mounts private", _libc.mount(None, b"/", None, _MS_PRIVATE_EVERYWHERE, None))
-    _checked("bind mount", _libc.mount(os.fsencode(source), os.fsencode(target), None, _MS_BIND, None))
+    for source, target in mounts:
+        _checked("bind mount", _libc.mount(os.fsencode(source), os.fsencode(target), None, _MS_BIND, None))
+
+
+def name_host(name: str) -> None:
+    """This process and its children are on a host of this name. Needs root."""
+    _checked("unshare", _libc.unshare(_CLONE_NEWUTS))
+    socket.sethostname(name)
 
 
 def enter_network(name: str) -> None:

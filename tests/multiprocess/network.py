@@ -53,6 +53,10 @@ class Network:
         for here, there in ((one, other), (other, one)):
             _ip("-n", f"{self.name}-{here}", "neighbour", "del", agents_address(there), "dev", AGENTS)
 
+    def drop_port(self, node: int, port: int) -> None:
+        """A firewall on this node drops what comes for a TCP port: nobody who connects there gets an answer."""
+        _ip("-n", f"{self.name}-{node}", "rule", "add", "ipproto", "tcp", "sport", str(port), "blackhole")
+
     def _set(self, node: int, state: str, *links: str) -> None:
         for link in links:
             _ip("-n", self.name, "link", "set", f"{link}-{node}", state)

@@ -13,7 +13,7 @@ class Node:
     """Its ranks see its store at `root`; it lies at `disk` (the same, but for private mounts).
 
     `environment` is for its ranks and for the agents that they start. With `netns` (of ip-netns(8)) its processes are
-    in that network, where other nodes find it at `address`.
+    in that network, where other nodes find it at `address`. `own`: what it alone sees at other paths, a /tmp say.
     """
 
     root: Path
@@ -21,6 +21,13 @@ class Node:
     environment: dict[str, str] = field(default_factory=dict)
     netns: str | None = None
     address: str = "127.0.0.1"
+    own: dict[str, Path] = field(default_factory=dict)
+    hostname: str | None = None
+
+    def mounts(self) -> list[tuple[str, str]]:
+        """What its processes alone see, and where: its disk at its root first."""
+        pairs = [] if self.root == self.disk else [(str(self.disk), str(self.root))]
+        return [*pairs, *((str(source), target) for target, source in self.own.items())]
 
     def agent_pid(self) -> int | None:
         try:

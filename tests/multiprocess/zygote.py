@@ -68,13 +68,15 @@ class Zygote:
         folder: Path,
         log: Path,
         *,
-        mount: Sequence[str] = (),
+        mounts: Sequence[Sequence[str]] = (),
+        hostname: str | None = None,
         netns: str | None = None,
     ) -> Rank:
-        """Starts a rank of the launch in `folder`. `mount`: (disk, root) that only it and its children see."""
+        """Starts a rank of the launch in `folder`. `mounts`: as (disk, root), which only it and its children see."""
         request: dict[str, Any] = {"environment": dict(environment), "folder": str(folder), "log": str(log)}
         request["agents"] = str(the_light_zygote().path)
-        self._socket.send(json.dumps({**request, "mount": list(mount), "netns": netns}).encode())
+        request |= {"mounts": list(mounts), "hostname": hostname, "netns": netns}
+        self._socket.send(json.dumps(request).encode())
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._started:
             assert time.monotonic() < deadline, f"no rank was forked within {START_TIMEOUT_S:.0f} s"

@@ -104,7 +104,11 @@ def main() -> int:
     for title, entries in (("expected", found.known), ("EXPECTED, BUT PASSES", found.stale), ("DEFECT", found.defects)):
         for entry in entries:
             print(f"{title}: {entry}")
-    return int(not found.is_good)
+    passing = {test for test, outcome in outcomes[verdict.STOCK].items() if outcome == verdict.PASSED}
+    shortage = None if arguments.names else verdict.describe_shortage(found.judged, len(used & passing))
+    if shortage:
+        print(f"TOO FEW: {shortage}")
+    return int(not found.is_good or shortage is not None)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,16 @@ def test_a_run_of_nothing_is_not_good() -> None:
     assert not verdict.judged({"stock": {}, "ours": {}}, {}).is_good
 
 
+def test_a_run_of_few_tests_is_not_good() -> None:
+    """Where most of torch's tests, or of those that use the storage, do not run any more, the run of all says so."""
+    enough = verdict.JUDGED_MIN, verdict.USING_MIN
+    assert verdict.describe_shortage(*enough) is None
+    for judged, using in ((enough[0] - 1, enough[1]), (enough[0], enough[1] - 1)):
+        said = verdict.describe_shortage(judged, using)
+        assert said is not None
+        assert f"{judged} tests" in said
+
+
 def test_a_test_fails_if_any_part_of_it_does(tmp_path: Path) -> None:
     """A teardown that fails after the call has passed, or before, makes it a failure."""
     lines = [("one", "passed"), ("two", "failed"), ("two", "passed"), ("three", "passed"), ("three", "failed")]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 STOCK = "stock"
 PASSED = "passed"
+JUDGED_MIN, USING_MIN = 100, 44
+"""Of a run of all tests: some less than with any torch until now. With fewer, something keeps them from running."""
 Outcomes = Mapping[str, str]
 
 
@@ -41,6 +43,13 @@ def judged(outcomes_by_mode: Mapping[str, Outcomes], reason_by_test: Mapping[str
             elif is_expected:
                 known.append(f"{mode}: {test}")
     return Verdict(tuple(defects), tuple(known), tuple(stale), len(stock))
+
+
+def describe_shortage(judged: int, using: int) -> str | None:
+    """Why a run of all tests says too little: `judged` pass with stock, `using` of them use our storage."""
+    if judged >= JUDGED_MIN and using >= USING_MIN:
+        return None
+    return f"{judged} tests pass with stock ({JUDGED_MIN} at least), {using} of them use the storage ({USING_MIN} at least)"
 
 
 def outcomes_in(path: Path) -> dict[str, str]:

@@ -30,7 +30,7 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.unmanaged.adoption import check_announced
 
 _QUERY_FIELDS_MAX = 8
-_WHO = ("node_id", "incarnation", "is_leaving")
+_WHO = ("node_id", "incarnation", "is_leaving", "tls_sha256")
 
 
 def is_upkeep(target: str) -> bool:

@@ -18,6 +18,7 @@ from replicated_ckpt.agent.http.strangers import Strangers
 from replicated_ckpt.agent.requests.body import Body, Head
 from replicated_ckpt.agent.requests.file_answer import FileAnswer
 from replicated_ckpt.agent.requests.heartbeat import Heartbeat
+from replicated_ckpt.agent.requests.releases import check_release
 from replicated_ckpt.agent.requests.request import Answer, Request
 from replicated_ckpt.agent.state.rights import Right, Tokens
 from replicated_ckpt.core.one_line import one_line
@@ -165,6 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = None
         try:
             right = self._find_right()
+            check_release(self.headers, self.path, str(self.client_address[0]))
             self.server.connections.working(self.client_address)
             body = Body(self.rfile, self.headers)
             heartbeat = Heartbeat(self.wfile, body)

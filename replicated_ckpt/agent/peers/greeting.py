@@ -29,16 +29,21 @@ CALL_BACK_STEP_S = 0.6
 
 @dataclass(frozen=True)
 class Who:
-    """Which agent answers, as it says itself: its node, which start of it this is, and whether it is about to leave."""
+    """Which agent answers, as it says itself: its node, which start of it this is, whether it is about to leave.
+
+    `tls_sha256`: the certificate that it shows now, which may not be the one that it is asked under.
+    """
 
     node_id: str
     incarnation: int
     is_leaving: bool
+    tls_sha256: str
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Who":
         """Raises KeyError, TypeError: it says something else."""
-        return cls(str(fields["node_id"]), index(fields["incarnation"]), fields["is_leaving"] is True)
+        is_leaving, tls_sha256 = fields["is_leaving"] is True, str(fields["tls_sha256"])
+        return cls(str(fields["node_id"]), index(fields["incarnation"]), is_leaving, tls_sha256)
 
 
 def ask_who(address: AgentAddress) -> Who:
@@ -63,9 +68,19 @@ class Greeter:
 
     def __init__(self, peers: PeerBook, endpoint: Endpoint) -> None:
         self._peers = peers
-        self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
         self._lock = threading.Lock()
-        self._missing = {peer.node_id for peer in peers.read_all()}
+        self._present(endpoint)
+
+    def _present(self, endpoint: Endpoint) -> None:
+        """No peer has heard this yet."""
+        with self._lock:
+            self._document = {"peer": {**endpoint.address().to_json(), "host": ""}}
+            self._missing = {peer.node_id for peer in self._peers.read_all()}
+
+    def announce(self, endpoint: Endpoint) -> threading.Thread:
+        """As `start`, once this agent has another certificate."""
+        self._present(endpoint)
+        return self.start()
 
     def start(self) -> threading.Thread:
         """Greets every known peer, in the background; returns the thread that does."""
@@ -115,13 +130,16 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str) -> None:
         StoreDenied: this is not that node, or an earlier agent of it; nothing has changed.
     """
     known = _identify_named(book, said)
-    if known.tls_sha256 not in ("", said.tls_sha256) or said.incarnation < known.incarnation:
-        raise _denial(said, "its certificate is another one, or it has been started again since")
+    if said.incarnation < known.incarnation:
+        raise _denial(said, "it has been started again since")
+    if known.tls_sha256 not in ("", said.tls_sha256):
+        book.learn([_renewed(known, said)])
+        return
     host, origin = (from_host, "its own greeting") if known.tls_sha256 else (known.host, "the job that introduced it")
     announced = replace(said, host=host, domain=known.domain, origin=origin)
     before = replace(known, incarnation=said.incarnation)
     asked = FanOut[AgentAddress, Who]().run({before, announced}, ask_who)
-    expected = Who(known.node_id, said.incarnation, is_leaving=False)
+    expected = Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256)
     there = asked.results.get(before)
     if there is not None and there != expected and there.node_id == known.node_id and before != announced:
         raise _denial(said, "it answers at the address that is known, and says otherwise")
@@ -132,6 +150,21 @@ def heed_hello(book: PeerBook, said: AgentAddress, from_host: str) -> None:
     book.learn(found[:1])
 
 
+def _renewed(known: AgentAddress, said: AgentAddress) -> AgentAddress:
+    """A node's address with the certificate that it has now, if the agent that has the known one says so there itself.
+
+    Raises:
+        StoreDenied: it does not.
+    """
+    try:
+        found = ask_who(known)
+    except ReplicatedCkptError as exc:
+        raise _denial(said, f"its certificate is another one, and nothing has the known one: {exc.message}") from exc
+    if found != Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256):
+        raise _denial(said, "its certificate is another one, and the agent that has the known one does not say so")
+    return replace(known, incarnation=said.incarnation, tls_sha256=said.tls_sha256)
+
+
 def heed_goodbye(book: PeerBook, said: AgentAddress) -> None:
     """Notes that a known node leaves in good order, after its agent has said so itself when it was called back.
 
@@ -140,7 +173,8 @@ def heed_goodbye(book: PeerBook, said: AgentAddress) -> None:
     """
     known = _identify_named(book, said)
     try:
-        is_leaving = ask_who(known) == Who(known.node_id, known.incarnation, is_leaving=True)
+        found = ask_who(known)
+        is_leaving = (found.node_id, found.incarnation, found.is_leaving) == (known.node_id, known.incarnation, True)
     except ReplicatedCkptError as exc:
         raise _denial(said, f"called back, it does not say itself that it leaves: {exc.message}") from exc
     if not is_leaving:

@@ -4,11 +4,13 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from replicated_ckpt.agent.requests.releases import RELEASES_HINT
 from replicated_ckpt.agent.start.environment import agent_environment, isolated_python
 from replicated_ckpt.agent.state.endpoint import (
     LOCK_NAME,
@@ -21,13 +23,13 @@ from replicated_ckpt.agent.state.endpoint import (
 )
 from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
 from replicated_ckpt.config import TLS_CERT_ENV
-from replicated_ckpt.errors import AgentUnavailable, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.ownership import is_of_another
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
 from replicated_ckpt.stores.peer.tls import is_loopback, is_plain_allowed
-from replicated_ckpt.version import __version__
+from replicated_ckpt.version import PROTOCOL, __version__
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,8 @@ def ensure_agent(store: LocalStore, bind_host: str) -> Endpoint:
     Safe to call from several processes and threads: all of them ask at once, and one starts it.
 
     Raises:
-        AgentUnavailable: it could not be started, or it runs and does not answer.
+        AgentUnavailable: it could not be started, or it runs and does not answer. ConfigInvalid: it is of a newer release
+            that this one cannot talk to.
     """
     directory = store.agent_directory()
     _stay_client(store.root, directory)
@@ -172,13 +175,24 @@ def _silence(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
 
 
 def _answering(directory: Path, bind_host: str) -> Endpoint | None:
-    """The agent if it runs, answers, and listens where it must. Raises AgentUnavailable: it runs and does not answer."""
+    """The agent if it runs, answers, and listens where it must.
+
+    Raises:
+        AgentUnavailable: it runs and does not answer. ConfigInvalid: it is of a newer release that this one cannot talk to.
+    """
     endpoint = _ask(directory)
     if endpoint is None:
         return None
+    if endpoint.protocol > PROTOCOL:
+        raise ConfigInvalid(
+            f"The agent of node {endpoint.node_id} on {socket.gethostname()} runs replicated_ckpt {endpoint.version} "
+            f"(protocol {endpoint.protocol}), and this rank there runs {__version__} (protocol {PROTOCOL}).",
+            RELEASES_HINT,
+        )
     is_deaf = is_loopback(endpoint.host) and bind_host not in (endpoint.host, "localhost")
     is_plain = not endpoint.tls_sha256 and (bool(os.environ.get(TLS_CERT_ENV)) or not is_plain_allowed(bind_host))
-    if not (is_deaf or is_plain or _is_older(endpoint.version, __version__)):
+    is_older = endpoint.protocol < PROTOCOL or _is_older(endpoint.version, __version__)
+    if not (is_deaf or is_plain or is_older):
         return endpoint
     try:
         with AgentClient(endpoint.local_address()) as client:

@@ -13,6 +13,7 @@ from replicated_ckpt.agent.state.rights import Tokens, invite
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.version import PROTOCOL
 
 _ENDPOINT_NAME = "endpoint.json"
 _IDENTITY_NAME = "identity.json"
@@ -33,6 +34,7 @@ class Endpoint:
     incarnation: int = 0
     tls_sha256: str = ""
     owner_token: str = ""
+    protocol: int = PROTOCOL
 
     def __repr__(self) -> str:
         return f"Endpoint(node {self.node_id} at {self.host}:{self.port}, pid {self.pid})"
@@ -94,6 +96,7 @@ def read_endpoint(directory: Path) -> Endpoint | None:
             int(fields.get("incarnation", 0)),
             str(fields.get("tls_sha256", "")),
             str(fields["owner_token"]),
+            int(fields.get("protocol", 1)),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,12 +1,17 @@
 """Which processes listen on a port of this host, as far as this user may see it. Source: proc(5), /proc/net/tcp."""
 
+import errno
 import pwd
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from replicated_ckpt.config import PORT_ENV
+from replicated_ckpt.errors import AgentUnavailable
+
 _COMMAND_CHARS = 200
+_WHO = "As root, `ss -ltnp 'sport = :{}'` names its process."
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,20 @@ def _user(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"user {uid}"
+
+
+def cannot_listen(host: str, port: int, problem: OSError) -> AgentUnavailable:
+    """Why the agent cannot listen, and what to do about it: whose the port is, or what is wrong with the host."""
+    why = f"Cannot listen on {host}:{port}: {problem.strerror or problem}"
+    if problem.errno == errno.EADDRINUSE:
+        holder = describe_listeners(port) or "a process that cannot be seen from here (another container?)"
+        hint = (
+            f"End that process, or pass another --port, or a range of them, there or in {PORT_ENV}; "
+            f"without both the agent takes a free one. {_WHO.format(port)}"
+        )
+        return AgentUnavailable(f"{why}. The port is taken by {holder}.", hint)
+    if problem.errno in (errno.EACCES, errno.EPERM):
+        return AgentUnavailable(f"{why}.", "Pass a --port from 1024 on: lower ones are for root.")
+    return AgentUnavailable(
+        f"{why}.", "Pass an address of this host with --host (`ip address` lists them), or 0.0.0.0."
+    )

@@ -1,6 +1,7 @@
 """What an agent's answer means: a JSON object, or one of our errors. Whatever else it holds is an error, too."""
 
 import json
+from http import HTTPStatus
 from typing import Any
 
 from replicated_ckpt.core.one_line import one_line
@@ -55,14 +56,21 @@ def document_in(raw: bytes, what: str) -> dict[str, Any]:
     return answer
 
 
-def refusal(status: int, raw: bytes, peer: str, method: str, path: str) -> ReplicatedCkptError:
-    """The error that an agent refused a request with: of its class, with its message and its hint."""
+def refusal(
+    status: int, raw: bytes, peer: str, method: str, path: str, stranger_hint: str | None = None
+) -> ReplicatedCkptError:
+    """The error that an agent refused a request with: of its class, with its message and its hint.
+
+    `stranger_hint`: the next step where the agent does not know the token, and so is another one than was asked.
+    """
     try:
         fields = json.loads(raw)
         message, hint, named = one_line(fields["error"], _MESSAGE_CHARS), fields.get("hint"), fields.get("kind")
     except (ValueError, KeyError, TypeError, RecursionError):
         message, hint, named = one_line(raw[:200].decode(errors="replace")), None, None
     hint = one_line(hint, _HINT_CHARS) if isinstance(hint, str) else None
+    if status == HTTPStatus.UNAUTHORIZED:
+        hint = stranger_hint or hint
     if status in _STORE_ERROR_BY_STATUS:
         return _STORE_ERROR_BY_STATUS[status](peer, method, path, message, hint)
     kinds = _KINDS_BY_STATUS.get(status, (PeerProtocolError,))

@@ -21,8 +21,9 @@ from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, PeerProtocolError, StoreUnavailable
 from replicated_ckpt.stores.peer.answer import document_in, refusal
 from replicated_ckpt.stores.peer.deadline import give_up_after
-from replicated_ckpt.stores.peer.reach import reach_hint
+from replicated_ckpt.stores.peer.reach import reach_hint, stranger_hint
 from replicated_ckpt.stores.peer.tls import PinnedConnection, PlainConnection
+from replicated_ckpt.version import RELEASE, RELEASE_HEADER
 
 PROGRESS_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 120.0
@@ -102,8 +103,9 @@ class AgentAddress:
 def open_connection(address: AgentAddress, timeout_s: float) -> http.client.HTTPConnection:
     """A connection to an agent, by TLS if its address says so; it connects when it is first used."""
     if address.tls_sha256:
+        pinned, hint = address.tls_sha256, stranger_hint(address)
         return PinnedConnection(
-            address.host, address.port, timeout=timeout_s, sha256=address.tls_sha256, label=address.label
+            address.host, address.port, timeout=timeout_s, sha256=pinned, label=address.label, hint=hint
         )
     return PlainConnection(address.host, address.port, timeout=timeout_s, label=address.label)
 
@@ -230,15 +232,14 @@ class AgentClient:
             self._connection.close()
             detail = one_line(f"{type(exc).__name__}: {exc}") if str(exc) else type(exc).__name__
             at = self.address
-            hint = reach_hint(at.node_id, at.host, at.port, at.origin, exc)
-            raise StoreUnavailable(at.label, method, path, detail, hint) from exc
+            raise StoreUnavailable(at.label, method, path, detail, reach_hint(at, exc)) from exc
 
     def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.address.token}"}
+        return {"Authorization": f"Bearer {self.address.token}", RELEASE_HEADER: RELEASE}
 
     def raise_for(self, status: int, raw: bytes, method: str, path: str) -> None:
         if not 200 <= status < 300:
-            raise refusal(status, raw, self.address.label, method, path)
+            raise refusal(status, raw, self.address.label, method, path, stranger_hint(self.address))
 
     def raise_refusal(self, path: str) -> None:
         """After a send broke: raises what the agent answered before it closed, if it did."""

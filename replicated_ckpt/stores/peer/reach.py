@@ -2,30 +2,62 @@
 
 import errno
 import socket
+from typing import Protocol
 
 from replicated_ckpt.config import HOST_ENV
+from replicated_ckpt.stores.peer.tls import is_loopback
 
+_LOOPBACK = "Under {} each host reaches itself, which is right only if all nodes are on one host."
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 
-def reach_hint(node_id: str, host: str, port: int, origin: str, error: BaseException) -> str:
-    """What to do about an agent that did not answer at its address; `origin` says where the address comes from."""
-    known = f"The address {host}:{port} comes from {origin}. " if origin else ""
-    shown = f"[{host}]" if ":" in host else host
+class Address(Protocol):
+    """Where the agent of a node is looked for; `origin` says where the address comes from."""
+
+    @property
+    def node_id(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def origin(self) -> str: ...
+
+
+def reach_hint(at: Address, error: BaseException) -> str:
+    """What to do about an agent that did not answer at its address."""
+    shown = f"[{at.host}]" if ":" in at.host else at.host
+    itself = f"{_LOOPBACK.format(at.host)} " if is_loopback(at.host) and HOST_ENV in at.origin else ""
     return (
-        f"{_explain(host, port, error)} {known}Look on node {node_id} whether its agent runs (`replicated-ckpt agent "
-        f"--root ROOT` starts one) and whether port {port} is open: `curl -k https://{shown}:{port}/v1/status` answers 401 "
-        f"then. If other nodes reach it under another address, set {HOST_ENV} to that there, and start the job again."
+        f"{itself}{_explain(at, error)} {_tell_origin(at)}Look on node {at.node_id} whether its agent runs "
+        f"(`replicated-ckpt agent --root ROOT` starts one) and whether port {at.port} is open: "
+        f"`curl -k https://{shown}:{at.port}/v1/status` answers 401 then. If other nodes reach it under another address, "
+        f"set {HOST_ENV} to that there, and start the job again."
     )
 
 
-def _explain(host: str, port: int, error: BaseException) -> str:
+def stranger_hint(at: Address) -> str:
+    """What to do where another agent answers at the address than the one that was introduced under it."""
+    why = f" {_LOOPBACK.format(at.host)}" if is_loopback(at.host) else ""
+    return (
+        f"Another agent than that of node {at.node_id} answers there.{why} {_tell_origin(at)}If the address is wrong, set "
+        f"{HOST_ENV} on the node to the one under which others reach it, and start the job again. If it is right, the node "
+        "has another certificate or disk since: the next save or load with ranks there makes that known."
+    )
+
+
+def _tell_origin(at: Address) -> str:
+    return f"The address {at.host}:{at.port} comes from {at.origin}. " if at.origin else ""
+
+
+def _explain(at: Address, error: BaseException) -> str:
     if isinstance(error, socket.gaierror | UnicodeError):
-        return f"This host knows no address of the name {host!r}."
+        return f"This host knows no address of the name {at.host!r}."
     if isinstance(error, ConnectionRefusedError):
-        return f"{host} answers, and nothing listens on its port {port}: its agent has ended, or this is another host."
+        why = "its agent has ended, or this is another host"
+        return f"{at.host} answers, and nothing listens on its port {at.port}: {why}."
     if isinstance(error, TimeoutError):
-        return f"The host is down, the agent is stopped, a firewall drops port {port}, or the address is wrong."
+        return f"The host is down, the agent is stopped, a firewall drops port {at.port}, or the address is wrong."
     if isinstance(error, OSError) and error.errno in _NO_ROUTE:
-        return f"No route leads from this host to {host}."
+        return f"No route leads from this host to {at.host}."
     return "The connection broke off: the agent or its host has gone."

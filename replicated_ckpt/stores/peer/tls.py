@@ -82,6 +82,11 @@ def fingerprint(certificate: str) -> str:
         raise ConfigInvalid(f"{certificate} holds no certificate: {exc}.", _PAIR_HINT) from exc
 
 
+def pin_name(sha256: str) -> str:
+    """What a client says in its handshake of the certificate that it expects: an agent that had it before shows it then."""
+    return f"{sha256[:32]}.{sha256[32:]}"  # a part of a name has at most 63 characters
+
+
 @functools.cache
 def _client_context() -> ssl.SSLContext:
     """The same for all connections: it knows nothing of the other side."""
@@ -124,10 +129,11 @@ class PlainConnection(http.client.HTTPConnection):
 class PinnedConnection(http.client.HTTPSConnection):
     """A connection that goes on only if the other side has the key of exactly one certificate; no authority is asked."""
 
-    def __init__(self, host: str, port: int, *, timeout: float, sha256: str, label: str) -> None:
+    def __init__(self, host: str, port: int, *, timeout: float, sha256: str, label: str, hint: str) -> None:
         super().__init__(host, port, timeout=timeout, context=_client_context())
         self._sha256 = sha256
         self._label = label
+        self._hint = hint
 
     def connect(self) -> None:
         """Connects, and compares the certificate before anything is sent.
@@ -135,9 +141,10 @@ class PinnedConnection(http.client.HTTPSConnection):
         Raises:
             StoreDenied: it is another one. OSError
         """
-        super().connect()
+        http.client.HTTPConnection.connect(self)
+        self.sock = _client_context().wrap_socket(self.sock, server_hostname=pin_name(self._sha256))
         found = hashlib.sha256(self.sock.getpeercert(True) or b"").hexdigest()
         if not hmac.compare_digest(found.encode(), self._sha256.encode()):
             self.close()
             detail = f"expected the certificate of fingerprint {self._sha256[:16]}..., found {found[:16]}..."
-            raise StoreDenied(self._label, "connect", "TLS", detail)
+            raise StoreDenied(self._label, "connect", "TLS", detail, self._hint)

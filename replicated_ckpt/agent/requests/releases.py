@@ -1,0 +1,33 @@
+"""Releases of this package that talk to each other: those of one protocol do, others are told which ones they are."""
+
+from email.message import Message
+
+from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.version import PROTOCOL, RELEASE_HEADER, __version__
+
+RELEASES_HINT = (
+    "All ranks and agents of a job run releases of one protocol. Install the newer release where the older one is, restart "
+    "the agents there that systemd or Kubernetes starts, and start the job again."
+)
+_VERSION_CHARS = 40
+_STABLE = ("/v1/status", "/v1/hello", "/v1/shutdown", "/metrics")
+"""They mean the same in every protocol: an agent of any release can be looked at, and replaced."""
+
+
+def check_release(headers: Message, path: str, peer_host: str) -> None:
+    """Goes on only with a release of this one's protocol. A request that names none, by curl say, may do as it likes.
+
+    Raises:
+        ConfigInvalid: it is of another one.
+    """
+    said = headers.get(RELEASE_HEADER)
+    if said is None or path.partition("?")[0] in _STABLE:
+        return
+    protocol, _, version = one_line(said, _VERSION_CHARS).partition(" ")
+    if protocol != str(PROTOCOL):
+        raise ConfigInvalid(
+            f"This agent runs replicated_ckpt {__version__} (protocol {PROTOCOL}), and the process at {peer_host} that "
+            f"asks it runs {version or 'an unknown release'} (protocol {protocol}).",
+            RELEASES_HINT,
+        )

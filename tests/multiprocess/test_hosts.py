@@ -1,0 +1,83 @@
+"""Two hosts with addresses, names, /tmp and disks of their own: losses, a firewall, and addresses that are wrong."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from replicated_ckpt.config import HOST_ENV, PORT_ENV
+from tests.marks import mark_long
+from tests.multiprocess.cluster import Results, call
+from tests.multiprocess.hosts import Hosts, hosts_of, why_no_hosts
+from tests.multiprocess.network import ranks_address
+
+PORT = 29600
+SAVE = call("state.save", kinds=["plain"], checkpoint_id="step-1")
+LOAD = call("state.load", kinds=["plain"], checkpoint_id="latest")
+NO_HOST, NO_ROUTE = "10.77.0.99", "192.0.2.7"
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if why := why_no_hosts():
+        pytest.skip(why)
+    with hosts_of(2, {PORT_ENV: str(PORT)}) as found:
+        yield found
+
+
+def absence(results: Results) -> str:
+    """The warning of a save that a node did not take part in when it began."""
+    (said,) = [text for text in results.all_warnings if "did not answer when the save began" in text]
+    return said
+
+
+def test_a_lost_host_gives_way_to_a_blank_one(hosts: Hosts) -> None:
+    """Hosts that share a network and nothing else save without a warning; rank 0's is lost with its disk; all loads."""
+    cluster = hosts.cluster
+    saved = cluster.launch([SAVE], nodes=[0, 1])
+    assert saved.all_warnings == []
+    cluster.nodes[0].lose()
+    assert cluster.launch([LOAD], nodes=[0, 1]).digests(0) == saved.of(0)
+
+
+def test_a_firewall_that_drops_the_port_is_named(hosts: Hosts) -> None:
+    """The save goes on; its warning names address, port and firewall, and who found out the address, which no user set."""
+    hosts.network.drop_port(1, PORT)
+    said = absence(hosts.cluster.launch([SAVE], nodes=[0, 1]))
+    assert f"a firewall drops port {PORT}" in said
+    assert f"{ranks_address(1)}:{PORT} comes from the route of host-1 to MASTER_ADDR={ranks_address(0)}." in said
+    assert f"set {HOST_ENV} to that there" in said
+
+
+@pytest.mark.parametrize("address", mark_long([NO_HOST, NO_ROUTE], keep=[NO_ROUTE]))
+def test_an_address_that_leads_nowhere_is_named(hosts: Hosts, address: str) -> None:
+    """The save goes on; its warning says which address it is, that no way leads there, and which host to set it on."""
+    hosts.cluster.nodes[1].environment[HOST_ENV] = address
+    said = absence(hosts.cluster.launch([SAVE], nodes=[0, 1]))
+    assert f"No route leads from this host to {address}." in said
+    assert f"{address}:{PORT} comes from {HOST_ENV} on host-1." in said
+    assert f"set {HOST_ENV} to that there" in said
+
+
+def test_a_loopback_address_is_named(hosts: Hosts) -> None:
+    """Other hosts reach themselves under it, and not a dead agent: the warning says so."""
+    hosts.cluster.nodes[1].environment[HOST_ENV] = "127.0.0.1"
+    said = absence(hosts.cluster.launch([SAVE], nodes=[0, 1]))
+    assert "Under 127.0.0.1 each host reaches itself" in said
+    assert f"127.0.0.1:{PORT} comes from {HOST_ENV} on host-1." in said
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    mark_long([("localhost", "localhost"), (None, ranks_address(0))], keep=[(None, ranks_address(0))]),
+)
+def test_an_address_of_another_node_is_named(hosts: Hosts, first: str | None, second: str) -> None:
+    """The wrong agent answers: the save fails, and says that it is another one, who set the address, and what to do."""
+    if first:
+        hosts.cluster.nodes[0].environment[HOST_ENV] = first
+    hosts.cluster.nodes[1].environment[HOST_ENV] = second
+    attempt = hosts.cluster.attempt([SAVE], nodes=[0, 1])
+    for said in attempt.failures:
+        assert "Another agent than that of node " in said
+        assert f"{second}:{PORT} comes from {HOST_ENV} on host-1." in said
+        assert f"set {HOST_ENV} on the node to the one under which others reach it" in said
+        assert ("each host reaches itself" in said) == (second == "localhost")
