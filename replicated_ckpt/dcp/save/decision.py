@@ -43,6 +43,7 @@ class SaveDecision:
     upload: UploadPlan | None = None
     lineage: str = ""
     announced: Announced = NOTHING_ANNOUNCED
+    ticket: str = field(default="", repr=False)
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies first."""
@@ -68,6 +69,7 @@ class SaveDecision:
             nodes=nodes,
             coordinator=coordinator,
             announced=announced,
+            ticket=self.ticket,
         )
 
     def node_of(self, rank: int) -> NodePost:
@@ -118,6 +120,7 @@ class SaveDecision:
             None if fields["upload"] is None else UploadPlan(**fields["upload"]),
             fields["lineage"],
             Announced(**fields["announced"]),
+            str(fields["ticket"]),
         )
 
 
