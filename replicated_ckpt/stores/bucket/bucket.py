@@ -27,6 +27,7 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, NodeEntr
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ObjectMissing, ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.bucket.client import Listing, ObjectClient, Paced
 from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,14 @@ class Bucket:
         return raw
 
     def small(self, key: str, size_bytes: int, crc: int | None = None) -> bytes:
-        """The first bytes of an object; read a second time if they differ from the checksum `crc`."""
+        """The first bytes of an object; read a second time if they differ from the checksum `crc`.
+
+        Raises:
+            ObjectCorrupt: no object that is believed has so many bytes. And as ObjectClient.read.
+        """
+        if not 0 <= size_bytes <= FILE_BYTES_MAX:
+            detail = f"the bucket says that it has {size_bytes} bytes, which none may have"
+            raise ObjectCorrupt(self.client.target.url, "read", key, detail)
         raw = bytearray(size_bytes)
         for _ in range(2):
             self.client.read(key, 0, memoryview(raw))

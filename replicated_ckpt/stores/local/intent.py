@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
+from replicated_ckpt.stores.files.plain import read_plain
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Intent:
     def read(cls, save_id: str, path: Path) -> "Intent":
         """The intent at `path`; one that names no checkpoint if it cannot be believed."""
         try:
-            fields = json.loads(path.read_bytes())
+            fields = json.loads(read_plain(path))
             return cls(
                 save_id,
                 str(fields["checkpoint_id"]),
