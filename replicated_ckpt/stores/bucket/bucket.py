@@ -151,14 +151,9 @@ class Bucket:
         return raw
 
     def small(self, key: str, size_bytes: int, crc: int | None = None) -> bytes:
-        """The first bytes of an object; read a second time if they differ from the checksum `crc`.
-
-        Raises:
-            ObjectCorrupt: no object that is believed has so many bytes. And as ObjectClient.read.
-        """
+        """The first bytes of an object, read again if they differ from `crc`. Raises ObjectCorrupt: none has so many."""
         if not 0 <= size_bytes <= FILE_BYTES_MAX:
-            detail = f"the bucket says that it has {size_bytes} bytes, which none may have"
-            raise ObjectCorrupt(self.client.target.url, "read", key, detail)
+            raise ObjectCorrupt(self.client.target.url, "read", key, f"it is said to have {size_bytes} bytes")
         raw = bytearray(size_bytes)
         for _ in range(2):
             self.client.read(key, 0, memoryview(raw))
@@ -284,7 +279,9 @@ def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
     if save.mark is not None:
         return bucket.manifest_raw(save)
     shards = {
-        name: ShardEntry(size, 0, _rank_of(name), OBJECT_NODE, (OBJECT_NODE,)) for name, size in save.sizes.items()
+        name: ShardEntry(size, 0, shard.rank, OBJECT_NODE, (OBJECT_NODE,))
+        for name, size in save.sizes.items()
+        if (shard := ShardName.parse(name)) is not None
     }
     ranks = tuple(sorted({entry.owner_rank for entry in shards.values()}))
     node = NodeEntry(OBJECT_NODE, bucket.client.target.url, None, ranks)
@@ -300,8 +297,3 @@ def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
         nodes=(node,),
         shards=shards,
     ).encode()
-
-
-def _rank_of(shard: str) -> int:
-    name = ShardName.parse(shard)
-    return name.rank if name else 0
