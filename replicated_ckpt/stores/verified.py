@@ -112,11 +112,17 @@ class VerifiedShard(ABC):
         """Memory for one read; fresh memory for each would cost more than the read, in page faults."""
         self.bytes_read += size_bytes
         if len(self._scratch) < size_bytes:
-            self._scratch = memoryview(bytearray(size_bytes))
+            self._scratch = self._allocate(size_bytes)
         span = self._scratch[:size_bytes]
         if len(self._scratch) > SCRATCH_BYTES:
             self._scratch = memoryview(b"")
         return span
+
+    def _allocate(self, size_bytes: int) -> memoryview:
+        try:
+            return memoryview(bytearray(size_bytes))
+        except MemoryError as exc:
+            raise self._corrupt(f"an item of {size_bytes} bytes is more than there is memory for") from exc
 
     def take_bytes_read(self) -> int:
         """Bytes read since this was last asked, those that turned out to be bad, too."""

@@ -153,7 +153,7 @@ def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> 
     address = AgentAddress(OTHER, "127.0.0.1", 1, "token")
     with mock.patch.object(settling, "_answers", wraps=settling._answers) as asked:
         settle(service, service.find_abandoned(0.0), [address])
-    assert [len(call.args[1]) for call in asked.call_args_list] == [1, 0, 0, 0]
+    assert [len(call.args[2]) for call in asked.call_args_list] == [1, 0, 0, 0]
     assert all(is_staged(service, save_id) for save_id in saves)
 
 

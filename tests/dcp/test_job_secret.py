@@ -235,6 +235,18 @@ def test_an_old_decision_answers_no_post_of_this_run() -> None:
         job.boards[1].decision("load", job.boards[1].post("load", {"rank": 1}), 0.2)
 
 
+def test_an_old_post_takes_part_in_no_decision_that_its_rank_acts_on() -> None:
+    """Put back, it is read in the place of the rank's own post, and the rank goes on with nothing: its call fails."""
+    earlier, job = Job(SECRET, SECRET, SECRET), Job(SECRET, SECRET, SECRET)
+    earlier.call("save")
+    nonces = [board.post("save", {"rank": rank}) for rank, board in enumerate(job.boards)]
+    replayed(job, {"save/1": earlier.store.get("save/1")})
+    job.boards[0].decide("save", job.boards[0].posts("save", 1.0), {"save_id": "new"})
+    assert job.got(2, "save", nonces[2]) == {"save_id": "new"}
+    with pytest.raises(MeetingFailed):
+        job.boards[1].decision("save", nonces[1], 0.2)
+
+
 def test_the_secret_is_in_no_post() -> None:
     """Nor in what a seal shows of itself."""
     job = Job(SECRET, SECRET, SECRET)

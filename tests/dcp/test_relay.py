@@ -120,7 +120,7 @@ def test_agents_pass_it_on(agents: list[RunningAgent], monkeypatch: pytest.Monke
     nodes, sent = relayed(agents, monkeypatch)
     manifest = decided(nodes, agents, "step-1")
     missing = AgentAddress("f" * 12, "127.0.0.1", 1, "nobody listens")
-    others = AgentCluster([*(agent.endpoint.address() for agent in agents), missing], nodes._own_node)
+    others = AgentCluster([*(agent.endpoint.address() for agent in agents), missing], nodes._own_node, openers(agents))
     committed = others.commit(SAVE, METADATA, manifest)
     assert list(committed.error_by_node) == [missing.node_id]
     assert len(committed.held_by_node) == len(agents)

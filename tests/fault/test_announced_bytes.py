@@ -111,7 +111,7 @@ def test_metadata_has_no_more_bytes_than_any(opened: RunningAgent, size: int) ->
     """It is refused by the size that it says, before a byte of it is read."""
     connection = http.client.HTTPConnection("127.0.0.1", opened.endpoint.port, timeout=10)
     connection.putrequest("PUT", f"/v1/saves/{SAVE}/.metadata")
-    connection.putheader("Authorization", f"Bearer {opened.endpoint.token}")
+    connection.putheader("Authorization", f"Bearer {opened.endpoint.owner_token}")
     connection.putheader("Content-Length", str(size))
     connection.endheaders()
     response = connection.getresponse()

@@ -17,8 +17,9 @@ import pytest
 
 from replicated_ckpt.agent.peers import watch
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.call_backs import IN_A_ROW_MAX
 from replicated_ckpt.core.upkeep.repair import Presence
-from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.errors import StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.test_tls import certificate
@@ -186,6 +187,29 @@ def test_an_agent_that_leaves_is_believed(pair: Pair) -> None:
         assert book(pair.first)[pair.known.node_id] == replace(
             pair.known, port=back.endpoint.port, incarnation=back.endpoint.incarnation
         )
+
+
+def test_a_flood_of_greetings_makes_few_connections(pair: Pair, tmp_path: Path) -> None:
+    """With a token of a known node: a few connections to the address that it names, and other nodes are heard meanwhile."""
+    met: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, running_agent(tmp_path / "c", *QUIET) as third:
+        listener.settimeout(0.5)
+        pair.introduce(third.endpoint.address())
+        thief = replace(pair.known, port=int(listener.getsockname()[1]), incarnation=pair.known.incarnation)
+        with pair.first.peer(10) as peer:
+            for at in range(40):
+                kind = StoreUnavailable if at >= IN_A_ROW_MAX else StoreDenied
+                with pytest.raises(kind) if at >= IN_A_ROW_MAX else contextlib.suppress(kind):
+                    peer.call("POST", "/v1/hello", spoken(thief))
+        with contextlib.suppress(TimeoutError):
+            while len(met) <= IN_A_ROW_MAX:
+                met.append(listener.accept()[0])
+        pair.hear("hello", third.endpoint.address())
+    assert len(met) <= IN_A_ROW_MAX
+    for taken in met:
+        taken.close()
+    with pytest.raises(StoreUnavailable, match="more than once"):
+        pair.hear("bye", pair.known)
 
 
 def beat_forever(connection: socket.socket) -> None:

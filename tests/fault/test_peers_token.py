@@ -44,6 +44,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 SAVE = f"{7:032x}"
 QUIET = ("--lost-after-s", "600")
 OPENING = {"checkpoint_id": "step-7", "session": "s", "overwrite": True, "peers": []}
+TICKET = {"ticket": "7" * 32}
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_a_token_runs_no_command(agent: RunningAgent, tmp_path: Path) -> None:
         with pytest.raises(StoreDenied):
             peer.call("POST", f"/v1/saves/{SAVE}", OPENING)
         owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
-        peer.put("PUT", f"/v1/saves/{SAVE}/.metadata", config.encode())
+        owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", config.encode())
         assert where.read_text() == config
         for verb, document in (("target", target), ("probe", {"url": "s3://bucket/x", "checkpoint_id": "x"})):
             with pytest.raises(StoreDenied):
@@ -175,9 +176,9 @@ def test_a_peer_introduces_nobody(agent: RunningAgent, known: AgentAddress) -> N
                 client.call("POST", path, {**fields, "peers": peers})
         with agent.client() as owner:
             owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
-        pull = {"from": peers[0], "size_bytes": 1, "crc32c": 1}
-        with pytest.raises(ObjectMissing, match="not introduced"):
-            client.call("POST", f"/v1/saves/{SAVE}/pull", pull)
+            pull = {"from": peers[0], "size_bytes": 1, "crc32c": 1}
+            with pytest.raises(ObjectMissing, match="not introduced"):
+                owner.call("POST", f"/v1/saves/{SAVE}/pull", pull)
         with pytest.raises(TimeoutError):
             listener.accept()
     assert book(agent) == {known.node_id: known}
@@ -421,14 +422,41 @@ def test_a_peer_gives_up_no_save_that_is_decided(tmp_path: Path) -> None:
         manifest = Manifest(SAVE, "step-7", 1, 1.0, 1, 1, len(raw), crc32c(raw), (node,), {}, None, "a" * 16)
         with agent.client() as owner, agent.peer() as peer:
             for number in (8, 7):
-                owner.call("POST", f"/v1/saves/{number:032x}", {**OPENING, "session": str(number)})
-            peer.call("POST", f"/v1/saves/{8:032x}/abort", {"why": "a rank has failed"})
+                owner.call(
+                    "POST",
+                    f"/v1/saves/{number:032x}",
+                    {**OPENING, **TICKET, "session": str(number), "checkpoint_id": f"step-{number}"},
+                )
+            peer.call("POST", f"/v1/saves/{8:032x}/abort", {"why": "a rank has failed", **TICKET})
             owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
             owner.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encode())
             with pytest.raises(StoreDenied, match="JOB"):
-                peer.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "no reason"})
+                peer.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "no reason", **TICKET})
             owner.call("POST", f"/v1/saves/{SAVE}/commit")
     assert (store.root / "step-7" / ".metadata").read_bytes() == raw
+
+
+@pytest.mark.parametrize("told", ["", "?ticket=", "?ticket=" + "0" * 32])
+def test_a_peer_ends_no_save_of_a_job(agent: RunningAgent, told: str) -> None:
+    """It knows the id, by a question of another node, say: it brings shards, and does not decide, finish or end it."""
+    ticket = {"ticket": told.partition("=")[2]} if told else {}
+    with agent.client() as owner, agent.peer() as peer:
+        owner.call("POST", f"/v1/saves/{SAVE}", {**OPENING, **TICKET, "coordinator": agent.endpoint.node_id})
+        for verb in ("abort", "commit", "pull"):
+            with pytest.raises(StoreDenied, match="JOB"):
+                peer.call("POST", f"/v1/saves/{SAVE}/{verb}", {"why": "no reason", **ticket})
+        for how in ("left", "over", "working"):
+            with pytest.raises(StoreDenied, match="JOB"):
+                peer.call("GET", f"/v1/saves/{SAVE}{told or '?'}&settle={how}")
+        for name in (".metadata", ".manifest.json", "%2emetadata"):
+            with pytest.raises(StoreDenied, match="JOB"):
+                peer.put("PUT", f"/v1/saves/{SAVE}/{name}", b"x")
+        for rest in ("", "/", "/x/y"):
+            with pytest.raises((StoreDenied, ObjectMissing)):
+                peer.put("PUT", f"/v1/saves/{SAVE}{rest}", b"x")
+        assert peer.call("GET", f"/v1/saves/{SAVE}") == {"state": "staged"}
+        assert TICKET["ticket"] not in str(owner.call("GET", "/v1/status"))
+        assert peer.call("GET", f"/v1/saves/{SAVE}?settle=left&ticket={TICKET['ticket']}") == {"state": "unknown"}
 
 
 def test_no_peer_is_told_of_a_save_under_way(agent: RunningAgent) -> None:

@@ -147,7 +147,8 @@ class Cluster:
                 environment={**self._environment(), **own},
                 output=log.fileno(),
                 cwd=str(self.base),
-                mount=[] if node.root == node.disk else [str(node.disk), str(node.root)],
+                mounts=node.mounts(),
+                hostname=node.hostname,
                 netns=node.netns,
             )
 

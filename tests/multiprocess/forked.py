@@ -39,7 +39,8 @@ class Forked:
         errors: int | None = None,
         cwd: str = "/",
         user: int | None = None,
-        mount: Sequence[str] = (),
+        mounts: Sequence[Sequence[str]] = (),
+        hostname: str | None = None,
         netns: str | None = None,
     ) -> None:
         """`command` is what would start it otherwise, and is shown so. `errors`: as `output`, if not given."""
@@ -54,7 +55,8 @@ class Forked:
             "cwd": cwd,
             "user": user,
             "umask": _umask(),
-            "mount": list(mount),
+            "mounts": list(mounts),
+            "hostname": hostname,
             "netns": netns,
         }
         self._socket.settimeout(START_TIMEOUT_S)

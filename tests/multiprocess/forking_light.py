@@ -33,8 +33,10 @@ def become(request: dict[str, Any], output: int, errors: int, network: int, moun
     """In the forked child: what a new process would have, in the namespaces of the one that asked; then the program."""
     os.setsid()
     namespaces.enter(network, mounts)
-    if request["mount"]:
-        namespaces.mount_privately(*request["mount"])
+    if request["mounts"]:
+        namespaces.mount_privately(request["mounts"])
+    if request["hostname"]:
+        namespaces.name_host(request["hostname"])
     if request["netns"]:
         namespaces.enter_network(request["netns"])
     become_environment(request["environment"])

@@ -11,6 +11,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.peer.client import AgentClient
@@ -69,7 +70,7 @@ def open_metadata(service: NodeService, save_id: str) -> int:
     """
     store = service.store
     with translate_errors(str(store.root), "open", METADATA_NAME), contextlib.suppress(FileNotFoundError):
-        return os.open(store.path_of_staged(save_id, METADATA_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return open_plain(store.path_of_staged(save_id, METADATA_NAME), os.O_NOFOLLOW)
     checkpoint_id = store.catalog.checkpoint_of(save_id)
     if checkpoint_id is None:
         raise ObjectMissing(str(store.root), "open", METADATA_NAME, f"save {save_id} is not here")

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from replicated_ckpt.agent.peers.call_backs import CallBacks
 from replicated_ckpt.agent.peers.greeting import heed_goodbye, heed_hello
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.checks import Checks
@@ -36,6 +37,7 @@ class RepairRoutes:
         self._service = service
         self._reprotector = reprotector
         self._checks = checks
+        self._call_backs = CallBacks()
         self._inspector: Inspector | None = None
         self._bytes_to_read = 0
 
@@ -67,14 +69,14 @@ class RepairRoutes:
         """A known peer's agent has started, and may listen elsewhere."""
         said = AgentAddress.from_json(fields["peer"])
         with request.heartbeat:
-            heed_hello(self._service.peers, said, request.peer_host)
+            heed_hello(self._service.peers, said, request.peer_host, self._call_backs)
         return replace(json_answer(), after=self._reprotector.wake)
 
     def _bye(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """A known peer's agent is about to leave, its disk intact."""
         said = AgentAddress.from_json(fields["peer"])
         with request.heartbeat:
-            heed_goodbye(self._service.peers, said)
+            heed_goodbye(self._service.peers, said, request.peer_host, self._call_backs)
         return json_answer()
 
     def _sequence(self, fields: Mapping[str, Any], request: Request) -> Answer:

@@ -2,7 +2,7 @@
 
 import json
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -96,7 +96,7 @@ class Routes:
             case ("GET" | "HEAD", "v1", "files", save_id, name):
                 return self._file(request, query.get("checkpoint_id", ""), save_id, name)
             case (_, "v1", "saves", save_id, *rest) if is_save_id(save_id):
-                return self._save(request, save_id, rest, settles=query.get("settle", ""))
+                return self._save(request, save_id, rest, query.get("settle", ""), query.get("ticket", ""))
             case (
                 "POST",
                 "v1",
@@ -117,12 +117,14 @@ class Routes:
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
     def _save(  # noqa: PLR0911 - one return a verb
-        self, request: Request, save_id: str, rest: list[str], *, settles: str
+        self, request: Request, save_id: str, rest: list[str], settles: str, ticket: str
     ) -> Answer:
+        self._require_end(request, save_id, rest)
         match (request.method, *rest):
             case ("GET",):
                 with request.heartbeat:
                     if settles:
+                        self._require_part(request, save_id, ticket)
                         how = {"is_over": settles in ("over", "left"), "is_left": settles == "left"}
                         return json_answer(**self._service.answer_to_settle(save_id, **how))
                     return json_answer(**self._service.state_of(save_id))
@@ -162,6 +164,7 @@ class Routes:
                 tuple(sorted({self._service.node_id, *(peer.node_id for peer in peers)})),
                 str(fields.get("coordinator", "")),
                 announced=Announced.from_json(fields.get("announced", {})),
+                ticket=str(fields.get("ticket", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise PeerProtocolError(f"A save cannot be opened with {type(exc).__name__}: {exc}.") from exc
@@ -206,12 +209,32 @@ class Routes:
         return json_answer(shards=shards)
 
     def _abort(self, request: Request, save_id: str) -> Answer:
-        """A peer gives up no save that is decided here: once one node has published it, all peers know its id."""
-        if self._service.store.is_decided(save_id):
+        """A peer gives up a save that it takes part in, and none that is decided here.
+
+        Once one node has published a save all peers know its id, and what lies here may lie nowhere else.
+        """
+        fields = request.document()
+        if self._service.store.is_decided(save_id) or not self._admits(save_id, str(fields.get("ticket", ""))):
             request.require(Right.JOB)
-        why = one_line(request.document().get("why", "no reason given"), 500)
+        why = one_line(fields.get("why", "no reason given"), 500)
         self._service.abort(save_id, why, unless_decided=request.right < Right.JOB)
         return json_answer()
+
+    def _admits(self, save_id: str, ticket: str) -> bool:
+        return self._service.store.intent_of(save_id).admits(ticket)
+
+    def _require_part(self, request: Request, save_id: str, ticket: str) -> None:
+        """What is settled may be given up: that is for nodes of the save, if it is staged here and has a ticket."""
+        if self._service.store.intent_of(save_id).ticket and not self._admits(save_id, ticket):
+            request.require(Right.JOB)
+
+    def _require_end(self, request: Request, save_id: str, rest: Sequence[str]) -> None:
+        """What ends a save is its coordinator's to say: a peer brings shards. It ends adoptions, which peers open."""
+        is_end = rest in (["pull"], ["commit"]) or (
+            request.method == "PUT" and any(ShardName.parse(name) is None for name in rest)
+        )
+        if is_end and request.right < Right.JOB and not self._service.store.intent_of(save_id).adopts:
+            request.require(Right.JOB)
 
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:
         durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"

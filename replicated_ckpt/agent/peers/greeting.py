@@ -13,6 +13,7 @@ from operator import index
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.call_backs import CallBacks
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -120,25 +121,28 @@ class Greeter:
             client.call("POST", f"/v1/{verb}", self._document)
 
 
-def heed_hello(book: PeerBook, said: AgentAddress, from_host: str) -> None:
+def heed_hello(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
     """Notes that a known node is there, and where its agent listens now, after it has said so when it was called back.
 
     A node that answers at the address that is known has not moved, whatever was announced. Its host changes only where its
     certificate is pinned: over plain HTTP the token alone would lead every peer of the node to a thief of it.
 
     Raises:
-        StoreDenied: this is not that node, or an earlier agent of it; nothing has changed.
+        StoreDenied: this is not that node, or an earlier agent of it; nothing has changed. StoreUnavailable: it was not
+        called back, as too many are.
     """
     known = _identify_named(book, said)
     if said.incarnation < known.incarnation:
         raise _denial(said, "it has been started again since")
     if known.tls_sha256 not in ("", said.tls_sha256):
-        book.learn([_renewed(known, said)])
+        with call_backs.take_turn(known.node_id, from_host):
+            book.learn([_renewed(known, said)])
         return
     host, origin = (from_host, "its own greeting") if known.tls_sha256 else (known.host, "the job that introduced it")
     announced = replace(said, host=host, domain=known.domain, origin=origin)
     before = replace(known, incarnation=said.incarnation)
-    asked = FanOut[AgentAddress, Who]().run({before, announced}, ask_who)
+    with call_backs.take_turn(known.node_id, from_host):
+        asked = FanOut[AgentAddress, Who]().run({before, announced}, ask_who)
     expected = Who(known.node_id, said.incarnation, is_leaving=False, tls_sha256=said.tls_sha256)
     there = asked.results.get(before)
     if there is not None and there != expected and there.node_id == known.node_id and before != announced:
@@ -165,18 +169,20 @@ def _renewed(known: AgentAddress, said: AgentAddress) -> AgentAddress:
     return replace(known, incarnation=said.incarnation, tls_sha256=said.tls_sha256)
 
 
-def heed_goodbye(book: PeerBook, said: AgentAddress) -> None:
+def heed_goodbye(book: PeerBook, said: AgentAddress, from_host: str, call_backs: CallBacks) -> None:
     """Notes that a known node leaves in good order, after its agent has said so itself when it was called back.
 
     Raises:
         StoreDenied: it does not say so; nothing has changed. Silent, it counts as any node that fell silent.
+        StoreUnavailable: it was not called back, as too many are.
     """
     known = _identify_named(book, said)
-    try:
-        found = ask_who(known)
-        is_leaving = (found.node_id, found.incarnation, found.is_leaving) == (known.node_id, known.incarnation, True)
-    except ReplicatedCkptError as exc:
-        raise _denial(said, f"called back, it does not say itself that it leaves: {exc.message}") from exc
+    with call_backs.take_turn(known.node_id, from_host):
+        try:
+            found = ask_who(known)
+        except ReplicatedCkptError as exc:
+            raise _denial(said, f"called back, it does not say itself that it leaves: {exc.message}") from exc
+    is_leaving = (found.node_id, found.incarnation, found.is_leaving) == (known.node_id, known.incarnation, True)
     if not is_leaving:
         raise _denial(said, "called back, it does not say itself that it leaves")
     book.leave(known.node_id)

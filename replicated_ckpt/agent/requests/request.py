@@ -17,7 +17,7 @@ DOCUMENT_BYTES_MAX = 4 << 20
 """JSON takes many times its size once it is parsed; the addresses of 10,000 nodes fit."""
 
 _HINT_BY_RIGHT = {
-    Right.JOB: "Nodes are introduced, and saves opened, by a job that has a rank on each of them.",
+    Right.JOB: "Nodes are introduced, and saves opened and ended, by a job that has a rank on each of them.",
     Right.OWNER: "Ask on the agent's own host, as its own user: ranks and `replicated-ckpt` read ROOT/.agent there.",
 }
 

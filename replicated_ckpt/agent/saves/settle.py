@@ -4,6 +4,7 @@ What becomes of it is decided by `core.settlement`; here the nodes are asked and
 """
 
 import logging
+import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
 
 from replicated_ckpt.agent.saves.leftover import Leftover
@@ -18,6 +19,7 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     StoreUnavailable,
 )
+from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -92,7 +94,7 @@ def _settle_one(
     how = "left" if leftover.is_left else "over" if leftover.is_over else "working"
     silent = set() if silent is None else silent
     asked = [address for node, address in addresses.items() if node not in silent]
-    answers = _answers(f"{intent.save_id}?settle={how}", asked, silent)
+    answers = _answers(intent, how, asked, silent)
     nodes = intent.nodes or {*addresses, *(peer.node_id for peer in service.peers.read_all())}
     is_decision_bad = service.store.is_decision_damaged(intent.save_id)
     settlement = settle_staged(
@@ -105,12 +107,17 @@ def _settle_one(
     _carry_out(service, leftover, settlement, addresses)
 
 
-def _answers(query: str, addresses: Sequence[AgentAddress], silent: set[str]) -> Mapping[str, Answer]:
-    """What each node says of the save; one that does not answer, or not sensibly, is left out."""
+def _answers(intent: Intent, how: str, addresses: Sequence[AgentAddress], silent: set[str]) -> Mapping[str, Answer]:
+    """What each node says of the save; one that does not answer, or not sensibly, is left out.
+
+    Only the nodes of the save, which have its ticket, are told that it is settled: one that has it may have it given up.
+    """
     by_node = {address.node_id: address for address in addresses}
-    outcome = FanOut[str, Answer]().run(by_node, lambda node: _ask(by_node[node], query))
+    settled = f"{intent.save_id}?{urllib.parse.urlencode({'settle': how, 'ticket': intent.ticket})}"
+    asked = {node: settled if node in intent.nodes or not intent.nodes else intent.save_id for node in by_node}
+    outcome = FanOut[str, Answer]().run(by_node, lambda node: _ask(by_node[node], asked[node]))
     for node, error in outcome.errors.items():
-        log.info("asked %s about save %s: %s", by_node[node].label, query, error)
+        log.info("asked %s about save %s: %s", by_node[node].label, intent.save_id, error)
         if isinstance(error, StoreUnavailable):
             silent.add(node)
     return outcome.results
@@ -122,7 +129,8 @@ def _ask(address: AgentAddress, query: str) -> Answer:
     try:
         return Answer(state)
     except ValueError as exc:
-        raise PeerProtocolError(f"{address.label} says that save {query} is {str(state)[:80]!r}.") from exc
+        save_id = query.partition("?")[0]
+        raise PeerProtocolError(f"{address.label} says that save {save_id} is {str(state)[:80]!r}.") from exc
 
 
 def _carry_out(

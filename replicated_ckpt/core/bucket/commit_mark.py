@@ -19,6 +19,7 @@ import struct
 from dataclasses import dataclass
 
 from replicated_ckpt.core.integrity.checksum import Bytes, crc32c
+from replicated_ckpt.core.layout import SEQUENCE_MAX
 from replicated_ckpt.core.lineage import Version, is_moment
 
 MAGIC = b"RCKMARK2"
@@ -67,7 +68,7 @@ def decode_mark(tail: Bytes) -> CommitMark | None:
     if len(tail) != MARK_BYTES or crc32c(memoryview(tail)[:-4]) != int.from_bytes(tail[-4:], "little"):
         return None
     magic, save_id, lineage, sequence, created, manifest_crc, metadata_crc, own = _BODY.unpack(memoryview(tail)[:-4])
-    if magic != MAGIC or not is_moment(created):
+    if magic != MAGIC or not is_moment(created) or sequence > SEQUENCE_MAX:
         return None
     named = "" if lineage.hex() == _NO_LINEAGE else lineage.hex()
     return CommitMark(save_id.hex(), sequence, created, manifest_crc, metadata_crc, bool(own), named)

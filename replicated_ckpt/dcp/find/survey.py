@@ -28,6 +28,7 @@ from replicated_ckpt.errors import (
     ShardLost,
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave, manifest_in
+from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.remains import RemainsShelf
 from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
@@ -246,7 +247,7 @@ class Surveyor:
                 if holding.node_id == OBJECT_NODE and self._bucket is not None:
                     raw = manifest_in(self._bucket, self._in_bucket[save.save_id])
                 elif holding.node_id == self._own_node:
-                    raw = self._store.path_of(holding.checkpoint_id, save.save_id, MANIFEST_NAME).read_bytes()
+                    raw = read_plain(self._store.path_of(holding.checkpoint_id, save.save_id, MANIFEST_NAME))
                 else:
                     with AgentClient(self._by_node[holding.node_id]) as client:
                         raw = client.fetch("GET", file_path(holding.checkpoint_id, holding.save_id, MANIFEST_NAME))

@@ -14,6 +14,7 @@ from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket
+from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path, unmanaged_path
 from replicated_ckpt.stores.peer.deadline import is_time_out
@@ -91,8 +92,7 @@ def _copies(
     if any(holding.node_id == own_node for holding in save.holdings):
         path = store.path_of(save.checkpoint_id, save.save_id, METADATA_NAME)
         try:
-            with path.open("rb") as file:
-                raw = file.read(min(path.stat().st_size, size + 1))  # one byte too many is enough not to match
+            raw = read_plain(path, min(path.stat().st_size, size + 1))  # one byte too many is enough not to match
             yield _Copy(f"node {own_node}", raw, crc, own_address)
         except OSError as exc:
             problems.append(f"node {own_node}: its {METADATA_NAME} cannot be read: {exc}")

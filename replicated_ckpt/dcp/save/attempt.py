@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -115,7 +116,7 @@ class SaveAttempt:
         board, config = self._world.blackboard, self._config
         raw_posts = board.posts("save", DECISION_TIMEOUT_S) if board is not None else []
         posts = [SavePost.from_json(post) for post in raw_posts] or [self._post]
-        decision = decide(posts, config.copies, uuid.uuid4().hex, plans)
+        decision = replace(decide(posts, config.copies, uuid.uuid4().hex, plans), ticket=secrets.token_hex(16))
         if board is not None:
             self._cluster = cluster_of(decision, self._world.rank)
         self._decision = replace(decision, session=self._world.session, overwrite=config.overwrite)

@@ -44,6 +44,7 @@ class SaveDecision:
     lineage: str = ""
     announced: Announced = NOTHING_ANNOUNCED
     replaces: tuple[str, ...] = ()
+    ticket: str = field(default="", repr=False)
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies first."""
@@ -69,6 +70,7 @@ class SaveDecision:
             nodes=nodes,
             coordinator=coordinator,
             announced=announced,
+            ticket=self.ticket,
         )
 
     def node_of(self, rank: int) -> NodePost:
@@ -120,6 +122,7 @@ class SaveDecision:
             fields["lineage"],
             Announced(**fields["announced"]),
             tuple(fields["replaces"]),
+            str(fields["ticket"]),
         )
 
 

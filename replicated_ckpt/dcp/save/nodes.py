@@ -97,13 +97,17 @@ class AgentCluster:
         openers: Sequence[AgentAddress] = (),
         silence_by_node: Mapping[str, str] = MappingProxyType({}),
         unreached: Collection[str] = (),
+        ticket: str = "",
     ) -> None:
-        """`openers`: the same addresses with the nodes' invitations, which open a save, and give up one that is decided.
+        """`openers`: the same addresses with the nodes' invitations, which open a save and end it.
+
+        `ticket`: that of the save, with which each rank may give it up until it is decided.
 
         `silence_by_node`: what is wrong with the agents that are not asked, as the ranks of their nodes found.
         `unreached`: nodes that did not answer when the save began; a commit waits for them no full time-out more.
         """
         self._unreached = unreached
+        self._ticket = ticket
         self._by_node = {address.node_id: address for address in addresses}
         self._opener_by_node = {**self._by_node, **{address.node_id: address for address in openers}}
         self._silent = {
@@ -124,6 +128,7 @@ class AgentCluster:
             "overwrite": intent.overwrite,
             "coordinator": intent.coordinator,
             "announced": asdict(intent.announced),
+            "ticket": intent.ticket,
             "peers": [address.to_json() for address in self._by_node.values()],
         }
         body = json.dumps(document).encode()  # once, not once for each node: it names all of them
@@ -172,7 +177,7 @@ class AgentCluster:
             if node in self._unreached:
                 with AgentClient(self._by_node[node], SILENT_TIMEOUT_S) as client:
                     client.call("GET", path)
-            with AgentClient(self._by_node[node], COMMIT_TIMEOUT_S) as client, client.within(COMMIT_DEADLINE_S):
+            with AgentClient(self._opener_by_node[node], COMMIT_TIMEOUT_S) as client, client.within(COMMIT_DEADLINE_S):
                 if node != self._own_node:
                     with suppress(SaveAborted):  # it may have it from a node that has published: `commit` tells
                         bring(client)
@@ -184,7 +189,7 @@ class AgentCluster:
     def abort(self, save_id: str, why: str) -> None:
         def aborted(node: str) -> None:
             with AgentClient(self._opener_by_node[node]) as client:
-                client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why})
+                client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why, "ticket": self._ticket})
 
         self._run(aborted)
 
@@ -193,7 +198,7 @@ def cluster_of(decision: SaveDecision, rank: int) -> AgentCluster:
     """The nodes of a decided save, as a rank of it reaches them."""
     silence = {node.node_id: node.silence for node in decision.nodes if node.silence}
     addresses, openers = zip(*((node.address, node.opener()) for node in decision.nodes), strict=True)
-    return AgentCluster(addresses, decision.node_of(rank).node_id, openers, silence)
+    return AgentCluster(addresses, decision.node_of(rank).node_id, openers, silence, ticket=decision.ticket)
 
 
 class LoneNode:

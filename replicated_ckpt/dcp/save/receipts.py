@@ -13,7 +13,8 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 
 def receipt_post(receipt: Receipt, save_id: str, node: NodePost) -> dict[str, Any]:
     """What a rank posts once it has written; `node` as it is by then."""
-    return {**receipt.to_json(), "save_id": save_id, "address": node.address.to_json(), "silence": node.silence}
+    where = {"address": node.address.to_json(), "silence": node.silence, "invitation": node.invitation}
+    return {**receipt.to_json(), "save_id": save_id, **where}
 
 
 def collect_receipts(
@@ -30,9 +31,9 @@ def collect_receipts(
     addresses = [AgentAddress.from_json(post["address"]) for post in posts]
     silence = {address.node_id: post["silence"] for address, post in zip(addresses, posts, strict=True)}
     silence = {node: why for node, why in silence.items() if why}
-    invitation = {node.node_id: node.invitation for node in decision.nodes}
-    openers = [replace(address, token=invitation.get(address.node_id) or address.token) for address in addresses]
-    cluster = AgentCluster(addresses, own_node, openers, silence_by_node=silence, unreached=decision.unreached)
+    invitations = [str(post["invitation"]) for post in posts]
+    openers = [replace(at, token=given or at.token) for at, given in zip(addresses, invitations, strict=True)]
+    cluster = AgentCluster(addresses, own_node, openers, silence, decision.unreached, decision.ticket)
     return [Receipt.from_json(post) for post in posts], cluster
 
 

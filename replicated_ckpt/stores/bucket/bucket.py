@@ -27,6 +27,7 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, NodeEntr
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ObjectMissing, ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.bucket.client import Listing, ObjectClient, Paced
 from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,9 @@ class Bucket:
         return raw
 
     def small(self, key: str, size_bytes: int, crc: int | None = None) -> bytes:
-        """The first bytes of an object; read a second time if they differ from the checksum `crc`."""
+        """The first bytes of an object, read again if they differ from `crc`. Raises ObjectCorrupt: none has so many."""
+        if not 0 <= size_bytes <= FILE_BYTES_MAX:
+            raise ObjectCorrupt(self.client.target.url, "read", key, f"it is said to have {size_bytes} bytes")
         raw = bytearray(size_bytes)
         for _ in range(2):
             self.client.read(key, 0, memoryview(raw))
@@ -276,7 +279,9 @@ def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
     if save.mark is not None:
         return bucket.manifest_raw(save)
     shards = {
-        name: ShardEntry(size, 0, _rank_of(name), OBJECT_NODE, (OBJECT_NODE,)) for name, size in save.sizes.items()
+        name: ShardEntry(size, 0, shard.rank, OBJECT_NODE, (OBJECT_NODE,))
+        for name, size in save.sizes.items()
+        if (shard := ShardName.parse(name)) is not None
     }
     ranks = tuple(sorted({entry.owner_rank for entry in shards.values()}))
     node = NodeEntry(OBJECT_NODE, bucket.client.target.url, None, ranks)
@@ -292,8 +297,3 @@ def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
         nodes=(node,),
         shards=shards,
     ).encode()
-
-
-def _rank_of(shard: str) -> int:
-    name = ShardName.parse(shard)
-    return name.rank if name else 0

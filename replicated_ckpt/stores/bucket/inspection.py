@@ -41,10 +41,14 @@ class BucketInspector:
 
     def _of_save(self, save: BucketSave) -> Iterator[Finding]:
         assert save.mark is not None
-        raw = self._bucket.small(f"{save.checkpoint_id}/{METADATA_NAME}", save.metadata_bytes)
-        self.bytes_read += len(raw)
-        if crc32c(raw) != save.mark.metadata_crc32c:
-            expected, found = (f"CRC32C {crc:08x}" for crc in (save.mark.metadata_crc32c, crc32c(raw)))
+        expected = f"CRC32C {save.mark.metadata_crc32c:08x}"
+        try:
+            raw = self._bucket.small(f"{save.checkpoint_id}/{METADATA_NAME}", save.metadata_bytes)
+            self.bytes_read += len(raw)
+            found = f"CRC32C {crc32c(raw):08x}"
+        except ObjectCorrupt as exc:
+            found = exc.detail
+        if found != expected:
             yield self._finding(save, METADATA_NAME, Problem.CORRUPT, expected, found)
         try:
             manifest = decode_manifest(self._bucket.manifest_raw(save), self._bucket.client.target.url)

@@ -10,6 +10,7 @@ from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.files.durable import hash_file
+from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.committed import open_directory
 
 Signature = list[int]
@@ -58,7 +59,7 @@ def originals_path(root: Path, save_id: str) -> Path:
 
 def _originals(root: Path, save_id: str) -> Mapping[str, Signature]:
     try:
-        return dict(json.loads(originals_path(root, save_id).read_bytes()))
+        return dict(json.loads(read_plain(originals_path(root, save_id))))
     except (OSError, ValueError, TypeError):
         return {}
 

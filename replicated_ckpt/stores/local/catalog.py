@@ -26,6 +26,7 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.plain import open_plain, read_plain
 
 _DEPTH_MAX = 8
 _UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
@@ -56,7 +57,7 @@ class Catalog:
                 signature = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
                 known = self._parsed.get(path)
                 if known is None or known[0] != signature:
-                    known = (signature, decode_manifest(path.read_bytes(), str(path)))
+                    known = (signature, decode_manifest(read_plain(path), str(path)))
                     self._parsed[path] = known
             except (FileNotFoundError, NotADirectoryError) as exc:
                 raise ObjectMissing(str(self.root), "read", key) from exc
@@ -280,7 +281,7 @@ def _looks_like_a_checkpoint(path: Path) -> bool:
 
 def _has_footer(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_plain(path), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - FOOTER_TAIL_BYTES))
             return footer_bytes_of(file.read(), size) is not None
@@ -291,5 +292,5 @@ def _has_footer(path: Path) -> bool:
 def read_believed(directory: Path) -> Manifest | None:
     """The manifest that lies in a directory, in the trash or a staging area, too; None where there is none to believe."""
     with suppress(OSError, ManifestInvalid):
-        return decode_manifest((directory / MANIFEST_NAME).read_bytes(), str(directory))
+        return decode_manifest(read_plain(directory / MANIFEST_NAME), str(directory))
     return None

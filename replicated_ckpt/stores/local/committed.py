@@ -29,6 +29,7 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_m
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translate_errors, write_file
+from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.catalog import manifest_readable
 
 
@@ -72,7 +73,7 @@ class Committed:
             raise ConfigInvalid(f"{name[:200]!r} is no file of a checkpoint.")
         with self._translate("open", name):
             try:
-                return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+                return open_plain(name, os.O_NOFOLLOW, dir_fd=self._fd)
             except FileNotFoundError as exc:
                 raise ObjectMissing(str(self._root), "open", f"{self.checkpoint_id}/{name}") from exc
 

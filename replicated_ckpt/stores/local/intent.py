@@ -1,10 +1,12 @@
 """The intent: what a save that is not committed yet is about."""
 
+import hmac
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
+from replicated_ckpt.stores.files.plain import read_plain
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,12 @@ class Intent:
     replaces: str = ""
     announced: Announced = NOTHING_ANNOUNCED
     """What peers may bring of it."""
+    ticket: str = field(default="", repr=False)
+    """Only the nodes and ranks of the save have it: those that may give it up."""
+
+    def admits(self, ticket: str) -> bool:
+        """Whether it shows that the sender takes part in this save. An adoption has none: its id is all that a peer has."""
+        return self.adopts or (bool(self.ticket) and hmac.compare_digest(self.ticket.encode(), ticket.encode()))
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -34,7 +42,7 @@ class Intent:
     def read(cls, save_id: str, path: Path) -> "Intent":
         """The intent at `path`; one that names no checkpoint if it cannot be believed."""
         try:
-            fields = json.loads(path.read_bytes())
+            fields = json.loads(read_plain(path))
             return cls(
                 save_id,
                 str(fields["checkpoint_id"]),
@@ -45,6 +53,7 @@ class Intent:
                 str(fields.get("coordinator", "")),
                 str(fields.get("replaces", "")),
                 announced=Announced.from_json(fields.get("announced", {})),
+                ticket=str(fields.get("ticket", "")),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls(save_id, "", "", overwrite=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, STAGING_DIR, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.plain import read_plain
 
 _SUFFIX = ".place.json"
 
@@ -37,7 +38,7 @@ class PlaceNotes:
         for path in (self._root / STAGING_DIR).glob(f"*{_SUFFIX}"):
             save_id = path.name.removesuffix(_SUFFIX)
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                fields = json.loads(path.read_bytes())
+                fields = json.loads(read_plain(path))
                 lineage, sequence = str(fields["lineage"]), index(fields["sequence"])
                 if is_save_id(save_id) and is_lineage(lineage) and 0 <= sequence <= SEQUENCE_FLOOR_MAX:
                     places[save_id] = Version(lineage, sequence, math.inf, save_id)

@@ -11,6 +11,7 @@ from replicated_ckpt.errors import ManifestVersionUnknown, ObjectMissing, StoreE
 from replicated_ckpt.stores.files.durable import read_exactly
 from replicated_ckpt.stores.local.committed import Committed, open_directory
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 _PIECE_BYTES = 1 << 20
 _KEPT_MAX = 4096
@@ -91,8 +92,13 @@ def read_remains(directory: Committed, node_id: str, tell: Tell, holds: Holds = 
 
 
 def tell_crc(name: str, fd: int) -> int | None:
-    """The CRC32C that a file has by what it says itself: `.metadata` by its bytes, a shard by its footer."""
-    return _hash(fd) if name == METADATA_NAME else crc_of_footer(fd)
+    """The CRC32C that a file has by what it says itself: `.metadata` by its bytes, a shard by its footer.
+
+    None: its footer is damaged, or it is larger than any that is believed.
+    """
+    if name != METADATA_NAME:
+        return crc_of_footer(fd)
+    return _hash(fd) if os.fstat(fd).st_size <= FILE_BYTES_MAX else None
 
 
 def crc_of_footer(fd: int) -> int | None:

@@ -43,6 +43,7 @@ from replicated_ckpt.stores.files.durable import (
     write_file,
 )
 from replicated_ckpt.stores.files.ownership import make_private
+from replicated_ckpt.stores.files.plain import open_plain, read_plain
 from replicated_ckpt.stores.local import others, replaced
 from replicated_ckpt.stores.local.carry_over import carry_over
 from replicated_ckpt.stores.local.catalog import Catalog
@@ -160,7 +161,7 @@ class LocalStore:
             SaveAborted: it is not open.
         """
         try:
-            fd = os.open(self.intent_path(save_id), os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_plain(self.intent_path(save_id))
         except FileNotFoundError as exc:
             raise SaveAborted(f"Save {save_id} is not open any more in {self.root}.") from exc
         fcntl.flock(fd, fcntl.LOCK_SH)
@@ -169,7 +170,7 @@ class LocalStore:
     def is_held(self, save_id: str) -> bool:
         """Whether a process marks a staged save as being worked on."""
         try:
-            fd = os.open(self.intent_path(save_id), os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_plain(self.intent_path(save_id))
         except FileNotFoundError:
             return False
         try:
@@ -298,8 +299,7 @@ class LocalStore:
         """The manifest staged there, believed only if it is this save's, and together with the metadata that it names."""
         staging = self.staging(save_id)
         path = staging / MANIFEST_NAME
-        with path.open("rb") as file:
-            manifest = decode_manifest(file.read(MANIFEST_BYTES_MAX + 1), str(path))
+        manifest = decode_manifest(read_plain(path, MANIFEST_BYTES_MAX + 1), str(path))
         if manifest.save_id != save_id:
             raise ManifestInvalid(f"The manifest in {staging} is of save {manifest.save_id}.")
         found = hash_file(staging / METADATA_NAME)
@@ -326,7 +326,7 @@ class LocalStore:
             return False
         except (ManifestInvalid, ObjectCorrupt):
             with contextlib.suppress(ManifestInvalid):  # what a crash has left of the version that was replaced is none
-                return path.exists() and decode_manifest(path.read_bytes(), str(path)).save_id == save_id
+                return path.exists() and decode_manifest(read_plain(path), str(path)).save_id == save_id
             return True
         return False
 
@@ -395,6 +395,6 @@ class LocalStore:
             raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}", f"not of save {save_id}")
         with translate_errors(str(self.root), "open", f"{checkpoint_id}/{name}"):
             try:
-                return os.open(self.root / directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                return open_plain(self.root / directory / name, os.O_NOFOLLOW)
             except FileNotFoundError as exc:
                 raise ObjectMissing(str(self.root), "open", f"{checkpoint_id}/{name}") from exc

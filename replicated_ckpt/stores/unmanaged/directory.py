@@ -12,6 +12,7 @@ from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.local.catalog import Catalog
 from replicated_ckpt.stores.local.committed import Committed, open_directory
+from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 _PRINT_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20
@@ -52,12 +53,13 @@ class UnmanagedDirectory:
         try:
             with translate_errors(str(self.root), "read", "/".join(key)):
                 status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode):
+                is_metadata = name == METADATA_NAME
+                if not stat.S_ISREG(status.st_mode) or (is_metadata and status.st_size > FILE_BYTES_MAX):
                     return None
                 signature = status.st_ino, status.st_mtime_ns, status.st_size
                 known = self._prints.get(key)
                 if known is None or known[0] != signature:
-                    known = self._prints[key] = signature, _print_of(fd, status.st_size, is_whole=name == METADATA_NAME)
+                    known = self._prints[key] = signature, _print_of(fd, status.st_size, is_whole=is_metadata)
         finally:
             os.close(fd)
         return UnmanagedFile(status.st_size, known[1], max(0.0, status.st_mtime))

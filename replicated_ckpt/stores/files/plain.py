@@ -1,0 +1,34 @@
+"""Opening what others may have put there: a pipe or a device in a file's place is no file, and is not waited for."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
+
+
+def open_plain(path: str | Path, flags: int = 0, *, dir_fd: int | None = None) -> int:
+    """File descriptor for reading a file; the caller closes it. Links are followed unless `flags` say otherwise.
+
+    Raises:
+        FileNotFoundError: nothing lies there, or a pipe or a device. OSError
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, dir_fd=dir_fd)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # reading a directory says so itself
+        return fd
+    os.close(fd)
+    raise FileNotFoundError(errno.ENOENT, "No plain file lies there", str(path))
+
+
+def read_plain(path: Path, size_max: int = MANIFEST_BYTES_MAX + 1) -> bytes:
+    """The bytes of a file, `size_max` at most: of one that is too large, more than are believed. Else as `open_plain`."""
+    fd = open_plain(path)
+    try:
+        file = os.fdopen(fd, "rb")
+    except OSError:  # it is a directory
+        os.close(fd)
+        raise
+    with file:
+        return file.read(size_max)

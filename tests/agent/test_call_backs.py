@@ -1,0 +1,109 @@
+"""How often an agent calls back whom greetings name."""
+
+import threading
+import time
+
+import pytest
+
+from replicated_ckpt.agent.peers import call_backs
+from replicated_ckpt.agent.peers.call_backs import IN_A_ROW_MAX, INTERVAL_S, PARALLEL_MAX, PER_SENDER_MAX, CallBacks
+from replicated_ckpt.errors import StoreUnavailable
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def count_taken(turns: CallBacks, tries: int, node: str = "node", sender: str = "10.0.0.1") -> int:
+    taken = 0
+    for _ in range(tries):
+        try:
+            with turns.take_turn(node, sender):
+                taken += 1
+        except StoreUnavailable:
+            pass
+    return taken
+
+
+def test_a_flood_is_followed_up_now_and_then() -> None:
+    """In the name of one node, from one address: some in a row, then one in each interval; others are not affected."""
+    clock = Clock()
+    turns = CallBacks(clock)
+    assert count_taken(turns, 1000) == IN_A_ROW_MAX
+    assert count_taken(turns, 1000, sender="10.0.0.2") == count_taken(turns, 1000, node="other") == IN_A_ROW_MAX
+    for _ in range(5):
+        clock.now += INTERVAL_S
+        assert count_taken(turns, 1000) == 1
+    clock.now += IN_A_ROW_MAX * INTERVAL_S
+    assert count_taken(turns, 1000) == IN_A_ROW_MAX
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender with any number of addresses fills no memory, and what it has filled is free again after a while."""
+    monkeypatch.setattr(call_backs, "PAIRS_MAX", 10)
+    clock = Clock()
+    turns = CallBacks(clock)
+    assert sum(count_taken(turns, 1, sender=f"10.0.0.{host}") for host in range(30)) == 10
+    clock.now += INTERVAL_S
+    assert count_taken(turns, 1, sender="10.0.1.1") == 1
+
+
+def greet_at_once(turns: CallBacks, senders: list[str]) -> tuple[int, int]:
+    """How many greetings were followed up, and how many of them at once."""
+    begun, lock = threading.Barrier(len(senders)), threading.Lock()
+    taken, under_way, most = 0, 0, 0
+
+    def greet(node: str, sender: str) -> None:
+        nonlocal taken, under_way, most
+        begun.wait()
+        with turns.take_turn(node, sender):
+            with lock:
+                taken, under_way = taken + 1, under_way + 1
+                most = max(most, under_way)
+            time.sleep(0.002)  # what a call back on a network takes
+            with lock:
+                under_way -= 1
+
+    threads = [threading.Thread(target=greet, args=(f"node-{at}", sender)) for at, sender in enumerate(senders)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return taken, most
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("hosts", "at_once_max"), [(1000, PARALLEL_MAX), (1, PER_SENDER_MAX)])
+def test_a_cluster_may_start_at_once(hosts: int, at_once_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 nodes greet in the same instant, from addresses of their own or all through one: each is followed up."""
+    monkeypatch.setattr(call_backs, "WAIT_MAX_S", 60.0)  # a thousand threads on a busy machine
+    taken, most = greet_at_once(CallBacks(), [f"10.0.0.{at % hosts}" for at in range(1000)])
+    assert taken == 1000
+    assert 1 < most <= at_once_max
+
+
+def test_a_sender_whose_call_backs_hang_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its places in use, waits for its own, and is refused after a while."""
+    monkeypatch.setattr(call_backs, "WAIT_MAX_S", 0.1)
+    turns, let_go = CallBacks(), threading.Event()
+
+    def hang(node: str) -> None:
+        with turns.take_turn(node, "10.0.0.1"):
+            let_go.wait()
+
+    threads = [threading.Thread(target=hang, args=(f"node-{at}",)) for at in range(PER_SENDER_MAX)]
+    for thread in threads:
+        thread.start()
+    try:
+        with pytest.raises(StoreUnavailable, match=f"{PER_SENDER_MAX} greetings"), turns.take_turn("more", "10.0.0.1"):
+            pass
+        assert count_taken(turns, 1, sender="10.0.0.2") == 1
+    finally:
+        let_go.set()
+        for thread in threads:
+            thread.join()
+    assert count_taken(turns, 1) == 1
