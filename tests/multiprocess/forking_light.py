@@ -58,6 +58,7 @@ class Forker:
 
     def __init__(self, lifeline: socket.socket, path: Path) -> None:
         self._lifeline = lifeline
+        self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"{path}.new")
         self._listener.listen(64)
@@ -73,6 +74,8 @@ class Forker:
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._lifeline.fileno():
+                    self._path.unlink()
+                    self._path.parent.rmdir()  # a harness that was killed does not
                     return 0
                 if fd == self._listener.fileno():
                     self._accept()
