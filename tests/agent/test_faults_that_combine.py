@@ -159,11 +159,11 @@ def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> 
 
 AS_ANOTHER_USER = """
 import os, sys
-from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 os.setgid(1000); os.setuid(1000)
 store = LocalStore(sys.argv[1])
-print(len(store.catalog.holdings("n")), len(RemainsShelf(store, "n").found()), len(list(store.catalog.without_manifest())))
+print(len(store.catalog.holdings("n")), len(RemainsReader(store, "n").found()), len(list(store.catalog.without_manifest())))
 """
 
 

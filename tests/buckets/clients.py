@@ -7,7 +7,7 @@ from botocore.exceptions import BotoCoreError
 
 from tests.buckets.servers import Server
 
-BUCKET, KEY = "weather", "step-1/__0_0.distcp"
+BUCKET, KEY = "faulty", "step-1/__0_0.distcp"
 BODY = bytes(range(256)) * 1024
 ELSEWHERE = "step-1/.metadata"
 

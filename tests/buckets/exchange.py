@@ -1,4 +1,4 @@
-"""One request and its answer on their way through the proxy, with what the weather does to them."""
+"""One request and its answer on their way through the proxy, with the faults that meet them."""
 
 import socket
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ class Broken(Exception):
     """The exchange ends here and takes the client's connection with it."""
 
 
-class Sky(Protocol):
+class Faults(Protocol):
     """What an exchange asks the proxy for."""
 
     def note(self, request: Request) -> Armed | None: ...
@@ -29,10 +29,10 @@ class Sky(Protocol):
 class Exchange:
     """Made of a head that arrived. Broken, OSError or ValueError: the client's connection shall break."""
 
-    def __init__(self, sky: Sky, client: socket.socket, head: Head) -> None:
-        self._sky, self._client, self._head = sky, client, head
+    def __init__(self, faulty: Faults, client: socket.socket, head: Head) -> None:
+        self._faults, self._client, self._head = faulty, client, head
         self._request = Request.of(*head.first[:2])
-        self._armed = sky.note(self._request)
+        self._armed = faulty.note(self._request)
         self._fault = self._armed.fault if self._armed else None
         self._kind = self._fault.kind if self._fault else "none"
 
@@ -46,7 +46,7 @@ class Exchange:
         if self._fault and self._kind == "status":
             self._refuse(self._fault, incoming)
             return not self._head.ends_connection
-        with self._sky.upstream() as (server, answers):
+        with self._faults.upstream() as (server, answers):
             self._pass_request(incoming, server, cut_at=self._at(0) if breaks else None)
             if breaks:
                 self._break()
@@ -64,7 +64,7 @@ class Exchange:
         """Takes the whole request and answers it in the server's place."""
         for _ in blocks(incoming, self._head):
             pass
-        body = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>Bad weather.</Message></Error>".encode()
+        body = f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>A fault.</Message></Error>".encode()
         answer = Head((f"HTTP/1.1 {fault.status} {fault.code}".encode(), b"Content-Type: application/xml"))
         head = answer.with_length(len(body)).encode()
         self._client.sendall(head if self._request.method == "HEAD" else head + body)
@@ -111,7 +111,7 @@ class Exchange:
         return is_whole and not head.ends_connection
 
     def _bent(self, head: Head, body: bytes) -> tuple[Head, Iterator[bytes]]:
-        """The answer as the weather leaves it."""
+        """The answer as the fault leaves it."""
         at = self._at(len(body) // 2)
         if self._kind == "lost_answer":
             raise Broken
@@ -126,5 +126,5 @@ class Exchange:
         """The blocks, each when the server is there and the link has room for it."""
         for block in body:
             for piece in self._armed.paced(block) if self._armed else (block,):
-                self._sky.pass_when_here()
+                self._faults.pass_when_here()
                 yield piece

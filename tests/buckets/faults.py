@@ -116,7 +116,7 @@ class Armed:
         self.over.wait(wait_s)
 
 
-class Forecast:
+class FaultPlan:
     """The faults in force and the log of what came. Safe to call from any thread."""
 
     def __init__(self) -> None:

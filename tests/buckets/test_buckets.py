@@ -7,17 +7,17 @@ import pytest
 from botocore.exceptions import ClientError
 
 from tests.buckets.clients import BODY, BUCKET, ELSEWHERE, KEY, breaks, filesystem, get, put
+from tests.buckets.faulty_bucket import Fault, faulty_bucket
 from tests.buckets.servers import Server, Unavailable, radosgw_server
 from tests.buckets.weak import WeakStore
-from tests.buckets.weather import Fault, weather
 
 
 def test_a_weak_store_keeps_half_a_put(weak_store: WeakStore) -> None:
     """An upload that was cut off is an object like any other, only shorter."""
     weak_store.make_bucket(BUCKET)
-    with weather(weak_store) as sky:
-        sky.add(Fault("reset", method="PUT", at=1000, times=1))
-        assert breaks(put, sky.server)
+    with faulty_bucket(weak_store) as faulty:
+        faulty.add(Fault("reset", method="PUT", at=1000, times=1))
+        assert breaks(put, faulty.server)
     while KEY not in weak_store.objects_by_bucket[BUCKET]:
         time.sleep(0.01)
     assert get(weak_store) == BODY[:1000]
@@ -99,18 +99,18 @@ def test_moto_serves_boto3_and_s3fs(moto: Server) -> None:
     exercise(moto)
 
 
-def test_radosgw_serves_boto3_and_s3fs_through_the_weather(radosgw: Server) -> None:
+def test_radosgw_serves_boto3_and_s3fs_through_the_proxy(radosgw: Server) -> None:
     """The real server accepts what was signed for the proxy, keeps a key to its first writer and finds a flipped bit."""
-    with weather(radosgw) as sky:
-        exercise(sky.server)
-        put(sky.server, b"first", IfNoneMatch="*")
+    with faulty_bucket(radosgw) as faulty:
+        exercise(faulty.server)
+        put(faulty.server, b"first", IfNoneMatch="*")
         with pytest.raises(ClientError, match="PreconditionFailed"):
-            put(sky.server, b"second", IfNoneMatch="*")
-        sky.add(Fault("flip_request", method="PUT", times=1))
+            put(faulty.server, b"second", IfNoneMatch="*")
+        faulty.add(Fault("flip_request", method="PUT", times=1))
         with pytest.raises(ClientError, match="XAmzContentSHA256Mismatch"):
-            put(sky.server, b"second")
-        sky.add(Fault("reset", method="PUT", at=1000, times=1))
-        assert breaks(put, sky.server)
+            put(faulty.server, b"second")
+        faulty.add(Fault("reset", method="PUT", at=1000, times=1))
+        assert breaks(put, faulty.server)
         assert get(radosgw) == b"first"
 
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 
+from tests.buckets.memory_bucket import Ask, MemoryBucket, Object, Upload
 from tests.buckets.servers import Server
-from tests.buckets.shelf import Ask, Object, Shelf, Upload
 from tests.buckets.wire import blocks, read_head
 
 
@@ -24,7 +24,7 @@ class WeakStore(Server):
     upload_by_id: dict[str, Upload] = field(default_factory=dict)
 
 
-def _serve(client: socket.socket, shelf: Shelf) -> None:
+def _serve(client: socket.socket, objects: MemoryBucket) -> None:
     """Requests of one client, one after the other."""
     with suppress(OSError), client.makefile("rb") as incoming:
         while (head := read_head(incoming)) is not None:
@@ -36,9 +36,9 @@ def _serve(client: socket.socket, shelf: Shelf) -> None:
                     body += block
             except OSError:
                 if head.first[0] == "PUT":  # the end of the connection is taken for the end of the object
-                    shelf.answer(Ask.of(head, bytes(body)))
+                    objects.answer(Ask.of(head, bytes(body)))
                 return
-            answer = shelf.answer(Ask.of(head, bytes(body)))
+            answer = objects.answer(Ask.of(head, bytes(body)))
             client.sendall(answer.encode(without_body=head.first[0] == "HEAD"))
 
 
@@ -50,16 +50,16 @@ class _Listener(ThreadingTCPServer):
 @contextmanager
 def weak_server() -> Iterator[WeakStore]:
     """The store in threads of this process, empty."""
-    shelf = Shelf()
+    objects = MemoryBucket()
 
     class Connection(BaseRequestHandler):
         def handle(self) -> None:
-            _serve(self.request, shelf)
+            _serve(self.request, objects)
 
     with _Listener(("127.0.0.1", 0), Connection) as listener:
         threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         try:
             url = f"http://127.0.0.1:{listener.server_address[1]}"
-            yield WeakStore(url, "any", "any", shelf.objects_by_bucket, shelf.upload_by_id)
+            yield WeakStore(url, "any", "any", objects.objects_by_bucket, objects.upload_by_id)
         finally:
             listener.shutdown()

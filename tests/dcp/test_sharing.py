@@ -9,15 +9,15 @@ from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.load.shard_reader import Findings
 from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exchange, plan_sharing
 from replicated_ckpt.errors import StoreUnavailable
-from replicated_ckpt.stores.node_cache.cache import Spool
+from replicated_ckpt.stores.node_cache.cache import RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 SHARDS = ["__0_0.distcp"]
 WINDOWS = tuple(Window(SHARDS[0], index * CELL_BYTES, 1000) for index in range(4))
 
 
-def plan(node: str, windows: tuple[Window, ...], spool: str | None) -> LoadPlan:
-    return LoadPlan([], storage_data=RemoteNeeds(node, windows, spool))
+def plan(node: str, windows: tuple[Window, ...], cache: str | None) -> LoadPlan:
+    return LoadPlan([], storage_data=RemoteNeeds(node, windows, cache))
 
 
 def sharing_of(plans: list[LoadPlan]) -> list[NodeSharing | None]:
@@ -25,38 +25,38 @@ def sharing_of(plans: list[LoadPlan]) -> list[NodeSharing | None]:
 
 
 def test_ranks_of_one_node_share_what_several_of_them_need() -> None:
-    """Each learns the others' spools and all units of the node; a rank that shares nothing learns nothing."""
+    """Each learns the others' caches and all units of the node; a rank that shares nothing learns nothing."""
     plans = [
-        plan("a", WINDOWS, "spool-0"),
-        plan("b", WINDOWS, "spool-1"),
+        plan("a", WINDOWS, "cache-0"),
+        plan("b", WINDOWS, "cache-1"),
         LoadPlan([]),
-        plan("a", WINDOWS[:2], "spool-3"),
-        plan("a", (Window(SHARDS[0], 9 * CELL_BYTES, 1000),), "spool-4"),
+        plan("a", WINDOWS[:2], "cache-3"),
+        plan("a", (Window(SHARDS[0], 9 * CELL_BYTES, 1000),), "cache-4"),
     ]
     first, lone, local, fourth, apart = sharing_of(plans)
     assert (lone, local, apart) == (None, None, None)
     assert first is not None
     assert fourth == first
-    assert first.spool_by_rank == {0: "spool-0", 3: "spool-3"}
+    assert first.cache_by_rank == {0: "cache-0", 3: "cache-3"}
     assert [(unit.window, unit.takers) for unit in first.units] == [(window, (0, 3)) for window in WINDOWS[:2]]
 
 
-def test_a_rank_that_could_not_make_its_spool_is_left_out() -> None:
+def test_a_rank_that_could_not_make_its_cache_is_left_out() -> None:
     """On a read-only or full disk it fetches for itself, and nobody waits for a file that never comes."""
     first, second, third = sharing_of(
-        [plan("a", WINDOWS, "spool-0"), plan("a", WINDOWS, None), plan("a", WINDOWS, "spool-2")]
+        [plan("a", WINDOWS, "cache-0"), plan("a", WINDOWS, None), plan("a", WINDOWS, "cache-2")]
     )
     assert second is None
     assert first == third
     assert first is not None
-    assert list(first.spool_by_rank) == [0, 2]
-    assert sharing_of([plan("a", WINDOWS, "spool-0"), plan("a", WINDOWS, None)]) == [None, None]
+    assert list(first.cache_by_rank) == [0, 2]
+    assert sharing_of([plan("a", WINDOWS, "cache-0"), plan("a", WINDOWS, None)]) == [None, None]
 
 
-def part(directory: Path, spools: list[Spool], rank: int, windows: tuple[Window, ...]) -> Exchange | None:
-    sharing = sharing_of([plan("a", WINDOWS[:2], spool.name) for spool in spools])[rank]
+def part(directory: Path, caches: list[RankCache], rank: int, windows: tuple[Window, ...]) -> Exchange | None:
+    sharing = sharing_of([plan("a", WINDOWS[:2], cache.name) for cache in caches])[rank]
     assert sharing is not None
-    return join_exchange(sharing, rank, spools[rank], directory, 2, windows)
+    return join_exchange(sharing, rank, caches[rank], directory, 2, windows)
 
 
 @pytest.mark.parametrize(
@@ -64,23 +64,23 @@ def part(directory: Path, spools: list[Spool], rank: int, windows: tuple[Window,
 )
 def test_a_rank_whose_plan_changed_does_not_join(tmp_path: Path, windows: tuple[Window, ...]) -> None:
     """One that needs less than was agreed, or more of a shared cell, would leave the others waiting, or wait itself."""
-    spools = [Spool(tmp_path, 2, CELL_BYTES) for _ in range(2)]
-    assert part(tmp_path, spools, 0, windows) is None
-    for spool in spools:
-        spool.close()
+    caches = [RankCache(tmp_path, 2, CELL_BYTES) for _ in range(2)]
+    assert part(tmp_path, caches, 0, windows) is None
+    for cache in caches:
+        cache.close()
 
 
 def test_silence_that_one_rank_met_is_known_to_the_others(tmp_path: Path) -> None:
     """Where a node let a time-out pass, a rank of the same node does not ask it first."""
-    spools = [Spool(tmp_path, 2, CELL_BYTES) for _ in range(2)]
+    caches = [RankCache(tmp_path, 2, CELL_BYTES) for _ in range(2)]
     findings = [Findings(), Findings()]
     for rank in range(2):
-        findings[rank].exchange = part(tmp_path, spools, rank, WINDOWS)
+        findings[rank].exchange = part(tmp_path, caches, rank, WINDOWS)
         assert findings[rank].exchange is not None
     findings[0].note(SHARDS[0], "node-x", StoreUnavailable("x", "GET", "y", "timed out"), is_suspect=False)
     assert findings[1].is_silent("node-x")
     assert not findings[1].is_silent("node-y")
-    for finding, spool in zip(findings, spools, strict=True):
+    for finding, cache in zip(findings, caches, strict=True):
         assert finding.exchange is not None
         finding.exchange.close()
-        spool.close()
+        cache.close()

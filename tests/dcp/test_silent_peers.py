@@ -20,7 +20,7 @@ from replicated_ckpt.dcp.find.survey import Surveyor
 from replicated_ckpt.dcp.node.node import NodePost, SeenStore
 from replicated_ckpt.dcp.save.decision import SaveDecision
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
-from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentAddress
 from tests.agent.agents import running_agent
@@ -102,7 +102,7 @@ def test_what_ranks_see_without_a_manifest_counts(tmp_path: Path) -> None:
     here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
     checkpointed([here, there], 1, {shard(0): [0], shard(1): [1]}, copies=1)
     (there.root / "step-1" / MANIFEST_NAME).write_text("damaged")
-    remains = RemainsShelf(there, there.node_id()).found("step-1")
+    remains = RemainsReader(there, there.node_id()).found("step-1")
     seen = {there.node_id(): SeenStore("its agent is silent", (), remains)}
     survey = Surveyor(here, here.node_id(), [], seen=seen).survey("step-1")
     assert survey.is_whole

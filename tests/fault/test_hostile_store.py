@@ -18,7 +18,7 @@ from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from tests.agent.agents import running_agent
@@ -73,7 +73,7 @@ def test_one_file_does_not_stop_the_looks(store: LocalStore, way: str, place: st
     fresh, node = LocalStore(store.root), store.node_id()
     held = {holding.checkpoint_id for holding in fresh.catalog.holdings(node)}
     assert "step-2" in held
-    RemainsShelf(fresh, node).found()
+    RemainsReader(fresh, node).found()
     UnmanagedDirectory(fresh.root).holdings(node)
     fresh.list_staged()
     assert not fresh.is_decided("c" * 32)

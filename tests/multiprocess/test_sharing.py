@@ -43,12 +43,12 @@ def load(cluster: Cluster, trouble: str, at: int = 1, ranks: int = 3, **argument
     return cluster.launch([step], nodes=[0, 1], ranks=[ranks, 1]).of(0)
 
 
-def spools_of(cluster: Cluster) -> list[Path]:
-    return [path for node in cluster.nodes for path in node.disk.glob(".agent/spool-*")]
+def caches_of(cluster: Cluster) -> list[Path]:
+    return [path for node in cluster.nodes for path in node.disk.glob(".agent/cache-*")]
 
 
 def test_each_byte_comes_to_a_node_once(cluster: Cluster) -> None:
-    """Ranks of a blank node that need everything fetch it once together; their spools go with the load."""
+    """Ranks of a blank node that need everything fetch it once together; their caches go with the load."""
     *blank, there = load(cluster, "")
     assert all(all(value["same"]) for value in [*blank, there])
     reports = [value["report"] for value in blank]
@@ -56,7 +56,7 @@ def test_each_byte_comes_to_a_node_once(cluster: Cluster) -> None:
     assert all(report["bytes_peer"] > SAVED // 6 for report in reports)
     assert all(report["bytes_peer"] + report["bytes_shared"] >= SAVED for report in reports)
     assert (there["report"]["bytes_peer"], there["report"]["bytes_shared"]) == (0, 0)
-    assert spools_of(cluster) == []
+    assert caches_of(cluster) == []
 
 
 @pytest.mark.fault
@@ -71,7 +71,7 @@ def test_a_rank_that_stops_costs_the_others_one_time_out(slow_to_heal: Cluster) 
     assert all(all(value["same"]) for value in (first, stopped, third))
     assert stopped["seconds"] > max(first["seconds"], third["seconds"])
     assert max(first["seconds"], third["seconds"]) < PATIENCE_S + max(UNDISTURBED_S, 4 * undisturbed_s)
-    assert spools_of(slow_to_heal) == []
+    assert caches_of(slow_to_heal) == []
 
 
 @pytest.mark.fault
@@ -82,7 +82,7 @@ def test_a_rank_that_fails_holds_no_other_up(cluster: Cluster, trouble: str, wai
     assert all(outcome["ranks"] == [1] for outcome in outcomes), outcomes
     assert all("breaks" in outcome["message"] for outcome in outcomes)
     assert max(outcome["seconds"] for outcome in outcomes) < waited_s + UNDISTURBED_S
-    assert spools_of(cluster) == []
+    assert caches_of(cluster) == []
 
 
 @pytest.mark.fault

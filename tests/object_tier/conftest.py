@@ -9,8 +9,8 @@ from uuid import uuid4
 import pytest
 
 from tests.agent.agents import stop_agent
+from tests.buckets.faulty_bucket import faulty_bucket
 from tests.buckets.servers import Server
-from tests.buckets.weather import weather
 from tests.multiprocess.cluster import Cluster
 from tests.object_tier.sites import Site
 
@@ -23,11 +23,11 @@ def site_of(tmp_path: Path) -> Iterator[SiteOf]:
     with ExitStack() as stack:
 
         def build(server: Server, node_count: int, **environment: Any) -> Site:
-            sky = stack.enter_context(weather(server))
+            faulty = stack.enter_context(faulty_bucket(server))
             cluster = Cluster(tmp_path / "cluster", node_count, quick_exit=True)
             cluster.environment.update({name: str(value) for name, value in environment.items()})
             name = server.make_bucket(f"b-{uuid4().hex[:12]}")
-            return Site(stack.enter_context(cluster), server, sky, name)
+            return Site(stack.enter_context(cluster), server, faulty, name)
 
         yield build
 

@@ -1,4 +1,4 @@
-"""A site: nodes with real agents, a bucket, and the weather between them."""
+"""A site: nodes with real agents, a bucket, and the faults between them."""
 
 import json
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from replicated_ckpt.stores.bucket.s3 import S3Client
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import wait_for
+from tests.buckets.faulty_bucket import FaultyBucket
 from tests.buckets.servers import Server
-from tests.buckets.weather import Weather
 from tests.multiprocess.cluster import Call, Cluster, call
 
 PREFIX = "runs/one"
@@ -21,11 +21,11 @@ PREFIX = "runs/one"
 
 @dataclass(frozen=True)
 class Site:
-    """Nodes that reach `server` through `sky` alone; the test itself looks at it directly."""
+    """Nodes that reach `server` through `faulty` alone; the test itself looks at it directly."""
 
     cluster: Cluster
     server: Server
-    sky: Weather
+    faulty: FaultyBucket
     name: str
 
     @property
@@ -35,7 +35,7 @@ class Site:
     @property
     def where(self) -> dict[str, Any]:
         """Arguments of writers and readers."""
-        return {"object_store": self.url, "storage_options": self.sky.storage_options()}
+        return {"object_store": self.url, "storage_options": self.faulty.storage_options()}
 
     @cached_property
     def bucket(self) -> Bucket:

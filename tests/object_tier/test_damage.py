@@ -121,7 +121,7 @@ def test_a_bit_that_flips_on_the_way_is_read_again(moto: Server, site_of: SiteOf
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
-    fault = site.sky.add(Fault("flip_answer", method="GET", key=f"step-2/{name}", times=1))
+    fault = site.faulty.add(Fault("flip_answer", method="GET", key=f"step-2/{name}", times=1))
     (found,) = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0]).of(0)
     assert fault.fired == 1
     assert found["same"]

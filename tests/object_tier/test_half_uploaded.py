@@ -34,7 +34,7 @@ def test_an_upload_that_never_ends_makes_no_checkpoint(moto: Server, site_of: Si
     """One node's shard never comes, its node alive or lost: `latest` in the bucket is the checkpoint before."""
     site = site_of(moto, 2)
     site.cluster.launch([site.save("step-1", COUNT, seed=7, copies=1), site.wait(copies=1)], nodes=[0, 1])
-    site.sky.add(Fault("status", method="PUT", key=f"step-2/{SHARD}"))
+    site.faulty.add(Fault("status", method="PUT", key=f"step-2/{SHARD}"))
     fails = site.failing_wait(timeout_s=3, copies=1)
     results = site.cluster.launch([site.save("step-2", COUNT, copies=1), fails], nodes=[0, 1])
     assert "SlowDown" in results.of(1)[1]["message"]
@@ -53,7 +53,7 @@ def test_an_upload_that_never_ends_makes_no_checkpoint(moto: Server, site_of: Si
     assert all(value["same"] and value["report"]["checkpoint_id"] == "step-1" for value in results.of(0))
     assert all(failure["types"] == ["CheckpointNotFound"] for failure in results.of(1))
     if not is_lost:
-        site.sky.clear()
+        site.faulty.clear()
         site.wait_until_committed("step-2")
         stock_load(site, "step-2")
 
@@ -64,7 +64,7 @@ def test_half_a_put_is_made_again(weak_store: WeakStore, site_of: SiteOf, what: 
     """The weak store keeps and shows what arrived of a PUT that broke; the next try replaces it before anything counts."""
     site = site_of(weak_store, 2)
     site.cluster.launch([site.save("step-1", COUNT, seed=7), site.wait()], nodes=[0, 1])
-    fault = site.sky.add(Fault("reset", method="PUT", key=f"step-2/{what}", at=700, times=2))
+    fault = site.faulty.add(Fault("reset", method="PUT", key=f"step-2/{what}", at=700, times=2))
     found = site.cluster.launch([site.save("step-2", COUNT), site.wait()], nodes=[0, 1])
     assert found.agreed(1) == ["step-2"]
     assert fault.fired == 2
@@ -79,7 +79,7 @@ def test_half_a_put_is_never_loaded(weak_store: WeakStore, site_of: SiteOf, what
     """As long as it is all there is of it: the nodes have the checkpoint, and a world without them has the one before."""
     site = site_of(weak_store, 2)
     site.cluster.launch([site.save("step-1", COUNT, seed=7), site.wait()], nodes=[0, 1])
-    site.sky.add(Fault("reset", method="PUT", key=f"step-2/{what}", at=300))
+    site.faulty.add(Fault("reset", method="PUT", key=f"step-2/{what}", at=300))
     calls = [site.save("step-2", COUNT), site.failing_wait(timeout_s=2)]
     site.cluster.launch(calls, nodes=[0, 1])
     assert what in site.bucket.client.list_keys("step-2/").sizes

@@ -44,13 +44,13 @@ def test_save_wait_lose_load(radosgw: Server, site_of: SiteOf) -> None:
 def test_a_flipped_bit_is_refused_and_sent_again(radosgw: Server, site_of: SiteOf) -> None:
     """Of a part, on its way: the server compares it with the checksum that was taken when it was saved."""
     site = site_of(radosgw, 2)
-    flip = site.sky.add(Fault("flip_request", method="PUT", key=SHARD, query="partNumber=2", times=1))
+    flip = site.faulty.add(Fault("flip_request", method="PUT", key=SHARD, query="partNumber=2", times=1))
     found = site.cluster.launch([site.save("step-1", COUNT), site.wait()], nodes=[0, 1])
     assert found.agreed(1) == ["step-1"]
     assert flip.fired == 1
-    (refused,) = [request.status for request in site.sky.requests("PUT", key=SHARD) if request.fault]
+    (refused,) = [request.status for request in site.faulty.requests("PUT", key=SHARD) if request.fault]
     assert refused == 400
-    assert site.sky.uploaded_bytes(SHARD) <= (COUNT << 20) + 5 * PART_BYTES
+    assert site.faulty.uploaded_bytes(SHARD) <= (COUNT << 20) + 5 * PART_BYTES
     assert_loads_on_blank_nodes(site)
 
 
@@ -58,11 +58,11 @@ def test_a_flipped_bit_of_a_small_object_is_refused(radosgw: Server, site_of: Si
     """Manifest, mark, and a shard of one part: what the bucket shows is what was saved."""
     site = site_of(radosgw, 2)
     names = ("__0_0.distcp", ".manifest.json", ".metadata")
-    flips = [site.sky.add(Fault("flip_request", method="PUT", key=name, times=1)) for name in names]
+    flips = [site.faulty.add(Fault("flip_request", method="PUT", key=name, times=1)) for name in names]
     found = site.cluster.launch([site.save("step-1", 3), site.wait()], nodes=[0, 1])
     assert found.agreed(1) == ["step-1"]
     assert [flip.fired for flip in flips] == [1, 1, 1]
-    assert {request.status for request in site.sky.requests("PUT") if request.fault} == {400}
+    assert {request.status for request in site.faulty.requests("PUT") if request.fault} == {400}
     site.lose_all()
     assert all(value["same"] for value in site.cluster.launch([site.load("latest", 3, 2)], nodes=[0, 1]).of(0))
 
@@ -73,14 +73,14 @@ def test_parts_that_are_there_are_not_sent_again(radosgw: Server, site_of: SiteO
     site.cluster.launch([site.save("step-1", COUNT)], nodes=[0, 1])
 
     def parts_done() -> int:
-        return sum(request.status == 200 for request in site.sky.requests("PUT", key=SHARD, query="partNumber"))
+        return sum(request.status == 200 for request in site.faulty.requests("PUT", key=SHARD, query="partNumber"))
 
     wait_for(lambda: parts_done() >= 2, 60, "two parts")
-    site.sky.away()
+    site.faulty.away()
     for node in site.cluster.nodes:
         node.kill_agent()
-    site.sky.back()
+    site.faulty.back()
     site.cluster.start_agents({0: {}, 1: {}})
     site.wait_until_committed("step-1", 90)
-    assert site.sky.uploaded_bytes(SHARD) <= (COUNT << 20) + 3 * PART_BYTES
+    assert site.faulty.uploaded_bytes(SHARD) <= (COUNT << 20) + 3 * PART_BYTES
     assert_loads_on_blank_nodes(site)

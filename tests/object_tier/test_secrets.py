@@ -45,9 +45,9 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
     site = site_of(moto, 2)
     calls = [site.save("step-1", COUNT), site.wait()]
     if trouble == "denied":
-        site.sky.add(Fault("status", status=403, code="SignatureDoesNotMatch"))
+        site.faulty.add(Fault("status", status=403, code="SignatureDoesNotMatch"))
     if trouble == "away":
-        site.sky.away()
+        site.faulty.away()
     if trouble != "none":
         fails = call("objects.load_fails", checkpoint_id="step-9", count=COUNT, ranks=2, where=site.where)
         calls = [site.save("step-1", COUNT), site.failing_wait(timeout_s=3), fails]
@@ -78,11 +78,11 @@ def test_the_secret_key_stays_where_it_is_needed(moto: Server, site_of: SiteOf, 
 def test_a_bucket_that_is_opened_again_is_found_by_the_next_wait(moto: Server, site_of: SiteOf, tmp_path: Path) -> None:
     """What was denied a moment ago is tried anew, not remembered."""
     site = site_of(moto, 1)
-    site.sky.add(Fault("status", status=403, code="AccessDenied", method="PUT", key="__0_0"))
+    site.faulty.add(Fault("status", status=403, code="AccessDenied", method="PUT", key="__0_0"))
 
     def open_again() -> None:
         wait_for((tmp_path / "reached").exists, 90, "the wait that fails")
-        site.sky.clear()
+        site.faulty.clear()
         (tmp_path / "go").touch()
 
     opening = threading.Thread(target=open_again)
@@ -100,12 +100,12 @@ def test_a_bucket_that_is_opened_again_is_found_by_the_next_wait(moto: Server, s
 def test_a_wrong_key_is_denied_at_once_and_a_right_one_goes_on(moto: Server, site_of: SiteOf) -> None:
     """`wait` does not wait for what trying again cannot mend; a right key, given by the next rank, is used at once."""
     site = site_of(moto, 1)
-    site.sky.add(Fault("status", status=403, code="InvalidAccessKeyId"))
+    site.faulty.add(Fault("status", status=403, code="InvalidAccessKeyId"))
     results = site.cluster.launch([site.save("step-1", COUNT), site.failing_wait(timeout_s=60)], nodes=[0])
     (failure,) = results.of(1)
     assert failure["seconds"] < 20
     assert "InvalidAccessKeyId" in failure["message"]
-    site.sky.clear()
+    site.faulty.clear()
     options = {**site.where["storage_options"], "key": "another"}
     where = {**site.where, "storage_options": options}
     site.cluster.launch([call("objects.save", checkpoint_id="step-2", count=COUNT, where=where)], nodes=[0])

@@ -32,15 +32,15 @@ def assert_loads_from_the_bucket(site: Site, count: int) -> None:
 def test_a_holder_uploads_for_an_owner_that_is_gone(moto: Server, site_of: SiteOf, victim: int) -> None:
     """The owner's node vanishes in the middle of its upload, the coordinator's too: the one with the copy brings it."""
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_LOST_AFTER_S=LOST_AFTER_S)
-    slow = site.sky.add(Fault("throttle", method="PUT", key=SHARDS[victim], bytes_per_s=1e5))
+    slow = site.faulty.add(Fault("throttle", method="PUT", key=SHARDS[victim], bytes_per_s=1e5))
     site.cluster.launch([site.save("step-1", COUNT)], nodes=[0, 1])
     wait_for(lambda: slow.fired, 20, "the owner's upload")
     wait_for(lambda: site.bucket.client.list_keys("step-1/").sizes, 20, "the other's upload")
     assert site.bucket.save_of("step-1") is None
     site.cluster.nodes[victim].lose()
-    site.sky.clear()
+    site.faulty.clear()
     site.wait_until_committed("step-1")
-    assert site.sky.uploaded_bytes(SHARDS[1 - victim]) < (COUNT + 1) << 20, "what was there was not sent again"
+    assert site.faulty.uploaded_bytes(SHARDS[1 - victim]) < (COUNT + 1) << 20, "what was there was not sent again"
     assert_loads_from_the_bucket(site, COUNT)
 
 
@@ -50,12 +50,12 @@ def test_an_owner_that_is_slow_is_not_taken_for_gone(moto: Server, site_of: Site
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_LOST_AFTER_S=1, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=4)
     site.cluster.launch([site.save("step-1", COUNT), site.wait()], nodes=[0, 1])
     for shard in SHARDS:
-        assert site.sky.uploaded_bytes(shard) < (COUNT + 1) << 20
+        assert site.faulty.uploaded_bytes(shard) < (COUNT + 1) << 20
     assert_loads_from_the_bucket(site, COUNT)
 
 
 def parts_done(site: Site, shard: str) -> int:
-    return sum(request.status == 200 for request in site.sky.requests("PUT", key=shard, query="partNumber"))
+    return sum(request.status == 200 for request in site.faulty.requests("PUT", key=shard, query="partNumber"))
 
 
 def killed_in_upload(site: Site) -> None:
@@ -70,7 +70,7 @@ def killed_in_upload(site: Site) -> None:
 
 def assert_little_was_sent_twice(site: Site) -> None:
     for shard in SHARDS:
-        assert site.sky.uploaded_bytes(shard) <= (LARGE << 20) + 3 * PART_BYTES
+        assert site.faulty.uploaded_bytes(shard) <= (LARGE << 20) + 3 * PART_BYTES
 
 
 @pytest.mark.long

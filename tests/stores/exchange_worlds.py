@@ -1,6 +1,6 @@
 """Small worlds of an exchange: the ranks of one node, a few cells, and every order in which their threads may act.
 
-The exchanges and spools are real ones. What drives them is written anew, as plainly as it can be: each rank has the steps
+The exchanges and caches are real ones. What drives them is written anew, as plainly as it can be: each rank has the steps
 that a load has (`dcp/load/loading.py`, `dcp/load/fetch_ahead.py`), and `search` takes them in every order, from every state
 once.
 Time is left out: a rank may be given up whenever it is stopped or dead, and never while it runs.
@@ -13,8 +13,8 @@ from itertools import product
 from pathlib import Path
 
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Unit, Window
-from replicated_ckpt.stores.node_cache import cache as spools
-from replicated_ckpt.stores.node_cache.cache import OVER, OtherSpool, Spool
+from replicated_ckpt.stores.node_cache import cache as caches
+from replicated_ckpt.stores.node_cache.cache import OVER, OtherRankCache, RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange, Found
 
 SLOT_BYTES = 8
@@ -22,7 +22,7 @@ SLOT_BYTES = 8
 
 @dataclass(frozen=True)
 class Cell:
-    """Which ranks need it, and which of them fetches it. One that only one rank needs goes through no spool."""
+    """Which ranks need it, and which of them fetches it. One that only one rank needs goes through no cache."""
 
     takers: tuple[int, ...]
     fetcher: int
@@ -78,7 +78,7 @@ class State:
 
 
 class World:
-    """One world on real spools. Its state can be taken and put back."""
+    """One world on real caches. Its state can be taken and put back."""
 
     def __init__(self, directory: Path, ranks: int, cells: Sequence[Cell], threads: int) -> None:
         self.threads = threads
@@ -86,33 +86,33 @@ class World:
         self.unit = {i: Unit(windows[i], cell.fetcher, cell.takers) for i, cell in enumerate(cells) if cell.takers[1:]}
         self.cells_of = [[i for i, cell in enumerate(cells) if rank in cell.takers] for rank in range(ranks)]
         self.tasks_of = [[i for i in mine if cells[i].fetcher == rank] for rank, mine in enumerate(self.cells_of)]
-        self.spools = [Spool(directory, ranks, SLOT_BYTES) for _ in range(ranks)]
+        self.caches = [RankCache(directory, ranks, SLOT_BYTES) for _ in range(ranks)]
         self.exchanges = []
-        for rank, own in enumerate(self.spools):
-            own.reserve(spools.SLOTS)
+        for rank, own in enumerate(self.caches):
+            own.reserve(caches.SLOTS)
             others = {
-                other: OtherSpool(directory / spool.name, ranks, SLOT_BYTES)
-                for other, spool in enumerate(self.spools)
+                other: OtherRankCache(directory / cache.name, ranks, SLOT_BYTES)
+                for other, cache in enumerate(self.caches)
                 if other != rank
             }
             self.exchanges.append(Exchange(rank, own, others, list(self.unit.values())))
 
     def close(self) -> None:
-        for exchange, spool in zip(self.exchanges, self.spools, strict=True):
+        for exchange, cache in zip(self.exchanges, self.caches, strict=True):
             exchange.close()
-            spool.close()
+            cache.close()
 
     def first(self, deaths: int, stops: int, failures: int) -> State:
-        ranks = tuple(RankState(threads=(("idle", -1),) * self.threads) for _ in self.spools)
+        ranks = tuple(RankState(threads=(("idle", -1),) * self.threads) for _ in self.caches)
         return State(ranks, deaths, stops, failures, self._memory())
 
     def _memory(self) -> tuple[bytes, ...]:
-        return tuple(bytes(part) for spool in self.spools for part in (_board(spool), _slots(spool)))
+        return tuple(bytes(part) for cache in self.caches for part in (_board(cache), _slots(cache)))
 
     def restore(self, state: State) -> None:
-        for rank, spool in enumerate(self.spools):
-            _board(spool)[:] = memoryview(state.memory[2 * rank]).cast("Q")
-            _slots(spool)[:] = state.memory[2 * rank + 1]
+        for rank, cache in enumerate(self.caches):
+            _board(cache)[:] = memoryview(state.memory[2 * rank]).cast("Q")
+            _slots(cache)[:] = state.memory[2 * rank + 1]
             self.exchanges[rank]._lost = set(state.ranks[rank].lost)
 
     def _number(self, cell: int) -> int:
@@ -261,10 +261,10 @@ class World:
         return state.with_rank(rank, **fields)
 
     def _join(self, state: State, rank: int) -> frozenset[int]:
-        """The ranks whose spools had lost their names by then, and cannot be opened any more."""
+        """The ranks whose caches had lost their names by then, and cannot be opened any more."""
         gone = frozenset(i for i, one in enumerate(state.ranks) if i != rank and one.life in {"failed", "done"})
         for other in range(len(state.ranks)):
-            self.spools[rank].board.pass_pieces(other, OVER if other in gone else 0)
+            self.caches[rank].board.pass_pieces(other, OVER if other in gone else 0)
         return gone
 
 
@@ -330,10 +330,10 @@ def content(cell: int) -> bytes:
     return bytes([cell + 1] * SLOT_BYTES)
 
 
-def _board(spool: Spool) -> memoryview:
-    return spool.board._words
+def _board(cache: RankCache) -> memoryview:
+    return cache.board._words
 
 
-def _slots(spool: Spool) -> memoryview:
-    start = spool._shape.header_bytes
-    return memoryview(spool._map)[start : start + spools.SLOTS * SLOT_BYTES]
+def _slots(cache: RankCache) -> memoryview:
+    start = cache._shape.header_bytes
+    return memoryview(cache._map)[start : start + caches.SLOTS * SLOT_BYTES]

@@ -35,8 +35,8 @@ from replicated_ckpt.testing import (
 from replicated_ckpt.testing.sinks import ReadBack
 from tests.agent.agents import RunningAgent, running_agent
 from tests.agent.checkpoints import checkpointed
+from tests.buckets.memory_bucket import Object
 from tests.buckets.servers import Server
-from tests.buckets.shelf import Object
 from tests.buckets.weak import WeakStore
 
 SHARD = "__0_0.distcp"

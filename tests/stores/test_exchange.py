@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Unit, Window
-from replicated_ckpt.stores.node_cache import cache as spools
+from replicated_ckpt.stores.node_cache import cache as caches
 from replicated_ckpt.stores.node_cache import exchange as exchanges
 from replicated_ckpt.stores.node_cache import patience
-from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherSpool, Spool
+from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherRankCache, RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange, Found
 from tests.stores.exchange_worlds import Outcome, World, opened, search, worlds
 
@@ -37,7 +37,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot, and small copies: more states of the protocol in fewer steps."""
-    monkeypatch.setattr(spools, "SLOTS", 1)
+    monkeypatch.setattr(caches, "SLOTS", 1)
     monkeypatch.setattr(exchanges, "SLOTS", 1)
     monkeypatch.setattr(exchanges, "CELL_BYTES", 8)
     monkeypatch.setattr(logging.getLogger(exchanges.__name__), "disabled", True)
@@ -137,16 +137,16 @@ class Pair:
 
     def __init__(self, directory: Path, fetchers: Sequence[int], slot_bytes: int = SLOT) -> None:
         self.units = units(fetchers)
-        self.spools = [Spool(directory, 2, slot_bytes) for _ in range(2)]
+        self.caches = [RankCache(directory, 2, slot_bytes) for _ in range(2)]
         self.exchanges = []
         for rank in range(2):
-            other = OtherSpool(directory / self.spools[1 - rank].name, 2, slot_bytes)
-            self.exchanges.append(Exchange(rank, self.spools[rank], {1 - rank: other}, self.units))
+            other = OtherRankCache(directory / self.caches[1 - rank].name, 2, slot_bytes)
+            self.exchanges.append(Exchange(rank, self.caches[rank], {1 - rank: other}, self.units))
 
     def close(self) -> None:
-        for exchange, spool in zip(self.exchanges, self.spools, strict=True):
+        for exchange, cache in zip(self.exchanges, self.caches, strict=True):
             exchange.close()
-            spool.close()
+            cache.close()
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_a_rank_that_leaves_is_waited_for_no_more(pair: Pair) -> None:
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """Room for the boards of two spools and for one slot."""
+    """Room for the boards of two caches and for one slot."""
     mounted = ["mount", "-t", "tmpfs", "-o", f"size={3 * SLOT}", "tmpfs", str(tmp_path)]
     if os.geteuid() or subprocess.run(mounted, check=False, capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted here")
@@ -219,10 +219,10 @@ def test_a_rank_without_room_gives_nothing(full_disk: Path) -> None:
     made.close()
 
 
-def test_a_rank_whose_spool_cannot_be_opened_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_rank_whose_cache_cannot_be_opened_is_not_waited_for(tmp_path: Path) -> None:
     """It is not seen, and it is told that nothing is taken from it: so it does not wait either."""
     made = Pair(tmp_path, [0, 1] * (SLOTS + 1))
-    blind = Exchange(0, made.spools[0], {}, made.units)
+    blind = Exchange(0, made.caches[0], {}, made.units)
     blind.begin()
     made.exchanges[1].begin()
     started = time.monotonic()
@@ -248,20 +248,20 @@ class Remote:
     """Rank 1 in a process of its own that has put some pieces; rank 0 is this process."""
 
     def __init__(self, directory: Path, pieces: int, fetchers: Sequence[int]) -> None:
-        command = [sys.executable, "-m", "tests.stores.spooling", "hold", str(directory), str(pieces)]
+        command = [sys.executable, "-m", "tests.stores.cache_process", "hold", str(directory), str(pieces)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         name = self.process.stdout.readline().strip()
         self.units = units(fetchers)
-        self.spool = Spool(directory, 2, SLOT)
-        self.exchange = Exchange(0, self.spool, {1: OtherSpool(directory / name, 2, SLOT)}, self.units)
+        self.cache = RankCache(directory, 2, SLOT)
+        self.exchange = Exchange(0, self.cache, {1: OtherRankCache(directory / name, 2, SLOT)}, self.units)
         self.exchange.begin()
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
         self.exchange.close()
-        self.spool.close()
+        self.cache.close()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -301,7 +301,7 @@ def test_a_rank_that_hangs_costs_one_time_out_in_all(tmp_path: Path) -> None:
     again = time.monotonic()
     assert remote.exchange.take(remote.units[1]) is None
     assert remote.exchange._patience.is_over
-    assert remote.spool.board.count_passed(1) > SLOTS
+    assert remote.cache.board.count_passed(1) > SLOTS
     assert time.monotonic() - again < ALIVE
     remote.process.send_signal(signal.SIGCONT)
     remote.close()

@@ -18,8 +18,8 @@ from replicated_ckpt.stores.bucket.upload_source import UploadSource
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.verified import Expected
 from tests.buckets.faults import Fault
+from tests.buckets.faulty_bucket import faulty_bucket
 from tests.buckets.servers import Server
-from tests.buckets.weather import weather
 
 PART_BYTES = 5 << 20
 
@@ -75,7 +75,7 @@ def test_a_slow_link_is_not_given_up(moto: Server, tmp_path: Path, monkeypatch: 
     table = table_of([data])
     path.write_bytes(data + table.encode())
     expected = Expected(table.file_bytes, table.file_crc())
-    with weather(moto) as proxy:
+    with faulty_bucket(moto) as proxy:
         bucket = proxy.server.make_bucket(f"b-{uuid4().hex[:12]}")
         client = S3Client(ObjectTarget.check(f"s3://{bucket}", proxy.server.storage_options()))
         proxy.add(Fault("throttle", method="PUT", bytes_per_s=1.6e6))

@@ -34,8 +34,8 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
 from tests.agent.checkpoints import METADATA, checkpointed, shard
 from tests.buckets.faults import Fault, Kind
+from tests.buckets.faulty_bucket import faulty_bucket
 from tests.buckets.servers import Server
-from tests.buckets.weather import weather
 
 MakeClient = Callable[[ObjectTarget], ObjectClient]
 
@@ -142,7 +142,7 @@ def large(tmp_path: Path) -> tuple[LocalStore, Manifest]:
 
 def test_a_broken_upload_goes_on_where_it_was(moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path) -> None:
     """After a part was refused, the parts that are there are not sent again, also by another process."""
-    with weather(moto) as proxy:
+    with faulty_bucket(moto) as proxy:
         target = s3_target(proxy.server)
         proxy.add(Fault("status", method="PUT", key=shard(0), skip=3, times=1))
         with pytest.raises(StoreUnavailable):
@@ -154,7 +154,7 @@ def test_a_broken_upload_goes_on_where_it_was(moto: Server, large: tuple[LocalSt
 
 def test_unfinished_uploads_are_ended(moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path) -> None:
     """Their parts would cost money for ever."""
-    with weather(moto) as proxy:
+    with faulty_bucket(moto) as proxy:
         client = S3Client(s3_target(proxy.server))
         proxy.add(Fault("status", method="PUT", key=shard(0), skip=1, times=9))
         with pytest.raises(StoreUnavailable):
@@ -170,7 +170,7 @@ def test_what_the_server_holds_is_what_was_sent(
     moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path, kind: Kind
 ) -> None:
     """A part that does not arrive, or whose answer is lost, is an error; the next try ends with the shard."""
-    with weather(moto) as proxy:
+    with faulty_bucket(moto) as proxy:
         bucket = Bucket(S3Client(s3_target(proxy.server)))
         proxy.add(Fault(kind, method="PUT", key=shard(0), skip=1, times=1, at=1000))
         with pytest.raises(StoreError):
@@ -185,7 +185,7 @@ def test_refusals_are_told_apart(moto: Server, tmp_path: Path) -> None:
     options = moto.storage_options()
     with pytest.raises(StoreDenied, match="NoSuchBucket"):
         Bucket(S3Client(ObjectTarget.check("s3://nobody-has-this/x", options))).is_empty("step-1")
-    with weather(moto) as proxy:
+    with faulty_bucket(moto) as proxy:
         target = s3_target(proxy.server)
         proxy.away()
         with pytest.raises(StoreUnavailable) as raised:
@@ -222,9 +222,9 @@ def test_a_mark_is_believed_only_whole() -> None:
         assert decode_mark(replace(mark, created_unix_s=created).encode()) is None
 
 
-def test_a_read_outlives_a_moment_of_bad_weather(moto: Server) -> None:
+def test_a_read_outlives_a_moment_of_bucket_faults(moto: Server) -> None:
     """Errors that pass are waited out; those that stay are raised after the time-out, denials at once."""
-    with weather(moto) as proxy:
+    with faulty_bucket(moto) as proxy:
         client = RetryingClient(S3Client(s3_target(proxy.server)), within_s=3)
         client.put("a", b"0123456789")
         piece = bytearray(10)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.stores.node_cache import patience
-from replicated_ckpt.stores.node_cache.cache import OtherSpool, Spool
+from replicated_ckpt.stores.node_cache.cache import OtherRankCache, RankCache
 from replicated_ckpt.stores.node_cache.patience import Patience, Wait
 
 SLOT = 1 << 12
@@ -22,26 +22,26 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> Iterator[list[tuple[Spool, OtherSpool]]]:
+def pairs(tmp_path: Path) -> Iterator[list[tuple[RankCache, OtherRankCache]]]:
     """Three ranks that live, and were heard just now."""
-    spools = [Spool(tmp_path, 3, SLOT) for _ in range(3)]
-    others = [OtherSpool(tmp_path / spool.name, 3, SLOT) for spool in spools]
-    yield list(zip(spools, others, strict=True))
-    for spool, other in zip(spools, others, strict=True):
+    caches = [RankCache(tmp_path, 3, SLOT) for _ in range(3)]
+    others = [OtherRankCache(tmp_path / cache.name, 3, SLOT) for cache in caches]
+    yield list(zip(caches, others, strict=True))
+    for cache, other in zip(caches, others, strict=True):
         other.close()
-        spool.close()
+        cache.close()
 
 
-def seconds_until_lost(wait: Wait, spools: dict[int, OtherSpool], within_s: float) -> tuple[float, list[int]]:
+def seconds_until_lost(wait: Wait, caches: dict[int, OtherRankCache], within_s: float) -> tuple[float, list[int]]:
     started = time.monotonic()
     while (waited_s := time.monotonic() - started) < within_s:
-        if lost := wait.find_lost(spools):
+        if lost := wait.find_lost(caches):
             return waited_s, lost
         time.sleep(0.005)
     return within_s, []
 
 
-def test_the_second_silence_costs_no_second_time_out(pairs: list[tuple[Spool, OtherSpool]]) -> None:
+def test_the_second_silence_costs_no_second_time_out(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
     """One that is silent since the first was is given up at once, one that falls silent later as soon as it is noticed."""
     spent = Patience()
     waited_s, lost = seconds_until_lost(Wait(spent), {0: pairs[0][1]}, 5)
@@ -55,7 +55,7 @@ def test_the_second_silence_costs_no_second_time_out(pairs: list[tuple[Spool, Ot
     assert waited_s == pytest.approx(QUIET_S, abs=1.0)
 
 
-def test_a_rank_that_gives_signs_now_and_then_is_not_given_up(pairs: list[tuple[Spool, OtherSpool]]) -> None:
+def test_a_rank_that_gives_signs_now_and_then_is_not_given_up(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
     """However long the wait is, and although each silence is noticed."""
     spent = Patience()
     wait = Wait(spent)
@@ -65,7 +65,7 @@ def test_a_rank_that_gives_signs_now_and_then_is_not_given_up(pairs: list[tuple[
     assert not spent.is_over
 
 
-def test_what_this_process_was_stopped_for_is_nobodys_silence(pairs: list[tuple[Spool, OtherSpool]]) -> None:
+def test_what_this_process_was_stopped_for_is_nobodys_silence(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
     """A whole node that was frozen goes on; each rank has some time to show that it lives."""
     spent = Patience()
     wait = Wait(spent)
@@ -76,7 +76,7 @@ def test_what_this_process_was_stopped_for_is_nobodys_silence(pairs: list[tuple[
     assert seconds_until_lost(wait, {0: pairs[0][1]}, PATIENCE_S / 2)[1] == []
 
 
-def test_a_clock_of_another_host_is_not_waited_for(pairs: list[tuple[Spool, OtherSpool]]) -> None:
+def test_a_clock_of_another_host_is_not_waited_for(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
     """Where one directory is mounted by two hosts, a pulse of the future is no sign of life."""
     pairs[0][0].board.pulse(time.monotonic_ns() + 10**15)
     waited_s, lost = seconds_until_lost(Wait(Patience()), {0: pairs[0][1]}, 5)
@@ -84,7 +84,7 @@ def test_a_clock_of_another_host_is_not_waited_for(pairs: list[tuple[Spool, Othe
     assert waited_s < PATIENCE_S
 
 
-def test_death_costs_no_patience(pairs: list[tuple[Spool, OtherSpool]]) -> None:
+def test_death_costs_no_patience(pairs: list[tuple[RankCache, OtherRankCache]]) -> None:
     """A rank whose lock is free is given up as soon as its silence is noticed, and the patience is kept for others."""
     spent = Patience()
     pairs[0][0].close()

@@ -24,7 +24,7 @@ class UnmanagedRoutes:
     def __init__(self, service: NodeService, checks: Checks) -> None:
         self._service = service
         self._checks = checks
-        self._shelf = UnmanagedDirectory(service.store.root)
+        self._unmanaged = UnmanagedDirectory(service.store.root)
 
     def answer(self, request: Request, rest: list[str], query: Mapping[str, str]) -> Answer:
         """Answer to a request below `/v1/unmanaged`.
@@ -45,19 +45,19 @@ class UnmanagedRoutes:
         """Whether files without a manifest lie here under this id."""
         if not isinstance(checkpoint_id, str) or not is_checkpoint_id(checkpoint_id):
             return False
-        return any(self._shelf.holdings(self._service.node_id, checkpoint_id))
+        return any(self._unmanaged.holdings(self._service.node_id, checkpoint_id))
 
     def _listing(self, checkpoint_id: str | None) -> Answer:
         if checkpoint_id is not None and not is_checkpoint_id(checkpoint_id):
             raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
-        found = self._shelf.holdings(self._service.node_id, checkpoint_id)
+        found = self._unmanaged.holdings(self._service.node_id, checkpoint_id)
         return json_answer(node_id=self._service.node_id, unmanaged=[holding.to_json() for holding in found])
 
     def _file(self, request: Request, name: str, query: Mapping[str, str]) -> FileAnswer:
         size = query.get("size_bytes", "")
         if not is_checkpoint_file(name) or not (size.isascii() and size.isdigit() and len(size) <= 18):
             raise ObjectMissing("this agent", request.method, request.target[:200], "no such file")
-        return file_answer(request, self._shelf.open(_checkpoint_id(query), name, int(size)))
+        return file_answer(request, self._unmanaged.open(_checkpoint_id(query), name, int(size)))
 
     def _verify(self, request: Request, checkpoint_id: str) -> Answer:
         """Reads what lies here of one checkpoint; the body says where the items are: `.metadata` may lie elsewhere."""

@@ -31,7 +31,7 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ReplicatedCkptError, SaveAborted, SaveSuperseded
 from replicated_ckpt.stores.files.durable import exclusive
 from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.replaced import lock_version
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -51,7 +51,7 @@ class NodeService:
         self.node_id = store.node_id()
         self.peers = PeerBook(store.agent_directory())
         self.damage = DamageBook(store)
-        self.remains = RemainsShelf(store, self.node_id)
+        self.remains = RemainsReader(store, self.node_id)
         self.sequence_floor = SequenceFloor(store.agent_directory())
         self.policies = PolicyBook(store.agent_directory())
         self.removals = RemovalBook(store.agent_directory())

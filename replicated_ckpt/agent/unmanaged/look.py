@@ -40,7 +40,7 @@ class UnmanagedLook:
 
     def __init__(self, store: LocalStore, own_node: str, peers: Iterable[AgentAddress]) -> None:
         self._store = store
-        self._shelf = UnmanagedDirectory(store.root)
+        self._unmanaged = UnmanagedDirectory(store.root)
         self._own_node = own_node
         self._by_node = {peer.node_id: peer for peer in peers if peer.node_id != own_node}
         self.unreached: dict[str, ReplicatedCkptError] = {}
@@ -62,7 +62,7 @@ class UnmanagedLook:
 
         outcome = FanOut[str, list[UnmanagedHolding]]().run(self._by_node, asked)
         self.unreached = dict(outcome.errors)
-        own = list(self._shelf.holdings(self._own_node, checkpoint_id))
+        own = list(self._unmanaged.holdings(self._own_node, checkpoint_id))
         there = [holding for node in sorted(outcome.results) for holding in outcome.results[node]]
         return unmanaged_checkpoints([*own, *there], without)
 
@@ -91,7 +91,7 @@ class UnmanagedLook:
 
     def _metadata_at(self, node: str, checkpoint_id: str, size_bytes: int) -> bytes:
         if node == self._own_node:
-            return self._shelf.read(checkpoint_id, METADATA_NAME, size_bytes)
+            return self._unmanaged.read(checkpoint_id, METADATA_NAME, size_bytes)
         with AgentClient(self._by_node[node], LOOK_TIMEOUT_S) as client:
             return client.fetch_file(unmanaged_path(checkpoint_id, METADATA_NAME, size_bytes), size_bytes)
 

@@ -20,7 +20,7 @@ from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.room import measure_room
-from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -122,7 +122,7 @@ def _look_at_own(store: LocalStore, own: str) -> Held:
         except ReplicatedCkptError as exc:
             log.info("this process looks at the store itself: %s", exc)
     standing = Standing(removed=RemovalBook(store.root_agent_directory()).read_all())
-    return Held(store.catalog.holdings(own), RemainsShelf(store, own).found(), standing, measure_room(store.root))
+    return Held(store.catalog.holdings(own), RemainsReader(store, own).found(), standing, measure_room(store.root))
 
 
 def _ask(address: AgentAddress) -> Held:

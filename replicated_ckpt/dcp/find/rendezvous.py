@@ -26,7 +26,7 @@ from replicated_ckpt.dcp.node.seen_lineage import remember
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.deadline import is_time_out
@@ -145,7 +145,7 @@ def _present(
             if node is not None and node.silence:
                 wanted = None if checkpoint_id == LATEST else checkpoint_id
                 post["holdings"] = [each.to_json() for each in store.catalog.holdings(node.node_id, wanted)]
-                post["remains"] = [each.to_json() for each in RemainsShelf(store, node.node_id).found(wanted)]
+                post["remains"] = [each.to_json() for each in RemainsReader(store, node.node_id).found(wanted)]
             return post, None
     except ReplicatedCkptError as exc:
         return {"error": pack_error(exc)}, None

@@ -21,15 +21,10 @@ from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBu
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
 from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
 from replicated_ckpt.dcp.node.node import SeenStore
-from replicated_ckpt.errors import (
-    CheckpointNotCommitted,
-    CheckpointNotFound,
-    ReplicatedCkptError,
-    ShardLost,
-)
+from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave, manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
-from replicated_ckpt.stores.local.remains import RemainsShelf
+from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -193,7 +188,7 @@ class Surveyor:
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
-        self._remains += RemainsShelf(self._store, self._own_node).found(checkpoint_id)
+        self._remains += RemainsReader(self._store, self._own_node).found(checkpoint_id)
         if not is_nowhere(self._store):
             self._searched[self._own_node] = f"node {self._own_node} at {self._store.root} (own store)"
         path = "/v1/holdings" + ("" if checkpoint_id is None else f"?{urlencode({'checkpoint_id': checkpoint_id})}")

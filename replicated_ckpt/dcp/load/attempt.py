@@ -34,7 +34,7 @@ from replicated_ckpt.dcp.tensors.stored_tensor import plan_ranges
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
 from replicated_ckpt.stores.local.replaced import lock_version, unlock_version
 from replicated_ckpt.stores.local.store import is_nowhere
-from replicated_ckpt.stores.node_cache.cache import Spool
+from replicated_ckpt.stores.node_cache.cache import RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class LoadAttempt:
         self._silent: set[str] = set()
         self._places: Mapping[str, Sequence[ByteRange]] | None = None
         self._stored = parts.stored
-        self._spool: Spool | None = None
+        self._cache: RankCache | None = None
         self.is_met = False
 
     @property
@@ -175,7 +175,7 @@ class LoadAttempt:
     def _remote_needs(self, plan: LoadPlan) -> RemoteNeeds | None:
         """What this rank would fetch from elsewhere, if other ranks of its node may need the same.
 
-        Its spool is there when this returns: the others learn of the name with the plan, and need not wait for the file.
+        Its cache is there when this returns: the others learn of the name with the plan, and need not wait for the file.
         """
         if self._world.blackboard is None or is_nowhere(self._store):
             return None
@@ -184,12 +184,12 @@ class LoadAttempt:
         windows = windows_for(wanted, lambda _: True, sorted(self._survey.manifest.shards))
         if not windows:
             return None
-        self._spool = self._new_spool()
-        return RemoteNeeds(self._own_node, tuple(windows), None if self._spool is None else self._spool.name)
+        self._cache = self._new_cache()
+        return RemoteNeeds(self._own_node, tuple(windows), None if self._cache is None else self._cache.name)
 
-    def _new_spool(self) -> Spool | None:
+    def _new_cache(self) -> RankCache | None:
         try:
-            return Spool(self._store.root_agent_directory(), self._world.size, CELL_BYTES)
+            return RankCache(self._store.root_agent_directory(), self._world.size, CELL_BYTES)
         except OSError as exc:
             log.warning("this rank fetches for itself alone: %s", exc)
             return None
@@ -209,7 +209,7 @@ class LoadAttempt:
         windows = windows_for(wanted, remote.__contains__, shards)
         with ExitStack() as stack:
             stack.callback(self._parts.bucket.close)
-            spool = self._take_spool(stack)
+            cache = self._take_cache(stack)
             version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
             if version is not None:
                 stack.callback(unlock_version, version)
@@ -218,7 +218,7 @@ class LoadAttempt:
             reader.findings.note_silent(self._silent)
             stack.callback(reader.tell_suspects)
             stack.callback(reader.close)
-            exchange = self._join(plan.storage_data, spool, windows)
+            exchange = self._join(plan.storage_data, cache, windows)
             if exchange is not None:
                 stack.enter_context(closing(exchange))
                 reader.findings.exchange = exchange
@@ -235,11 +235,11 @@ class LoadAttempt:
                 ones.finish()
         self._report_read(reader.findings.traffic, len(plan.items), began)
 
-    def _take_spool(self, stack: ExitStack) -> Spool | None:
-        spool, self._spool = self._spool, None
-        if spool is not None:
-            stack.callback(spool.close)
-        return spool
+    def _take_cache(self, stack: ExitStack) -> RankCache | None:
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            stack.callback(cache.close)
+        return cache
 
     def _report_read(self, traffic: Traffic, items: int, began: float) -> None:
         now = time.monotonic()
@@ -287,13 +287,13 @@ class LoadAttempt:
         holders = {node for node in holders if not reader.findings.is_silent(node)}
         tell_load([peer for peer in self._survey.addresses if peer.node_id in holders], self._survey, self._world)
 
-    def _join(self, shared: object, spool: Spool | None, windows: Sequence[Window]) -> Exchange | None:
-        if spool is None or not isinstance(shared, NodeSharing):
+    def _join(self, shared: object, cache: RankCache | None, windows: Sequence[Window]) -> Exchange | None:
+        if cache is None or not isinstance(shared, NodeSharing):
             return None
         directory = self._store.root_agent_directory()
-        exchange = join_exchange(shared, self._world.rank, spool, directory, self._world.size, windows)
+        exchange = join_exchange(shared, self._world.rank, cache, directory, self._world.size, windows)
         if exchange is None:
-            spool.close()
+            cache.close()
         return exchange
 
     def _group_by_shard(self, items: Iterable[ReadItem]) -> dict[str, list[Wanted]]:

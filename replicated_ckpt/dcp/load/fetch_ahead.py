@@ -17,7 +17,7 @@ STOP_WITHIN_S = 1.0
 
 
 class FetchAhead:
-    """Fetches windows in their order. What the node's other ranks need too goes through this rank's spool.
+    """Fetches windows in their order. What the node's other ranks need too goes through this rank's cache.
 
     One thread uses it; it owns the threads. Each window is taken once, in order.
     """
@@ -25,7 +25,7 @@ class FetchAhead:
     def __init__(
         self, reader: ShardReader, windows: Sequence[Window], numbers: Mapping[Window, int], exchange: Exchange | None
     ) -> None:
-        """`numbers`: which of `windows` are pieces of the spool, and their numbers there."""
+        """`numbers`: which of `windows` are pieces of the cache, and their numbers there."""
         self._reader = reader
         self._windows = list(windows)
         self._numbers = numbers
@@ -92,7 +92,7 @@ class FetchAhead:
             reader.close()
 
     def _next_task(self) -> tuple[Window, memoryview | None] | None:
-        """The next window, with memory for it unless it goes into the spool. Memory goes to the earlier window first."""
+        """The next window, with memory for it unless it goes into the cache. Memory goes to the earlier window first."""
         with self._changed:
             if self._buffers is None:
                 self._buffers = [memoryview(bytearray(CELL_BYTES)) for _ in range(BUFFERS)]

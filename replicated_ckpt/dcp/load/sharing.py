@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Unit, Window, plan_shared_units
-from replicated_ckpt.stores.node_cache.cache import OtherSpool, Spool
+from replicated_ckpt.stores.node_cache.cache import OtherRankCache, RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -19,19 +19,19 @@ log = logging.getLogger(__name__)
 class RemoteNeeds:
     """What one rank needs that its node does not hold. Goes to the coordinator in `LoadPlan.storage_data`.
 
-    `spool`: the name of the rank's spool, which is there by now; None: it could not be made, and the rank shares nothing.
+    `cache`: the name of the rank's cache, which is there by now; None: it could not be made, and the rank shares nothing.
     """
 
     node_id: str
     windows: tuple[Window, ...]
-    spool: str | None
+    cache: str | None
 
 
 @dataclass(frozen=True)
 class NodeSharing:
     """What the ranks of one node fetch for each other, the same for all of them. Comes back in `LoadPlan.storage_data`."""
 
-    spool_by_rank: Mapping[int, str]
+    cache_by_rank: Mapping[int, str]
     units: tuple[Unit, ...]
 
 
@@ -40,7 +40,7 @@ def plan_sharing(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadP
     ranks_by_node: dict[str, dict[int, RemoteNeeds]] = {}
     for rank, plan in enumerate(plans):
         needs = plan.storage_data
-        if isinstance(needs, RemoteNeeds) and needs.spool is not None:
+        if isinstance(needs, RemoteNeeds) and needs.cache is not None:
             ranks_by_node.setdefault(needs.node_id, {})[rank] = needs
     sharing_by_rank: dict[int, NodeSharing] = {}
     for needs_by_rank in ranks_by_node.values():
@@ -52,23 +52,23 @@ def plan_sharing(plans: Sequence[LoadPlan], shards: Sequence[str]) -> list[LoadP
 def _sharing_of(units: Sequence[Unit], needs_by_rank: Mapping[int, RemoteNeeds]) -> dict[int, NodeSharing]:
     """By rank, for those that take part in some unit."""
     ranks = sorted({taker for unit in units for taker in unit.takers})
-    sharing = NodeSharing({rank: str(needs_by_rank[rank].spool) for rank in ranks}, tuple(units))
+    sharing = NodeSharing({rank: str(needs_by_rank[rank].cache) for rank in ranks}, tuple(units))
     return dict.fromkeys(ranks, sharing)
 
 
 def join_exchange(
-    sharing: NodeSharing, rank: int, spool: Spool, directory: Path, world_size: int, windows: Iterable[Window]
+    sharing: NodeSharing, rank: int, cache: RankCache, directory: Path, world_size: int, windows: Iterable[Window]
 ) -> Exchange | None:
     """This rank's part in `sharing`; None if its plan became another one after the units were made from it."""
     if not _is_met(sharing.units, rank, windows):
         log.warning("rank %d fetches for itself alone: its plan was changed after the ranks had agreed on it", rank)
         return None
     others = {}
-    for other, name in sharing.spool_by_rank.items():
+    for other, name in sharing.cache_by_rank.items():
         if other != rank:
             with contextlib.suppress(OSError, ValueError):  # it has left, or died: the exchange goes on without it
-                others[other] = OtherSpool(directory / name, world_size, CELL_BYTES)
-    exchange = Exchange(rank, spool, others, sharing.units)
+                others[other] = OtherRankCache(directory / name, world_size, CELL_BYTES)
+    exchange = Exchange(rank, cache, others, sharing.units)
     exchange.begin()
     return exchange
 

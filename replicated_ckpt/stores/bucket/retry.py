@@ -1,4 +1,4 @@
-"""A client that reads again what a bucket could not give at once: a load from it must outlive a moment of bad weather."""
+"""A client that reads again what a bucket could not give at once: a load from it must outlive a moment of faults."""
 
 import random
 import time

@@ -20,7 +20,7 @@ Tell = Callable[[str, int], int | None]
 Holds = Callable[[int, int], bool]
 
 
-class RemainsShelf:
+class RemainsReader:
     """Reads the footers of shards, and `.metadata` in full. What was read is kept until its file changes.
 
     Changes nothing. Safe for concurrent use.

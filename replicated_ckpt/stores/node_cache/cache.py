@@ -1,4 +1,4 @@
-"""A spool: verified pieces that one process of a node has fetched, for other processes of the node to take.
+"""A cache: verified pieces that one process of a node has fetched, for other processes of the node to take.
 
 A file in the agent's directory, mapped by all of them. Only its owner writes it: a few slots, used in turn, and a board
 of words that says how the owner is. Each taker copies a piece and compares the copy with its CRC32C: whatever becomes of
@@ -22,15 +22,15 @@ from replicated_ckpt.stores.files.address import address_of
 
 SLOTS = 4
 OVER = 1 << 62
-"""More pieces than any spool has: passed by a process that takes no more of them."""
-_PREFIX = "spool-"
+"""More pieces than any cache has: passed by a process that takes no more of them."""
+_PREFIX = "cache-"
 _TRIES = 16
 _PULSE, _LEFT, _SILENT, _ENTRIES = 0, 1, 2, 10
 _ENTRY_WORDS = 4
 
 
 class Board:
-    """The words of one spool. Every process sees what the owner wrote last, each word by itself.
+    """The words of one cache. Every process sees what the owner wrote last, each word by itself.
 
     An entry says which piece lies in a slot, where it begins there, its size and its CRC32C. A torn one is found by that.
     """
@@ -60,7 +60,7 @@ class Board:
         self._words[_LEFT] = 1
 
     def count_passed(self, fetcher: int) -> int:
-        """How many pieces of rank `fetcher`'s spool the owner needs no more, from the first on; -1: not opened yet."""
+        """How many pieces of rank `fetcher`'s cache the owner needs no more, from the first on; -1: not opened yet."""
         return int(self._words[self._passed + fetcher]) - 1
 
     def pass_pieces(self, fetcher: int, count: int) -> None:
@@ -99,7 +99,7 @@ def _mark(node: str) -> int:
 
 
 class _Shape:
-    """Where what lies in a spool's file."""
+    """Where what lies in a cache's file."""
 
     def __init__(self, ranks: int, slot_bytes: int) -> None:
         self.word_bytes = 8 * Board.word_count(ranks)
@@ -115,11 +115,11 @@ class _Shape:
         return memoryview(mapped)[start : start + self.slot_bytes]
 
 
-class Spool:
-    """This process's own spool. Its pieces are numbered from 0, in the order in which they were announced."""
+class RankCache:
+    """This process's own cache. Its pieces are numbered from 0, in the order in which they were announced."""
 
     def __init__(self, directory: Path, ranks: int, slot_bytes: int) -> None:
-        """`ranks`: of the load. When this returns the spool has its name, `name` in `directory`, until it is closed.
+        """`ranks`: of the load. When this returns the cache has its name, `name` in `directory`, until it is closed.
 
         Raises:
             OSError: no room, no right to write there, or nothing can be locked there.
@@ -165,7 +165,7 @@ class Spool:
         return given
 
     def close(self) -> None:
-        """Leaves, and takes the name away. A process that has opened the spool keeps what lies in it."""
+        """Leaves, and takes the name away. A process that has opened the cache keeps what lies in it."""
         if self._close.alive:
             self.board.leave()
             self._close()
@@ -174,11 +174,11 @@ class Spool:
                 self._map.close()
 
 
-class OtherSpool:
-    """Another process's spool, as one of its takers sees it. Safe for concurrent use, but for `close`."""
+class OtherRankCache:
+    """Another process's cache, as one of its takers sees it. Safe for concurrent use, but for `close`."""
 
     def __init__(self, path: Path, ranks: int, slot_bytes: int) -> None:
-        """Raises OSError, ValueError: there is no such spool any more."""
+        """Raises OSError, ValueError: there is no such cache any more."""
         self._shape = _Shape(ranks, slot_bytes)
         self._lock = threading.Lock()
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -237,18 +237,18 @@ def _create_locked_file(directory: Path) -> tuple[Path, int]:
             path.unlink(missing_ok=True)
             if not isinstance(exc, BlockingIOError):  # as a sweep holds it
                 raise
-    raise OSError(errno.EAGAIN, "every new spool was swept away", str(directory))
+    raise OSError(errno.EAGAIN, "every new cache was swept away", str(directory))
 
 
 def _remove(path: Path, fd: int, owner_pid: int) -> None:
-    """Takes a spool's name away, then its lock. A process that was forked from its owner only closes its descriptor."""
+    """Takes a cache's name away, then its lock. A process that was forked from its owner only closes its descriptor."""
     if os.getpid() == owner_pid:
         path.unlink(missing_ok=True)
     os.close(fd)
 
 
 def _sweep(directory: Path) -> None:
-    """Removes the spools of processes that were killed: nobody holds their lock."""
+    """Removes the caches of processes that were killed: nobody holds their lock."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), _open(path) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The exchange: what the ranks of one node need from elsewhere, one fetches, and the others take it from its spool.
+"""The exchange: what the ranks of one node need from elsewhere, one fetches, and the others take it from its cache.
 
 docs/reading.md, "Each block comes to a node once", has its invariants.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Unit, Window
-from replicated_ckpt.stores.node_cache.cache import OVER, SLOTS, OtherSpool, Spool
+from replicated_ckpt.stores.node_cache.cache import OVER, SLOTS, OtherRankCache, RankCache
 from replicated_ckpt.stores.node_cache.patience import Patience, Pause, Wait
 
 log = logging.getLogger(__name__)
@@ -31,10 +31,12 @@ class Exchange:
     another one only in `take`, `wait_for_slot` and `wait_until_opened`.
     """
 
-    def __init__(self, rank: int, spool: Spool, others: Mapping[int, OtherSpool], units: Sequence[Unit]) -> None:
-        """`others`: the spools that could be opened. `units`: those of the node, the same for all of its ranks."""
+    def __init__(
+        self, rank: int, cache: RankCache, others: Mapping[int, OtherRankCache], units: Sequence[Unit]
+    ) -> None:
+        """`others`: the caches that could be opened. `units`: those of the node, the same for all of its ranks."""
         self._rank = rank
-        self._spool = spool
+        self._cache = cache
         self._others = others
         self._lost = {taker for unit in units for taker in unit.takers} - {rank, *others}
         self._lock = threading.Lock()
@@ -51,17 +53,17 @@ class Exchange:
         self._gives = True
 
     def begin(self) -> None:
-        """Takes the room for what this rank gives, and tells the others that it has opened their spools."""
+        """Takes the room for what this rank gives, and tells the others that it has opened their caches."""
         try:
-            self._spool.reserve(len(self._takers))
+            self._cache.reserve(len(self._takers))
         except OSError as exc:
             log.warning("this rank fetches nothing for the others of its node: %s", exc)
             self._gives = False
-        self._spool.board.pass_pieces(self._rank, 0 if self._gives else OVER)
+        self._cache.board.pass_pieces(self._rank, 0 if self._gives else OVER)
         for other in self._others:
-            self._spool.board.pass_pieces(other, 0)
+            self._cache.board.pass_pieces(other, 0)
         for other in self._lost:
-            self._spool.board.pass_pieces(other, OVER)
+            self._cache.board.pass_pieces(other, OVER)
 
     def unit_of(self, cell: tuple[str, int]) -> Unit | None:
         """The unit that is shared of a cell, if this rank takes it from another, or gives it."""
@@ -72,7 +74,7 @@ class Exchange:
         return unit.fetcher == self._rank
 
     def number_of(self, unit: Unit) -> int:
-        """Its number in the spool of its fetcher."""
+        """Its number in the cache of its fetcher."""
         return self._number_by_window[unit.window]
 
     # Giving --------------------------------------------------------------------------------------------------------
@@ -85,7 +87,7 @@ class Exchange:
 
     def _has_passed(self, taker: int, number: int) -> bool:
         if taker == self._rank:
-            return self._spool.board.count_passed(taker) > number
+            return self._cache.board.count_passed(taker) > number
         if taker in self._lost:
             return True
         board = self._others[taker].board
@@ -102,15 +104,15 @@ class Exchange:
         return True
 
     def slot(self, number: int) -> memoryview:
-        return self._spool.slot(number)
+        return self._cache.slot(number)
 
     def put(self, number: int, piece: memoryview | None) -> memoryview:
         """Gives piece `number` to the others; returns it as it lies in its slot. None: each of them has to fetch it."""
-        return self._spool.put(number, piece)
+        return self._cache.put(number, piece)
 
     def release(self, unit: Unit) -> None:
         """This rank has used a piece of its own: its slot may be used again as far as this rank goes."""
-        self._spool.board.pass_pieces(self._rank, self.number_of(unit) + 1)
+        self._cache.board.pass_pieces(self._rank, self.number_of(unit) + 1)
 
     # Taking --------------------------------------------------------------------------------------------------------
 
@@ -139,35 +141,35 @@ class Exchange:
         piece = self._others[unit.fetcher].copy(number, self._memory) if found is Found.THERE else None
         with self._lock:
             if unit.fetcher not in self._lost:
-                self._spool.board.pass_pieces(unit.fetcher, number + 1)
+                self._cache.board.pass_pieces(unit.fetcher, number + 1)
         return piece
 
     # Signs of life -------------------------------------------------------------------------------------------------
 
     def pulse(self) -> None:
         """This rank works, or waits for what is no rank."""
-        self._spool.board.pulse(time.monotonic_ns())
+        self._cache.board.pulse(time.monotonic_ns())
 
     def _wait_for(self, ranks: Sequence[int], wait: Wait) -> None:
         """One look at the ranks that are waited for. A rank is as fresh as those that it waits for, and no fresher."""
-        spools = {rank: self._others[rank] for rank in ranks}
-        for rank in wait.find_lost(spools):
+        caches = {rank: self._others[rank] for rank in ranks}
+        for rank in wait.find_lost(caches):
             self.give_up(rank)
-        for spool in spools.values():
-            self._spool.board.pulse(spool.board.pulse_ns)
+        for cache in caches.values():
+            self._cache.board.pulse(cache.board.pulse_ns)
 
     def give_up(self, rank: int) -> None:
         """From now on nothing is taken from a rank, and it is waited for no more."""
         with self._lock:
             is_new = rank not in self._lost
             self._lost.add(rank)
-            self._spool.board.pass_pieces(rank, OVER)
+            self._cache.board.pass_pieces(rank, OVER)
         if is_new:
             log.warning("rank %d of this node is not waited for any more: it gives no sign of life", rank)
 
     def tell_silent(self, node: str) -> None:
         """Tells the other ranks that a node let a time-out pass."""
-        self._spool.board.tell_silent(node)
+        self._cache.board.tell_silent(node)
 
     def is_silent(self, node: str) -> bool:
         """Whether another rank was told nothing by a node within its time-out."""
@@ -176,16 +178,16 @@ class Exchange:
     # The end -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """This rank takes and gives nothing more. What lies in its spool can be taken as long as it is open anywhere."""
-        self._spool.board.leave()
+        """This rank takes and gives nothing more. What lies in its cache can be taken as long as it is open anywhere."""
+        self._cache.board.leave()
 
     def not_opened_by(self) -> list[int]:
-        """The ranks that take from this one and have not opened its spool yet, as they do before anything else."""
+        """The ranks that take from this one and have not opened its cache yet, as they do before anything else."""
         takers = {taker for takers in self._takers for taker in takers} - {self._rank}
         return [taker for taker in sorted(takers) if not self._has_passed(taker, -1)]
 
     def wait_until_opened(self) -> None:
-        """After that the spool's name is needed no more."""
+        """After that the cache's name is needed no more."""
         wait, pause = Wait(self._patience), Pause()
         while awaited := self.not_opened_by():
             self._wait_for(awaited, wait)

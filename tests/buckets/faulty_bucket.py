@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 server that makes the weather: it loses, delays, breaks and bends what tests tell it to.
+"""A proxy in front of an S3 server that loses, delays, breaks and bends what tests tell it to.
 
 Clients sign for the proxy's address. Host and every other signed header pass unchanged, so the server accepts that.
 """
@@ -14,14 +14,14 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from tests.buckets.exchange import IDLE_S, Broken, Exchange
-from tests.buckets.faults import Fault, Forecast
+from tests.buckets.faults import Fault, FaultPlan
 from tests.buckets.servers import Server
 from tests.buckets.wire import read_head
 
-__all__ = ["Fault", "Weather", "weather"]
+__all__ = ["Fault", "FaultyBucket", "faulty_bucket"]
 
 
-class Weather(Forecast):
+class FaultyBucket(FaultPlan):
     """Fair until told otherwise: `add(Fault(...))`, `clear()`; `away()`, `back()`. Serves any number of connections."""
 
     def __init__(self, server: Server) -> None:
@@ -92,7 +92,7 @@ class Weather(Forecast):
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """One client's connection, until it ends; by a reset where that is the weather."""
+        """One client's connection, until it ends; by a reset where that is the fault."""
         with self._tracked(client) as incoming:
             try:
                 while (head := read_head(incoming)) is not None:
@@ -131,13 +131,13 @@ class Weather(Forecast):
 
 
 @contextmanager
-def weather(server: Server) -> Iterator[Weather]:
+def faulty_bucket(server: Server) -> Iterator[FaultyBucket]:
     """A proxy in front of `server` for the length of the block."""
-    sky = Weather(server)
+    faulty = FaultyBucket(server)
     try:
-        yield sky
+        yield faulty
     finally:
-        sky.close()
+        faulty.close()
 
 
 def _bound(port: int) -> socket.socket:

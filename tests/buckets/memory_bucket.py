@@ -90,7 +90,7 @@ def _texts(body: bytes, name: str) -> list[str]:
     return [found.text or "" for found in ET.fromstring(body).iterfind(f".//{{*}}{name}")]
 
 
-class Shelf:
+class MemoryBucket:
     """What is kept, and the answers to what is asked of it; one at a time."""
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class Shelf:
         del self.upload_by_id[ask.query["uploadId"]]
         return Answer(204)
 
-    HANDLERS: ClassVar[dict[tuple[str, str, str], Callable[["Shelf", Ask], Answer]]] = {
+    HANDLERS: ClassVar[dict[tuple[str, str, str], Callable[["MemoryBucket", Ask], Answer]]] = {
         ("GET", "service", ""): _list_buckets,
         ("PUT", "bucket", ""): _create_bucket,
         ("HEAD", "bucket", ""): _head_bucket,

@@ -1,4 +1,4 @@
-"""The spool: what one process puts the others take, whole and in order, under a name that only its end takes away."""
+"""The cache: what one process puts the others take, whole and in order, under a name that only its end takes away."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherSpool, Spool
+from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherRankCache, RankCache
 
 SLOT = 1 << 12
 Process = subprocess.Popen[str]
@@ -18,23 +18,23 @@ Holder = Callable[[int], tuple[Process, str]]
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[Spool]:
-    made = Spool(tmp_path, 2, SLOT)
+def own(tmp_path: Path) -> Iterator[RankCache]:
+    made = RankCache(tmp_path, 2, SLOT)
     made.reserve(SLOTS)
     yield made
     made.close()
 
 
 @pytest.fixture
-def other(tmp_path: Path, own: Spool) -> Iterator[OtherSpool]:
-    made = OtherSpool(tmp_path / own.name, 2, SLOT)
+def other(tmp_path: Path, own: RankCache) -> Iterator[OtherRankCache]:
+    made = OtherRankCache(tmp_path / own.name, 2, SLOT)
     yield made
     made.close()
 
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Holder]:
-    """Starts processes that hold a spool with some pieces, and tells its name; each is ended with its test."""
+    """Starts processes that hold a cache with some pieces, and tells its name; each is ended with its test."""
     with ExitStack() as stack:
 
         def start(pieces: int) -> tuple[Process, str]:
@@ -48,16 +48,16 @@ def holder(tmp_path: Path) -> Iterator[Holder]:
 
 
 def started(what: str, directory: Path, argument: float) -> Process:
-    command = [sys.executable, "-m", "tests.stores.spooling", what, str(directory), str(argument)]
+    command = [sys.executable, "-m", "tests.stores.cache_process", what, str(directory), str(argument)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def copied(spool: OtherSpool, number: int) -> bytes | None:
-    found = spool.copy(number, memoryview(bytearray(SLOT)))
+def copied(cache: OtherRankCache, number: int) -> bytes | None:
+    found = cache.copy(number, memoryview(bytearray(SLOT)))
     return None if found is None else bytes(found)
 
 
-def test_pieces_are_taken_as_they_were_put(own: Spool, other: OtherSpool) -> None:
+def test_pieces_are_taken_as_they_were_put(own: RankCache, other: OtherRankCache) -> None:
     """A piece may lie in its slot already, or elsewhere; a slot that was used again has the later one only."""
     assert copied(other, 0) is None
     inside = own.slot(0)[100:105]
@@ -73,8 +73,8 @@ def test_pieces_are_taken_as_they_were_put(own: Spool, other: OtherSpool) -> Non
     assert copied(other, 0) is None
 
 
-def test_a_piece_that_changed_is_not_taken(own: Spool, other: OtherSpool) -> None:
-    """Bytes in the spool are believed by their checksum only; so is the entry that says where they are."""
+def test_a_piece_that_changed_is_not_taken(own: RankCache, other: OtherRankCache) -> None:
+    """Bytes in the cache are believed by their checksum only; so is the entry that says where they are."""
     own.put(0, memoryview(bytearray(b"intact")))
     own.slot(0)[2] ^= 1
     assert copied(other, 0) is None
@@ -85,7 +85,7 @@ def test_a_piece_that_changed_is_not_taken(own: Spool, other: OtherSpool) -> Non
         assert copied(other, 2) is None
 
 
-def test_words_are_seen_by_the_others(own: Spool, other: OtherSpool) -> None:
+def test_words_are_seen_by_the_others(own: RankCache, other: OtherRankCache) -> None:
     """How far a rank has come, that it left, and the nodes that did not answer it: eight of them, no more."""
     assert (other.board.count_passed(1), other.board.has_left) == (-1, False)
     own.board.pass_pieces(1, 7)
@@ -102,11 +102,11 @@ def test_words_are_seen_by_the_others(own: Spool, other: OtherSpool) -> None:
 
 
 def test_what_was_opened_stays_when_its_owner_has_closed_it(tmp_path: Path) -> None:
-    """The name goes with its owner; a process that has opened the spool takes what lies in it."""
-    own = Spool(tmp_path, 2, SLOT)
+    """The name goes with its owner; a process that has opened the cache takes what lies in it."""
+    own = RankCache(tmp_path, 2, SLOT)
     own.reserve(1)
     own.put(0, memoryview(bytearray(b"piece")))
-    other = OtherSpool(tmp_path / own.name, 2, SLOT)
+    other = OtherRankCache(tmp_path / own.name, 2, SLOT)
     assert other.is_locked()
     own.close()
     own.close()
@@ -116,21 +116,21 @@ def test_what_was_opened_stays_when_its_owner_has_closed_it(tmp_path: Path) -> N
     other.close()
     assert not other.is_locked()
     with pytest.raises(OSError, match="No such file"):
-        OtherSpool(tmp_path / own.name, 2, SLOT)
+        OtherRankCache(tmp_path / own.name, 2, SLOT)
 
 
-def test_a_spool_that_is_dropped_takes_its_name_away(tmp_path: Path) -> None:
+def test_a_cache_that_is_dropped_takes_its_name_away(tmp_path: Path) -> None:
     """A load that fails between its plans and its reads closes nothing: neither a file nor a descriptor is left."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
-        Spool(tmp_path, 2, SLOT)
+        RankCache(tmp_path, 2, SLOT)
     assert list(tmp_path.iterdir()) == []
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_forked_process_does_not_take_the_name_away(tmp_path: Path) -> None:
     """A worker that was forked in the middle of a load may end whenever it likes."""
-    own = Spool(tmp_path, 2, SLOT)
+    own = RankCache(tmp_path, 2, SLOT)
     child = os.fork()
     if child == 0:
         own._close()
@@ -140,8 +140,8 @@ def test_a_forked_process_does_not_take_the_name_away(tmp_path: Path) -> None:
     own.close()
 
 
-def test_new_spools_keep_their_names_while_others_sweep(tmp_path: Path) -> None:
-    """Four processes make spools as fast as they can, each sweeping before: none loses the name that others wait for."""
+def test_new_caches_keep_their_names_while_others_sweep(tmp_path: Path) -> None:
+    """Four processes make caches as fast as they can, each sweeping before: none loses the name that others wait for."""
     processes = [started("keep-making", tmp_path, 1.5) for _ in range(4)]
     counts = [tuple(map(int, process.communicate(timeout=60)[0].split())) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4
@@ -152,23 +152,23 @@ def test_new_spools_keep_their_names_while_others_sweep(tmp_path: Path) -> None:
 def test_the_dead_are_told_from_the_stopped(tmp_path: Path, holder: Holder) -> None:
     """A process that is stopped holds its lock, one that was killed does not; what it put can still be taken."""
     process, name = holder(2)
-    spool = OtherSpool(tmp_path / name, 2, SLOT)
+    cache = OtherRankCache(tmp_path / name, 2, SLOT)
     process.send_signal(signal.SIGSTOP)
-    assert spool.is_locked()
+    assert cache.is_locked()
     process.kill()
     process.wait()
-    assert not spool.is_locked()
-    assert copied(spool, 1) == bytes([2] * 8)
-    spool.close()
+    assert not cache.is_locked()
+    assert copied(cache, 1) == bytes([2] * 8)
+    cache.close()
 
 
-def test_spools_of_the_dead_are_removed(tmp_path: Path, holder: Holder) -> None:
-    """The next spool in a directory removes those whose processes are gone, and no other."""
+def test_caches_of_the_dead_are_removed(tmp_path: Path, holder: Holder) -> None:
+    """The next cache in a directory removes those whose processes are gone, and no other."""
     killed, _ = holder(0)
     _, living = holder(0)
     killed.kill()
     killed.wait()
-    (tmp_path / "spool-left-behind").write_bytes(b"")
-    last = Spool(tmp_path, 1, SLOT)
+    (tmp_path / "cache-left-behind").write_bytes(b"")
+    last = RankCache(tmp_path, 1, SLOT)
     assert {path.name for path in tmp_path.iterdir()} == {living, last.name}
     last.close()

@@ -26,10 +26,10 @@ SECRET = "testsecret"
 
 Worsened = Callable[[Site], Any]
 BAD_WEATHER: dict[str, tuple[Worsened, str]] = {
-    "slow-down": (lambda site: site.sky.add(Fault("status")), "SlowDown"),
-    "reset": (lambda site: site.sky.add(Fault("reset")), "ConnectionClosedError|EndpointConnectionError"),
-    "refused": (lambda site: site.sky.away(), "EndpointConnectionError|ConnectionClosedError"),
-    "hang": (lambda site: site.sky.away("hang"), "ReadTimeoutError|no answer|not answered"),
+    "slow-down": (lambda site: site.faulty.add(Fault("status")), "SlowDown"),
+    "reset": (lambda site: site.faulty.add(Fault("reset")), "ConnectionClosedError|EndpointConnectionError"),
+    "refused": (lambda site: site.faulty.away(), "EndpointConnectionError|ConnectionClosedError"),
+    "hang": (lambda site: site.faulty.away("hang"), "ReadTimeoutError|no answer|not answered"),
 }
 
 
@@ -47,7 +47,7 @@ def assert_loads_from_the_bucket(site: Site) -> None:
 
 
 @pytest.mark.parametrize("kind", mark_long(BAD_WEATHER, keep=["refused"]))
-def test_a_save_does_not_wait_for_the_weather(moto: Server, site_of: SiteOf, kind: str) -> None:
+def test_a_save_does_not_wait_for_the_bucket(moto: Server, site_of: SiteOf, kind: str) -> None:
     """Saves are as quick as without, `wait` and the agents say what is wrong, and all is uploaded when it is over."""
     worsen, reason = BAD_WEATHER[kind]
     site = site_of(moto, 2)
@@ -66,8 +66,8 @@ def test_a_save_does_not_wait_for_the_weather(moto: Server, site_of: SiteOf, kin
         assert all(re.search(reason, upload["error"]) for upload in pending), pending
         assert metric(site, node, "uploads_pending") == 2
         assert metric(site, node, "uploads_failing") >= 1
-    site.sky.clear()
-    site.sky.back()
+    site.faulty.clear()
+    site.faulty.back()
     for checkpoint_id in ("step-2", "step-3"):
         site.wait_until_committed(checkpoint_id, AFTER_WITHIN_S)
     wait_for(
@@ -88,13 +88,13 @@ def test_a_server_that_leaves_in_the_middle_and_comes_back(moto: Server, site_of
     site = site_of(moto, 2, REPLICATED_CKPT_AGENT_UPLOAD_MIB_PER_S=16)
     count = 88
     site.cluster.launch([site.save("step-2", count)], nodes=[0, 1])
-    wait_for(lambda: len(site.sky.requests("PUT", query="partNumber")) > 4, 60, "some parts")
-    site.sky.away()
+    wait_for(lambda: len(site.faulty.requests("PUT", query="partNumber")) > 4, 60, "some parts")
+    site.faulty.away()
     wait_for(lambda: failing(site, 0) and failing(site, 1), 30, "failures")
     time.sleep(3)
-    site.sky.back()
+    site.faulty.back()
     site.wait_until_committed("step-2", 90)
-    assert site.sky.uploaded_bytes() < (2 * count + 6 * 16) << 20
+    assert site.faulty.uploaded_bytes() < (2 * count + 6 * 16) << 20
     site.lose_all()
     (found,) = site.cluster.launch([site.load("step-2", count, 2)], nodes=[0]).of(0)
     assert found["same"]
@@ -106,12 +106,12 @@ def test_everything_at_once(moto: Server, site_of: SiteOf, seed: int) -> None:
     """One request in five fails in one way or another, for the whole time: everything arrives, and loads bit for bit."""
     site = site_of(moto, 2)
     for offset, kind in enumerate(("reset", "status", "lost_answer", "cut_answer")):
-        site.sky.add(Fault(kind, probability=0.06, seed=10 * seed + offset))  # type: ignore[arg-type]
+        site.faulty.add(Fault(kind, probability=0.06, seed=10 * seed + offset))  # type: ignore[arg-type]
     calls = [site.save(f"step-{number}", COUNT) for number in (1, 2)]
     site.cluster.launch(calls, nodes=[0, 1])
     for checkpoint_id in ("step-1", "step-2"):
         site.wait_until_committed(checkpoint_id, 90)
-    site.sky.clear()
+    site.faulty.clear()
     assert_loads_from_the_bucket(site)
 
 
@@ -119,7 +119,7 @@ def test_everything_at_once(moto: Server, site_of: SiteOf, seed: int) -> None:
 def test_a_hang_of_one_request_costs_its_time_out(moto: Server, site_of: SiteOf) -> None:
     """An upload that nobody answers is given up after the client's time-out, and made again."""
     site = site_of(moto, 1)
-    site.sky.add(Fault("hang", method="PUT", key="__0_0", at=1 << 20, times=1))
+    site.faulty.add(Fault("hang", method="PUT", key="__0_0", at=1 << 20, times=1))
     found = site.cluster.launch([site.save("step-2", COUNT), site.wait()], nodes=[0], timeout_s=120)
     assert found.agreed(1) == ["step-2"]
     site.lose_all()
@@ -131,11 +131,11 @@ def test_a_hang_of_one_request_costs_its_time_out(moto: Server, site_of: SiteOf)
 def test_an_agent_leaves_while_the_bucket_hangs(moto: Server, site_of: SiteOf) -> None:
     """It waits for no answer: it is gone within seconds of SIGTERM, and the next one uploads. A first save waits, too."""
     site = site_of(moto, 1)
-    site.sky.away("hang")
+    site.faulty.away("hang")
     results = site.cluster.launch([site.save("step-2", COUNT)], nodes=[0])
     assert results.of(0)[0] < SAVE_WITHIN_S + FIRST_WAIT_S
     site.cluster.stop_agents()
-    site.sky.back()
+    site.faulty.back()
     site.cluster.start_agents({0: {}})
     site.wait_until_committed("step-2", AFTER_WITHIN_S)
     site.lose_all()
@@ -145,7 +145,7 @@ def test_an_agent_leaves_while_the_bucket_hangs(moto: Server, site_of: SiteOf) -
 def test_the_status_tells_no_secret(moto: Server, site_of: SiteOf) -> None:
     """Neither it nor the metrics, while uploads fail."""
     site = site_of(moto, 1)
-    site.sky.away()
+    site.faulty.away()
     site.cluster.launch([site.save("step-1", COUNT)], nodes=[0])
     wait_for(lambda: failing(site, 0), 30, "a failure")
     assert SECRET not in json.dumps(site.uploads(0))

@@ -23,12 +23,12 @@ def saved(site: Site, **writer: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", mark_long(["status", "reset", "lost_answer", "cut_answer"], keep=["reset"]))
-def test_the_bucket_alone_in_bad_weather(moto: Server, site_of: SiteOf, kind: Kind) -> None:
+def test_the_bucket_alone_with_bucket_faults(moto: Server, site_of: SiteOf, kind: Kind) -> None:
     """One answer in four is none: two blank nodes load every bit."""
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
-    fault = site.sky.add(Fault(kind, method="GET", probability=0.25, seed=4))
+    fault = site.faulty.add(Fault(kind, method="GET", probability=0.25, seed=4))
     calls = [site.load("step-2", COUNT, 2), site.load("latest", COUNT, 2)]
     results = site.cluster.launch(calls, nodes=[0, 1])
     assert all(value["same"] for value in (*results.of(0), *results.of(1)))
@@ -42,7 +42,7 @@ def test_the_bucket_alone_answers_wrongly(moto: Server, site_of: SiteOf, kind: K
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
-    faults = [site.sky.add(Fault(kind, method="GET", key="__", skip=5 * count, times=1)) for count in range(3)]
+    faults = [site.faulty.add(Fault(kind, method="GET", key="__", skip=5 * count, times=1)) for count in range(3)]
     (found,) = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0]).of(0)
     assert found["same"]
     assert sum(fault.fired for fault in faults) >= 2
@@ -54,7 +54,7 @@ def test_throttled_for_seconds(moto: Server, site_of: SiteOf) -> None:
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
-    site.sky.add(Fault("status", method="GET", key="__", times=8))
+    site.faulty.add(Fault("status", method="GET", key="__", times=8))
     assert site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0, 1]).of(0)[0]["same"]
 
 
@@ -64,12 +64,12 @@ def test_a_bucket_that_is_away_is_not_needed(moto: Server, site_of: SiteOf) -> N
     site = site_of(moto, 2)
     saved(site)
     for how, within_s in (("refuse", 10), ("hang", 18)):
-        site.sky.away(how)  # type: ignore[arg-type]
+        site.faulty.away(how)  # type: ignore[arg-type]
         started = time.monotonic()
         found = site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1]).of(0)
         assert all(value["same"] and value["report"]["checkpoint_id"] == "step-2" for value in found)
         assert time.monotonic() - started < within_s
-        site.sky.back()
+        site.faulty.back()
 
 
 def test_a_bucket_that_is_away_and_needed_is_named(moto: Server, site_of: SiteOf) -> None:
@@ -77,7 +77,7 @@ def test_a_bucket_that_is_away_and_needed_is_named(moto: Server, site_of: SiteOf
     site = site_of(moto, 2)
     saved(site)
     site.lose_all()
-    site.sky.away()
+    site.faulty.away()
     fails = call("objects.load_fails", checkpoint_id="latest", count=COUNT, ranks=2, where=site.where)
     ask = call("lookup.ask_in_vain", **site.where)
     results = site.cluster.launch([fails, ask], nodes=[0, 1], timeout_s=30)
@@ -86,5 +86,5 @@ def test_a_bucket_that_is_away_and_needed_is_named(moto: Server, site_of: SiteOf
         assert f"{site.url}: not reached" in failure["message"]
         assert "testsecret" not in failure["message"]
     assert [asked["type"] for asked in results.of(1)] == ["StoreUnavailable"] * 2
-    site.sky.back()
+    site.faulty.back()
     assert all(value["same"] for value in site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1]).of(0))
