@@ -10,6 +10,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import ObjectMissing, SaveSuperseded
+from replicated_ckpt.stores.local.committed import open_committed_save
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.replaced import lock_version
 from replicated_ckpt.stores.local.retire import retire
@@ -167,6 +168,22 @@ def test_retention_reaches_replaced_versions(tmp_path: Path) -> None:
     assert retire(tmp_path, "last", old.save_id)
     assert store.catalog.list_replaced() == []
     assert published(store) == new.save_id
+
+
+def test_a_replaced_version_is_found_where_nothing_has_its_name(tmp_path: Path) -> None:
+    """The newer one was retired, and a load or a repair reads and mends the older one as any other."""
+    store = LocalStore(tmp_path)
+    old = open_save(store, 1)
+    store.commit(old.save_id)
+    new = open_save(store, 2, is_whole=False)
+    store.commit(new.save_id)
+    assert retire(tmp_path, "last", new.save_id)
+    assert not store.final("last").exists()
+    with open_committed_save(tmp_path, "last", old.save_id) as (directory, manifest):
+        assert manifest.save_id == old.save_id
+        assert set(directory.shards()) == set(store.catalog.shard_sizes(f".replaced/{old.save_id}"))
+    with pytest.raises(ObjectMissing), open_committed_save(tmp_path, "last", new.save_id):
+        pass
 
 
 def test_the_place_of_a_staged_save_is_known_to_the_next(tmp_path: Path) -> None:

@@ -190,17 +190,17 @@ def open_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
 
 @contextmanager
 def open_committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterator[tuple[Committed, Manifest]]:
-    """Holds the directory of one committed save, with its manifest.
+    """Holds the directory of one committed save, with its manifest: published, or replaced, whatever has its name now.
 
     Raises:
         ObjectMissing: the checkpoint is not here, or is of another save. ManifestInvalid
     """
     with contextlib.ExitStack() as held:
-        directory = held.enter_context(open_directory(root, checkpoint_id))
-        problem: ManifestInvalid | None = None
+        problem: ManifestInvalid | ObjectMissing | None = None
         try:
+            directory = held.enter_context(open_directory(root, checkpoint_id))
             manifest = directory.manifest()
-        except ManifestInvalid as exc:
+        except (ManifestInvalid, ObjectMissing) as exc:
             problem = exc
         if problem is not None or manifest.save_id != save_id:
             try:

@@ -1,6 +1,6 @@
 """One schedule: random steps from a seed, carried out on a cluster, and what must hold after each and in the end."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
@@ -163,8 +163,15 @@ class Schedule:
             self._check_rivals(audits)
         for node in course.cluster.nodes:
             for name in (*PASSING, *[REPLACED] * is_mended):
-                if left := _left_in(node.root / name):
+                if left := _left_in(node.root / name, self._find_published()):
                     raise Violation(f"left on node {node.index}: {left}")
+
+    def _find_published(self) -> set[str]:
+        """The saves that have their name on some node. One that waits for a bucket is held back, copies and all."""
+        if self.course.policy.object_store is None:
+            return set()
+        catalogs = [LocalStore(node.root).catalog for node in self.course.cluster.nodes]
+        return {manifest.save_id for catalog in catalogs for _, manifest in catalog.committed()}
 
     def _check_rivals(self, audits: Mapping[int, Audit]) -> None:
         """All that keeps re-protection from being done are two runs' saves under one name, and `verify` says so, too."""
@@ -178,7 +185,11 @@ class Schedule:
         self.course.counts["rivals"] += 1
 
 
-def _left_in(directory: Path) -> list[str]:
-    """What lies there but for versions that an agent keeps for a load: for minutes, which no real schedule waits."""
-    kept = [path for path in directory.glob("*") if directory.name == REPLACED and is_read(path)]
+def _left_in(directory: Path, published: Collection[str]) -> list[str]:
+    """What lies there but for versions that an agent keeps for a load: for minutes, which no real schedule waits.
+
+    A replaced version of which another node has the name is a copy of what lies there.
+    """
+    replaced = directory.glob("*") if directory.name == REPLACED else ()
+    kept = [path for path in replaced if path.name in published or is_read(path)]
     return [str(path) for path in directory.rglob("*") if not any(path.is_relative_to(one) for one in kept)]
