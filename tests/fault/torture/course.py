@@ -218,6 +218,8 @@ class Course:
         if saved.error is None:
             for node in set(job.nodes) & attempt.readable_on:
                 self.knows[node] = max(self.knows[node], attempt.number)
+            if is_calm:
+                self.oracle.check_copies(attempt, len(set(job.nodes)))
         elif is_calm:
             raise Violation(f"a save that nothing disturbed failed: {saved.error!r}")
         elif isinstance(saved.error, ReplicatedCkptError) and killed is None:

@@ -49,6 +49,7 @@ class Attempt:
     saw: frozenset[int] = frozenset()
     was_whole: bool = False
     is_in_bucket: bool = False
+    copies: int = 1
 
     def has_all_parts(self, nodes: Collection[int] | None = None) -> bool:
         """Whether each part was seen on a disk and not destroyed since; on `nodes`: published there, and readable now."""
@@ -146,6 +147,8 @@ class Oracle:
             attempt.parts = dict.fromkeys(names, "")
             attempt.nodes_by_part = {name: set() for name in names}
             attempt.published_by_part = {name: set() for name in names}
+        if lying.manifest is not None:
+            attempt.copies = lying.manifest["copies"]
         for name in attempt.parts:
             if name in lying.files:
                 attempt.parts[name] = attempt.parts[name] or lying.files[name]
@@ -234,6 +237,17 @@ class Oracle:
             if len({other.run for other in self.attempts}) > 1:
                 return None
         return None
+
+    def has_newer(self, attempt: Attempt) -> bool:
+        """Whether any later save came so far that a load may take it first, and find that it is damaged."""
+        return any(later.parts for later in self.attempts if later.began > attempt.began)
+
+    def check_copies(self, attempt: Attempt, nodes: int) -> None:
+        """Raises Violation: of so many nodes, too few disks have a shard of which all copies were said to be made."""
+        shards, wanted = [name for name in attempt.parts if name not in (MANIFEST, METADATA)], min(attempt.copies, nodes)
+        short = {name: sorted(found) for name in shards if len(found := attempt.nodes_by_part[name]) < wanted}
+        if short:
+            raise Violation(f"{attempt.checkpoint_id}: {wanted} copies of each shard are said to be made: {short}")
 
     def check_found(self, checkpoint_id: str, number: int, state: State) -> None:
         """Raises Violation: what was loaded is not bit for bit what one attempt saved."""

@@ -89,8 +89,8 @@ class Schedule:
         newest = oracle.newest(nodes, with_bucket=with_bucket)
         readers = self.course.random.choice([1, 1, 2])
         found = self.course.load(group, "latest", readers, with_bucket=with_bucket)
-        for _ in range(TRIES if newest is not None else 0):
-            if found is None:  # a newer one is damaged, which this load was the first to see
+        for _ in range(TRIES if newest is not None and oracle.has_newer(newest) else 0):
+            if found is None:  # the newer one is damaged, which this load was the first to see
                 self.course.cluster.background()
                 found = self.course.load(group, "latest", readers=1, with_bucket=with_bucket)
         if newest is not None and (found is None or is_before(oracle.attempts[found - 1], newest)):
@@ -159,6 +159,8 @@ class Schedule:
         if is_done and not set(codes.values()) <= {ExitCode.OK} | gone:
             found = {str(finding) for audit in audits.values() for finding in (*audit.findings, *audit.plan.short)}
             raise Violation(f"re-protection says that all is done, and verify says {codes}: {sorted(found)}")
+        for attempt in published if is_done else ():
+            course.oracle.check_copies(attempt, len(course.cluster.nodes))
         if not is_done and is_mended:
             self._check_rivals(audits)
         for node in course.cluster.nodes:
