@@ -22,8 +22,8 @@ def test_a_decision_that_another_node_has_brought_first_is_acknowledged(nodes: N
     nodes.meet()
     nodes.meet()
     assert nodes.store(1).read_published("last") is not None
-    addresses = [nodes.up[index].endpoint.address() for index in (0, 1)]
-    cluster = AgentCluster(addresses, nodes.store(0).node_id())
+    openers = [nodes.up[index].endpoint.local_address() for index in (0, 1)]
+    cluster = AgentCluster(openers, nodes.store(0).node_id())
     committed = cluster.commit(save.save_id, METADATA, save.manifest.encode())
     save.end()
     assert committed.error_by_node == {}
