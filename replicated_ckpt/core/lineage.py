@@ -34,8 +34,12 @@ class Version:
         return self.lineage == other.lineage and self.order > other.order
 
     def takes_place_of(self, other: "Version") -> bool:
-        """Whether the other one gives way to this one, once this one was seen whole."""
-        return self.is_newer_than(other) or other.save_id in self.replaces
+        """Whether the other one gives way to this one, once this one was seen whole.
+
+        What was saved over another goes before their order: two worlds of one run may number without knowing each other.
+        """
+        is_over = other.save_id in self.replaces
+        return is_over or (self.is_newer_than(other) and self.save_id not in other.replaces)
 
 
 @dataclass(frozen=True)

@@ -110,3 +110,18 @@ def test_it_comes_back_as_it_was_written() -> None:
     assert read == OURS
     assert read.version.replaces == (FOREIGN.save_id,)
     assert Version(RUN, 1, 1.0, OURS.save_id) == read.version
+
+
+def test_what_was_saved_over_another_goes_before_their_order() -> None:
+    """A run that goes on where its newest save was not known, and over that of the run which had replaced it.
+
+    It numbers from what it knows. Were the other one still the newer, each of the two would be to give way to the other.
+    """
+    newer = manifest(5, RUN, ("a",)).version
+    ours = replace(manifest(3, RUN, ("b", "c")), replaces=(newer.save_id, FOREIGN.save_id)).version
+    assert may_publish(ours, newer, "")
+    assert not may_publish(newer, ours, "")
+    assert may_be_dropped(newer, whole=[ours], published=None)
+    assert not may_be_dropped(ours, whole=[newer], published=None)
+    assert may_publish(newer, replace(ours, replaces=()), "")
+    assert not may_publish(replace(ours, replaces=()), newer, "")

@@ -17,10 +17,12 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.agent.unmanaged.adopter import Adopter
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
+from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
-from replicated_ckpt.errors import CheckpointExists, SaveAborted
+from replicated_ckpt.errors import CheckpointExists, ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import HOME
 from tests.agent.checkpoints import findings
 from tests.agent.scattered import ID, loads, loads_by_stock_torch, scattered
@@ -187,3 +189,29 @@ def test_the_command_dies_when_all_have_staged(tmp_path: Path) -> None:
         assert [node.list_staged() for node in nodes] == [(), ()]
         assert [loads(node) for node in nodes] == [True, True]
     assert auditor.node_ids == tuple(sorted(addresses))
+
+
+class Overtaken(Adopter):
+    """Each node has the decision, and is asked what became of the adoption before it is told to publish it."""
+
+    def _publish(self, plan: AdoptUnmanaged, save_id: str, raw: bytes) -> Mapping[str, ReplicatedCkptError]:
+        for node in plan.shards_by_node:
+            with AgentClient(self._addresses[node]) as client:
+                client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", raw)
+                assert client.call("GET", f"/v1/saves/{save_id}")["state"] == "committed"
+        return super()._publish(plan, save_id, raw)
+
+
+def test_an_adoption_that_a_load_publishes_first_has_not_failed(tmp_path: Path) -> None:
+    """It is over then, and a peer's word is refused for a save that is open: the command says that it is adopted."""
+    nodes = stores(tmp_path, 2)
+    scattered(nodes, tmp_path)
+    with agents(nodes) as running:
+        auditor = UnmanagedAuditor(nodes[0])
+        (audit,) = auditor.audit(ID)
+        plan = audit.adoption(auditor.node_ids, 2)
+        assert isinstance(plan, AdoptUnmanaged)
+        assert audit.found is not None
+        addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
+        assert Overtaken(addresses, list(addresses.values())).adopt(plan, audit.found) == {}
+        assert [is_adopted(node) for node in nodes] == [True, True]

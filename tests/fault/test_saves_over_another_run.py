@@ -22,9 +22,8 @@ def test_a_decision_that_another_node_has_brought_first_is_acknowledged(nodes: N
     nodes.meet()
     nodes.meet()
     assert nodes.store(1).read_published("last") is not None
-    endpoints = [nodes.up[index].endpoint for index in (0, 1)]
-    openers = [endpoint.local_address() for endpoint in endpoints]
-    cluster = AgentCluster([endpoint.address() for endpoint in endpoints], nodes.store(0).node_id(), openers)
+    openers = [nodes.up[index].endpoint.local_address() for index in (0, 1)]
+    cluster = AgentCluster(openers, nodes.store(0).node_id())
     committed = cluster.commit(save.save_id, METADATA, save.manifest.encode())
     save.end()
     assert committed.error_by_node == {}

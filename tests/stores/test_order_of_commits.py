@@ -233,3 +233,16 @@ def test_what_replaces_it_may_be_replaced_in_turn(tmp_path: Path) -> None:
     assert read(store, manifests[0], HERE)
     assert store.catalog.list_replaced() == [manifests[0].save_id]
     os.close(reading)
+
+
+def test_a_late_commit_tells_what_lies_here_of_its_own_save(tmp_path: Path) -> None:
+    """A load has published it, and a newer save has its name by now, while it is read: the newer one's shards are none."""
+    store = LocalStore(tmp_path)
+    old = open_save(store, 1, is_whole=False)
+    assert store.commit(old.save_id) == (HERE,)
+    lock = lock_version(store.catalog, "last", old.save_id)
+    assert lock is not None
+    newer = open_save(store, 2)
+    assert store.commit(newer.save_id) == (HERE, ELSEWHERE)
+    assert store.commit(old.save_id) == (HERE,)
+    os.close(lock)

@@ -229,11 +229,15 @@ class Routes:
             request.require(Right.JOB)
 
     def _require_end(self, request: Request, save_id: str, rest: Sequence[str]) -> None:
-        """What ends a save is its coordinator's to say: a peer brings shards. It ends adoptions, which peers open."""
+        """What ends a save is its coordinator's to say: a peer brings shards. It ends adoptions, which peers open.
+
+        Where nothing is staged nothing is ended: a load may have published an adoption before its node says so.
+        """
         is_end = rest in (["pull"], ["commit"]) or (
             request.method == "PUT" and any(ShardName.parse(name) is None for name in rest)
         )
-        if is_end and request.right < Right.JOB and not self._service.store.intent_of(save_id).adopts:
+        store = self._service.store
+        if is_end and store.staging(save_id).is_dir() and not store.intent_of(save_id).adopts:
             request.require(Right.JOB)
 
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:

@@ -3,6 +3,7 @@
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from operator import index
 from typing import Any, TypeVar
@@ -107,7 +108,8 @@ class Adopter:
 
         def published(node: str) -> None:
             with AgentClient(self._addresses[node], 10.0) as client:
-                client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", raw)
+                with suppress(SaveAborted):  # a load may have brought it from another node: `commit` tells
+                    client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", raw)
                 client.call("POST", f"/v1/saves/{save_id}/commit")
 
         outcome = FanOut[str, None]().run(plan.shards_by_node, published)

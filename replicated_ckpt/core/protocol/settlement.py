@@ -69,13 +69,13 @@ def may_publish(staged: Version, published: Version | None, replaces: str) -> bo
     """Whether a decided save may take a name under which `published` lies now.
 
     `replaces` is the save that lay there when the save was opened: of another lineage only that one gives way, and those
-    that the manifest names, as the user asked for it. Of one lineage the newer save has the name.
+    that the manifest names, as the user asked for it. Of one lineage the newer save has the name, unless the other one was
+    saved over it.
     """
     if published is None or published.save_id == staged.save_id:
         return True
-    if published.lineage != staged.lineage:
-        return published.save_id == replaces or staged.takes_place_of(published)
-    return staged.is_newer_than(published)
+    is_asked_for = published.lineage != staged.lineage and published.save_id == replaces
+    return is_asked_for or staged.takes_place_of(published)
 
 
 def may_be_dropped(old: Version, *, whole: Iterable[Version], published: Version | None) -> bool:

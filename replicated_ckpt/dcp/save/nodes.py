@@ -61,7 +61,8 @@ class Cluster(Protocol):
 class Opened:
     """What became of the opening of a save: what the nodes know of lineages, and which of them did not answer, and why.
 
-    `replaces`: some node holds the checkpoint already. `named`: the saves that have its name, each as one node told it.
+    `replaces`: some node holds the checkpoint already. `named`: the saves that have its name, each as one node told it;
+    where the save may not overwrite, none, whatever a node says: its user gave no version up.
     """
 
     histories: Histories
@@ -139,7 +140,8 @@ class AgentCluster:
             if node == self._own_node:
                 on_own_open()
             try:
-                named = () if answer.get("named") is None else (Named.from_json(answer["named"]),)
+                before = answer.get("named") if intent.overwrite else None
+                named = () if before is None else (Named.from_json(before),)
                 return Opened(histories_from_json(answer["histories"]), {}, bool(answer["replaces"]), named)
             except (KeyError, TypeError, ValueError, AttributeError) as exc:
                 raise PeerProtocolError(f"{self._by_node[node].label} opened a save wrongly: {exc!r}.") from exc
@@ -213,7 +215,8 @@ class LoneNode:
         before = self._service.store.read_published(intent.checkpoint_id)
         on_own_open()
         settle(self._service, leftovers, ())
-        return Opened(histories, replaces=replaces, named=() if before is None else (before.named,))
+        named = () if before is None or not intent.overwrite else (before.named,)
+        return Opened(histories, replaces=replaces, named=named)
 
     def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:  # noqa: ARG002 - staged here already
         held = self._service.commit(save_id)

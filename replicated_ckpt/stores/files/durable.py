@@ -13,7 +13,7 @@ from pathlib import Path
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError, StoreFull
-from replicated_ckpt.stores.files.plain import open_plain
+from replicated_ckpt.stores.files.plain import open_plain_file
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
@@ -151,7 +151,7 @@ def hash_file(path: Path) -> tuple[int, int]:
     """Size in bytes and CRC32C of a file."""
     piece = memoryview(bytearray(1 << 20))
     size = crc = 0
-    with os.fdopen(open_plain(path), "rb", buffering=0) as file:
+    with open_plain_file(path) as file:
         while count := file.readinto(piece):
             crc = crc32c(piece[:count], crc)
             size += count

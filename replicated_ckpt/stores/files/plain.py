@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
@@ -22,13 +23,17 @@ def open_plain(path: str | Path, flags: int = 0, *, dir_fd: int | None = None) -
     raise FileNotFoundError(errno.ENOENT, "No plain file lies there", str(path))
 
 
-def read_plain(path: Path, size_max: int = MANIFEST_BYTES_MAX + 1) -> bytes:
-    """The bytes of a file, `size_max` at most: of one that is too large, more than are believed. Else as `open_plain`."""
+def open_plain_file(path: Path) -> FileIO:
+    """As `open_plain`, as a file to read. Of a directory nothing stays open, as often as a round of an agent meets it."""
     fd = open_plain(path)
     try:
-        file = os.fdopen(fd, "rb")
-    except OSError:  # it is a directory
+        return FileIO(fd, "rb")
+    except OSError:
         os.close(fd)
         raise
-    with file:
+
+
+def read_plain(path: Path, size_max: int = MANIFEST_BYTES_MAX + 1) -> bytes:
+    """The bytes of a file, `size_max` at most: of one that is too large, more than are believed. Else as `open_plain`."""
+    with BufferedReader(open_plain_file(path)) as file:
         return file.read(size_max)

@@ -26,7 +26,7 @@ from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.files.plain import open_plain, read_plain
+from replicated_ckpt.stores.files.plain import open_plain_file, read_plain
 
 _DEPTH_MAX = 8
 _UNREADABLE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
@@ -281,7 +281,7 @@ def _looks_like_a_checkpoint(path: Path) -> bool:
 
 def _has_footer(path: Path) -> bool:
     try:
-        with os.fdopen(open_plain(path), "rb") as file:
+        with open_plain_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - FOOTER_TAIL_BYTES))
             return footer_bytes_of(file.read(), size) is not None

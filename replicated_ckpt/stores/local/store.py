@@ -224,9 +224,8 @@ class LocalStore:
                 is_kept, is_version, carry = not is_over, before is not None, partial(others.move_others, self.root)
                 publish_directory(staging, final, place, is_kept=is_kept, is_version=is_version, carry=carry)
             failpoints.reach("commit.durable")
-            others.remove_carried(
-                self.root, trash, name
-            )  # a part of it that came back under this save's staged name would be no decision of it
+            # a part of it that came back under this save's staged name would be no decision of it
+            others.remove_carried(self.root, trash, name)
             self._forget(save_id)
         failpoints.reach("commit.done")
         return tuple(sorted(self.catalog.shard_sizes(name)))
@@ -293,7 +292,8 @@ class LocalStore:
         checkpoint_id = self.catalog.checkpoint_of(save_id)
         if checkpoint_id is None:
             raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
-        return tuple(sorted(self.catalog.shard_sizes(checkpoint_id)))
+        directory = self.catalog.directory_of(checkpoint_id, save_id) or checkpoint_id  # a newer one may have the name
+        return tuple(sorted(self.catalog.shard_sizes(directory)))
 
     def _decision(self, save_id: str) -> Manifest:
         """The manifest staged there, believed only if it is this save's, and together with the metadata that it names."""

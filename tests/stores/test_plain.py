@@ -1,0 +1,37 @@
+"""What lies in a file's place is closed again, whatever it is."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.stores.files.durable import hash_file
+from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.local.catalog import Catalog
+
+
+def look(root: Path) -> None:
+    """As an agent does in each round."""
+    assert list(Catalog(root).with_invalid_manifest()) == []
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        look,
+        lambda root: read_plain(root / "run" / "__0_0.distcp"),
+        lambda root: hash_file(root / "run" / "__0_0.distcp"),
+    ],
+)
+def test_a_directory_in_a_files_place_leaves_nothing_open(tmp_path: Path, way: Callable[[Path], object]) -> None:
+    """An agent looks every few seconds for as long as it lives, and may have a thousand descriptors."""
+    (tmp_path / "run" / "__0_0.distcp").mkdir(parents=True)
+
+    def count() -> int:
+        for _ in range(8):
+            with contextlib.suppress(IsADirectoryError):
+                way(tmp_path)
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    assert count() == count()
