@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.core.reading.source_order import SourceOrder, source_orders
-from replicated_ckpt.dcp.load import shard_reader
+from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.stores import verified
 from replicated_ckpt.stores.peer.copy import PeerSink
 from tests.fault.torture.runs import outcome_of, real_outcome, run_seed
@@ -72,12 +71,12 @@ def copies_are_reported_and_not_made() -> Iterator[None]:
 
 
 @contextmanager
-def only_the_own_store_is_asked() -> Iterator[None]:
-    def first_only(*arguments: object) -> tuple[SourceOrder, ...]:
-        return tuple(SourceOrder(order.shard, order.nodes[:1]) for order in real(*arguments))  # type: ignore[arg-type]
+def only_the_first_source_is_asked() -> Iterator[None]:
+    def first_only(*arguments: object) -> dict[str, tuple[str, ...]]:
+        return {shard: nodes[:1] for shard, nodes in real(*arguments).items()}  # type: ignore[arg-type]
 
-    real = source_orders
-    with mock.patch.object(shard_reader, "source_orders", first_only):
+    real = ShardReader._order
+    with mock.patch.object(ShardReader, "_order", first_only):
         yield
 
 
@@ -91,8 +90,8 @@ def re_protection_only_says_so() -> Iterator[None]:
     ("mutation", "found_at"),
     [
         (checksums_are_not_compared, 1007),
-        (copies_are_reported_and_not_made, 1016),
-        (only_the_own_store_is_asked, 1016),
+        (copies_are_reported_and_not_made, 1000),
+        (only_the_first_source_is_asked, 1007),
         (re_protection_only_says_so, 1016),
     ],
 )
