@@ -40,7 +40,7 @@ class StateCopy:
         for key, (offset, storage) in self._places.items():
             size_bytes = storage.nbytes()
             if memory is None:
-                there = torch.empty(size_bytes, dtype=torch.uint8)
+                there = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
             else:
                 there = torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes, offset=offset)
             there.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
