@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
@@ -109,3 +111,16 @@ def test_a_manager_whose_save_failed_frees_its_memory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException):
         manager.close()
     assert segment._idle == []
+
+
+def test_what_a_collective_still_writes_is_waited_for() -> None:
+    """A tensor that torch hands out before its collective is over has its result in the copy."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        reduced: Any = all_reduce(torch.ones(1000), "sum", dist.group.WORLD)
+        assert not reduced.completed
+        copied = StateCopy({"t": reduced}).make(memoryview(bytearray(8192)))["t"]
+        assert reduced.completed
+        assert copied.sum().item() == 1000
+    finally:
+        dist.destroy_process_group()

@@ -151,6 +151,8 @@ def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _plain_parts(shard.tensor)
     elif _is_made_of_tensors(tensor):
         made: Any = tensor
+        if hasattr(made, "trigger_wait"):  # of a collective that may be under way: it still writes
+            made.trigger_wait()
         for name in made.__tensor_flatten__()[0]:
             yield from _plain_parts(getattr(tensor, name))
 
