@@ -361,8 +361,10 @@ class CheckpointManager:
         self._is_closed = True
         self._preemption.close()
         try:
-            self._settle()
-            self._writer.close()
+            try:
+                self._settle()
+            finally:
+                self._writer.close()
         finally:
             if self._lent is not None:
                 self._lent.close()

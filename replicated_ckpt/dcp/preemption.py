@@ -26,7 +26,7 @@ class Preemption:
     def __init__(self, names: Sequence[str]) -> None:
         self.is_agreed = False
         self._is_signalled = False
-        self._flag = torch.zeros((), dtype=torch.int64)
+        self._flag = torch.zeros((), dtype=torch.int64, device="cpu")
         self._previous: dict[int, Any] = {}
         self._lent: LentGroup | None = None
         if not names:

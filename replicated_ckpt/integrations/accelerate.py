@@ -24,7 +24,7 @@ from replicated_ckpt.dcp.rank.random_state import capture_random, restore_random
 from replicated_ckpt.dcp.rank.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints
+from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints, collect_files, put_files
 
 _MODEL, _OPTIMIZER = "model_{}", "optimizer_{}"
 
@@ -141,16 +141,18 @@ class ReplicatedAccelerator(Accelerator):
         del safe_serialization, kwargs
         name = self._name_of(output_dir)
         weights = [get_model_state_dict(model) for model in self._models]
+        left = list(weights)  # hooks take out what they save themselves, on one rank perhaps: it is saved here, too
         with tempfile.TemporaryDirectory() as directory:
             for hook in self._save_model_state_pre_hook.values():
-                hook(self._models, weights, directory)
+                hook(self._models, left, directory)
             save_accelerator_state(
                 directory, [], [], self._schedulers, self._dataloaders, self.process_index, self.step, self.scaler
             )
-            files = {file.name: file.read_bytes() for file in Path(directory).iterdir() if file.is_file()}
+            files = collect_files(Path(directory))
         own = {"files": files, "random": capture_random(), "loaders": [each.state_dict() for each in self._loaders]}
         own["registered"] = [each.state_dict() for each in self._custom_objects]
-        state: dict[str, Any] = {_MODEL.format(index): each for index, each in enumerate(weights)}
+        saved = left if len(left) == len(weights) else weights
+        state: dict[str, Any] = {_MODEL.format(index): each for index, each in enumerate(saved)}
         self._open().save(name, {**state, **self._optimizer_states(), **entries_of(own)})
         self.project_configuration.iteration += 1
         return name
@@ -188,8 +190,7 @@ class ReplicatedAccelerator(Accelerator):
     def _load_rest(self, models: list[Any], files: Mapping[str, bytes], load_kwargs: Any) -> None:
         before = capture_random()
         with tempfile.TemporaryDirectory() as directory:
-            for file, content in files.items():
-                (Path(directory) / file).write_bytes(content)
+            put_files(Path(directory), files)
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, directory)
             rest = self._schedulers, self._dataloaders, self.process_index, self.scaler, None, load_kwargs

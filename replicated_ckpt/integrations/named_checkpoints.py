@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -14,6 +14,7 @@ from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.rank.planner import RankStatePlanner
 from replicated_ckpt.dcp.removal import delete_everywhere
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
+from replicated_ckpt.errors import ManifestInvalid
 
 _OF_READER_TOO = ("object_store", "storage_options")
 
@@ -83,3 +84,27 @@ class NamedCheckpoints:
         """Gives the group to the next who needs one."""
         if self._lent is not None:
             self._lent.close()
+
+
+def collect_files(directory: Path) -> dict[str, bytes]:
+    """What lies in a directory and below it, by path from there."""
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    return {file.relative_to(directory).as_posix(): file.read_bytes() for file in files}
+
+
+def put_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Writes what `collect_files` has read, as a checkpoint has it.
+
+    Raises:
+        ManifestInvalid: a path leads out of the directory; nothing was written.
+    """
+    for path in files:
+        if not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise ManifestInvalid(
+                f"The checkpoint has a file {path!r}, which would lie outside of the directory of its files.",
+                "No save makes such a checkpoint: find out who can write to it, and load another one.",
+            )
+    for path, content in files.items():
+        file = directory / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)

@@ -27,7 +27,7 @@ from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entri
 from replicated_ckpt.dcp.rank.rank_state import rank_and_world
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints
+from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints, collect_files, put_files
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
@@ -149,7 +149,7 @@ class ReplicatedTrainerMixin:
                 scaler = getattr(self.accelerator, "scaler", None)
                 if scaler is not None:
                     torch.save(scaler.state_dict(), directory / SCALER_NAME)
-            return {file.name: file.read_bytes() for file in directory.iterdir()}
+            return collect_files(directory)
 
     def _export_callbacks(self) -> None:
         """As Trainer does before it saves its state. Source: transformers 5.23, `Trainer._save_checkpoint`."""
@@ -199,8 +199,7 @@ class ReplicatedTrainerMixin:
         state = wanted_entries()
         self._open().load(name, state)
         own, first = values_in(state, trust_pickles=self._trust_pickles)
-        for file, content in (own or first)["files"].items():
-            (directory / file).write_bytes(content)
+        put_files(directory, (own or first)["files"])
         if own is not None:
             self._counters = own["counters"]
         elif rank_and_world()[0] == 0:

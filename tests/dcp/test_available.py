@@ -70,6 +70,30 @@ def test_ranks_of_a_node_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert share_of_rank({"LOCAL_WORLD_SIZE": "4"}) == 225
 
 
+@pytest.mark.parametrize(
+    ("told", "share"),
+    [
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 225),
+        ({"SLURM_TASKS_PER_NODE": "1(x3),9"}, 100),
+        ({"LOCAL_WORLD_SIZE": "2", "SLURM_TASKS_PER_NODE": "1(x3)"}, 450),
+        ({"SLURM_TASKS_PER_NODE": "many"}, 900),
+    ],
+)
+def test_ranks_that_torchrun_has_not_started_share(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], share: int
+) -> None:
+    """Slurm and MPI say how many there are: together they take no more than there is."""
+    monkeypatch.setattr(available, "available_bytes", lambda: 1000)
+    assert share_of_rank(told) == share
+
+
+def test_a_kernel_without_cgroups(tmp_path: Path) -> None:
+    """The machine's own memory counts, and nothing is raised: an error would be this rank's alone."""
+    where = machine(tmp_path, "")
+    (where[0] / "self" / "cgroup").unlink()
+    assert available_bytes(*where) == 1000 * MIB
+
+
 def test_this_machine_can_be_read() -> None:
     """The real files have the form that is expected of them."""
     assert 0 < available_bytes() < 1 << 50

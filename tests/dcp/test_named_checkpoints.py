@@ -10,8 +10,8 @@ import torch
 from replicated_ckpt import Retention
 from replicated_ckpt.dcp.rank import by_rank, rank_state
 from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
-from replicated_ckpt.errors import ObjectUnsafe
-from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints
+from replicated_ckpt.errors import ManifestInvalid, ObjectUnsafe
+from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints, collect_files, put_files
 from tests.agent.agents import stop_agent, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -91,3 +91,23 @@ def test_a_strange_class_runs_nothing_unless_trusted(tmp_path: Path) -> None:
     with pytest.raises(ObjectUnsafe, match="Strange"):
         values_in(state, trust_pickles=False)
     assert type(values_in(state, trust_pickles=True)[0]["x"]).__name__ == "Strange"
+
+
+def test_files_of_hooks_are_kept_with_those_below(tmp_path: Path) -> None:
+    """What lies in directories of its own comes back there."""
+    (tmp_path / "a" / "unet" / "deep").mkdir(parents=True)
+    (tmp_path / "a" / "rng.bin").write_bytes(b"1")
+    (tmp_path / "a" / "unet" / "deep" / "w.bin").write_bytes(b"2")
+    files = collect_files(tmp_path / "a")
+    assert files == {"rng.bin": b"1", "unet/deep/w.bin": b"2"}
+    put_files(tmp_path / "b", files)
+    assert collect_files(tmp_path / "b") == files
+
+
+@pytest.mark.parametrize("path", ["../x", "sub/../../x", "/{root}/x", ""])
+def test_a_checkpoint_puts_no_file_elsewhere(tmp_path: Path, path: str) -> None:
+    """A path that leads out of the directory is refused, and nothing is written."""
+    path = path.format(root=tmp_path)
+    with pytest.raises(ManifestInvalid, match="outside"):
+        put_files(tmp_path / "b", {"good": b"1", path: b"2"})
+    assert list(tmp_path.iterdir()) == []

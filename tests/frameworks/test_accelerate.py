@@ -74,3 +74,31 @@ def test_accelerate_goes_on_in_the_middle(
         undisturbed.clean_up()
     check_same(undisturbed, disturbed, ("step",), begins)
     assert not (disturbed.root(1) / "checkpoint-4").exists()  # total_limit
+
+
+def test_hooks_that_save_models_themselves(tmp_path: Path) -> None:
+    """As those of diffusers: they write in a directory and take the weights out, and both come back."""
+    require("accelerate")
+    from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
+
+    accelerator = ReplicatedAccelerator(cpu=True, replicated_root=tmp_path, writer_options={"copies": 1})
+    model = accelerator.prepare(torch.nn.Linear(3, 3))
+    wanted, seen = model.weight.detach().clone(), []
+
+    def save(models: list[Any], weights: list[Any], directory: str) -> None:
+        (Path(directory) / "unet").mkdir()
+        torch.save(models[0].state_dict(), Path(directory) / "unet" / "weights.pt")
+        weights.pop()
+
+    def load(models: list[Any], directory: str) -> None:
+        models.pop()
+        seen.append(torch.load(Path(directory) / "unet" / "weights.pt")["weight"])
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    accelerator.save_state("one")
+    with torch.no_grad():
+        model.weight.zero_()
+    assert accelerator.load_state("one") == "one"
+    assert torch.equal(model.weight, wanted)
+    assert torch.equal(seen[0], wanted)

@@ -19,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter, Retention
+from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, borrow_group
+from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
 from tests.multiprocess.steps_state import OTHER_SEED, build_all, digests_of, save_fails
@@ -69,6 +71,24 @@ def delete_steps(context: Context, steps: list[int]) -> list[Any]:
     """Deletes steps with a manager: what it answered, and what is left."""
     with CheckpointManager(context.root) as manager:
         return [[manager.delete(step) for step in steps], list(manager.all_steps())]
+
+
+def agree_where_one_breaks(context: Context) -> str:
+    """All ranks do something, and rank 1 fails with an error that is none of the package's: what each raises."""
+    lent = borrow_group()
+    assert lent is not None
+
+    def act() -> None:
+        if context.rank == 1:
+            raise OSError("it breaks on purpose")
+
+    try:
+        agree_on_all(lent.group, act)
+    except (OSError, ReplicatedCkptError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    finally:
+        lent.close()
+    return "nothing"
 
 
 def save_under_own_id(context: Context, kinds: list[str]) -> dict[str, Any]:

@@ -126,6 +126,13 @@ def test_every_rank_of_a_manager_sees_the_same_steps(cluster_of: ClusterOf) -> N
     )
 
 
+def test_an_unexpected_error_reaches_all_that_agree(cluster_of: ClusterOf) -> None:
+    """As when a step is deleted: a rank that fails in its own way raises that, and no other waits for it."""
+    other, own = cluster_of(2).launch([call("saving.agree_where_one_breaks")], nodes=[0, 1]).of(0)
+    assert other.startswith("RankFailed: Rank 1 failed with OSError: it breaks on purpose.")
+    assert own == "OSError: it breaks on purpose"
+
+
 def test_a_step_is_deleted_on_every_node(cluster_of: ClusterOf) -> None:
     """On both nodes at once, all ranks hear the same, and re-protection brings nothing back."""
     cluster = cluster_of(2)

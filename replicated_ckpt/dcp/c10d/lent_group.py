@@ -52,7 +52,7 @@ class _Pool:
         self._agreeing: Any = dist.new_group(backend="gloo")
 
     def lend(self) -> LentGroup:
-        taken = torch.zeros(GROUPS_MAX + 1, dtype=torch.uint8)
+        taken = torch.zeros(GROUPS_MAX + 1, dtype=torch.uint8, device="cpu")
         taken[sorted(self.lent)] = 1
         dist.all_reduce(taken, dist.ReduceOp.MAX, self._agreeing)
         number = taken.tolist().index(0)
@@ -86,12 +86,7 @@ def agree_on_first(group: Any, look: Callable[[], T]) -> T:
         try:
             outcome[0] = look()
         except BaseException as exc:
-            known = (
-                exc
-                if isinstance(exc, ReplicatedCkptError)
-                else RankFailed(f"Rank 0 failed with {type(exc).__name__}: {exc}.")
-            )
-            dist.broadcast_object_list([None, known], src=0, group=group)
+            dist.broadcast_object_list([None, _tellable(exc, 0)], src=0, group=group)
             raise
     dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
@@ -102,15 +97,30 @@ def agree_on_first(group: Any, look: Callable[[], T]) -> T:
 
 def agree_on_all(group: Any, act: Callable[[], None]) -> None:
     """Has every rank of a group of all ranks do something; what one of them raises, all raise. None: this process alone."""
-    failure: BaseException | None = None
+    if group is None:
+        act()
+        return
+    failure: ReplicatedCkptError | None = None
     try:
         act()
     except ReplicatedCkptError as exc:
         failure = exc
-    outcomes: list[Any] = [failure]
-    if group is not None:
-        outcomes *= dist.get_world_size(group)
-        dist.all_gather_object(outcomes, failure, group=group)
-    for outcome in outcomes:
+    except BaseException as exc:
+        _tell_all(group, _tellable(exc, dist.get_rank(group)))
+        raise
+    for outcome in _tell_all(group, failure):
         if outcome is not None:
             raise outcome
+
+
+def _tell_all(group: Any, failure: ReplicatedCkptError | None) -> list[Any]:
+    """What each rank has to tell."""
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, failure, group=group)
+    return outcomes
+
+
+def _tellable(error: BaseException, rank: int) -> ReplicatedCkptError:
+    if isinstance(error, ReplicatedCkptError):
+        return error
+    return RankFailed(f"Rank {rank} failed with {type(error).__name__}: {error}.")

@@ -177,8 +177,9 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Names the next save. Never raises: what is wrong with the id is said where DCP tells all ranks.
 
-        DCP calls this only where `dcp.save` was passed a checkpoint_id.
+        DCP calls this only where `dcp.save` was passed a checkpoint_id. Waits for an asynchronous save of this writer.
         """
+        self._stager.begin()
         self._next_id = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:

@@ -11,12 +11,23 @@ _UNLIMITED_BYTES = 1 << 60
 """A limit of cgroup v1 from here on is none."""
 
 
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE")
+"""What torchrun, Open MPI, MPICH and Slurm say of how many ranks a node has: the first that is set counts."""
+
+
 def share_of_rank(environment: Mapping[str, str] | None = None) -> int:
     """Bytes that one rank may take: ranks of one node stage at the same time, so each takes its part only."""
-    found = (os.environ if environment is None else environment).get("LOCAL_WORLD_SIZE", "")
-    ranks = int(found) if found.isdecimal() else 1
     available = available_bytes()
-    return (available - available // _KEPT_FREE) // max(1, ranks)
+    return (available - available // _KEPT_FREE) // _count_local_ranks(
+        os.environ if environment is None else environment
+    )
+
+
+def _count_local_ranks(environment: Mapping[str, str]) -> int:
+    """The most that any node of the job has; 1 if nothing tells. Slurm says `8(x3),4`."""
+    said = next((environment[name] for name in _LOCAL_RANKS if environment.get(name)), "")
+    counts = [word.partition("(")[0] for word in said.split(",")]
+    return max([1, *(int(count) for count in counts if count.isdecimal())])
 
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
@@ -31,7 +42,11 @@ def _machine_bytes(proc: Path) -> int:
 
 def _left_by_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
     """Of each cgroup that has a limit, from this process's own up. A container may see the topmost one only."""
-    for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:  # a kernel without cgroups
+        return
+    for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
             names, root, prefix = ("memory.max", "memory.current"), cgroups, ""
@@ -51,7 +66,7 @@ def _left_by(folder: Path, limit_name: str, usage_name: str, prefix: str) -> int
         limit = (folder / limit_name).read_text(encoding="ascii").strip()
         usage = int((folder / usage_name).read_text(encoding="ascii"))
         counts = _numbers((folder / "memory.stat").read_text(encoding="ascii"))
-    except FileNotFoundError:  # the topmost cgroup has no limit, and a container sees no other's
+    except OSError:  # the topmost cgroup has no limit, and a container sees no other's, or may not look at it
         return None
     if limit == "max" or int(limit) >= _UNLIMITED_BYTES:
         return None

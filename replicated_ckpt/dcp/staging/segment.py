@@ -65,7 +65,7 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
     Memory is taken only if `available_bytes`, asked when more is needed than lies idle, allows it.
 
     Raises:
-        StagingMemoryShort: it does not. Nothing was taken.
+        StagingMemoryShort: it does not, or the system refuses it. Nothing was taken.
     """
     size_bytes = -(-max(1, size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     with _taking:
@@ -76,14 +76,24 @@ def lease_segment(size_bytes: int, available_bytes: Callable[[], int]) -> memory
             raise StagingMemoryShort(
                 f"A copy of the state takes {missing:,} more bytes of memory, and this rank may take {available:,}."
             )
-        if found is None:
-            return Segment(size_bytes).lease()
-        idle.remove(found)
-        for taken in (found, *idle[: max(0, len(idle) - _IDLE_MAX)]):
-            _idle.remove(taken)
-        if missing > 0:
-            found.grow(size_bytes)
-        return found.lease()
+        if found is not None:
+            idle.remove(found)
+            for taken in (found, *idle[: max(0, len(idle) - _IDLE_MAX)]):
+                _idle.remove(taken)
+        try:
+            return _prepare(found, size_bytes).lease()
+        except (OSError, MemoryError) as exc:  # an error of this rank alone would leave the others waiting for it
+            raise StagingMemoryShort(
+                f"A copy of the state takes {missing:,} more bytes of memory, and the system gives none: {exc}."
+            ) from exc
+
+
+def _prepare(found: Segment | None, size_bytes: int) -> Segment:
+    if found is None:
+        return Segment(size_bytes)
+    if found.size_bytes < size_bytes:
+        found.grow(size_bytes)
+    return found
 
 
 def drop_idle_segments() -> None:

@@ -4,9 +4,12 @@ import logging
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 from typing import Any
 
-from replicated_ckpt.dcp.runtime.torch_private import async_calling
+import torch
+
+from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, async_calling
 from replicated_ckpt.dcp.staging.available import share_of_rank
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, drop_idle_segments, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
@@ -20,14 +23,16 @@ _POLL_S = 0.02
 class Stager:
     """Copies states for `dcp.async_save`. One save at a time: `stage` waits until the one before is over.
 
-    That is when no tensor of its copy is left, or the thread that saved has ended; or if no thread has begun to save
-    30 s after the copy was made. A copy that something still holds on to is never written over: the next one gets memory
-    of its own.
+    That is when the future of `dcp.async_save` is done. Where that is not known: when no tensor of its copy is left, or the
+    thread that saved has ended; or if no thread has begun to save 30 s after the copy was made. A copy that something
+    still holds on to is never written over: the next one gets memory of its own.
     """
 
     def __init__(self) -> None:
         self._staged_at = float("-inf")
         self._lease: weakref.ref[memoryview] | None = None
+        self._future: weakref.ref[Future[Any]] | None = None
+        self._asked_by: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._is_uncopied = False
         self._written = threading.Event()
@@ -39,9 +44,15 @@ class Stager:
             StagingMemoryShort: it does not fit, and it is not `dcp.async_save` that calls.
         """
         self._wait_for_last()
-        self._thread, self._lease, self._is_uncopied = None, None, False
+        self._asked_by, self._thread, self._lease, self._future, self._is_uncopied = None, None, None, None, False
         self._written.clear()
         call = async_calling()
+        staged = self._copy(state_dict, call)
+        if call is not None and not call.in_process:
+            self._asked_by = threading.current_thread()
+        return staged
+
+    def _copy(self, state_dict: dict[str, Any], call: AsyncCall | None) -> dict[str, Any]:
         state_copy = StateCopy(state_dict)
         if call is not None and call.in_process:
             return state_copy.make(None)  # DCP moves each of its storages into memory that both processes share
@@ -52,6 +63,8 @@ class Stager:
                 raise
             log.warning("%s Training waits in async_save until this rank has written its shard.", exc.message)
             self._is_uncopied = True
+            if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()  # the thread that saves does not know the streams of this one
             return state_dict
         staged = state_copy.make(memory)
         self._lease, self._staged_at = weakref.ref(memory), time.monotonic()
@@ -59,13 +72,18 @@ class Stager:
 
     def synchronize(self) -> None:
         """From here on the original may change. One that was not copied was written by then, or that failed."""
-        call = async_calling() if self._is_uncopied else None
-        while call is not None and not self._written.wait(_POLL_S):
-            if call.future is not None and call.future.done():
-                return
+        call = async_calling()
+        if call is None or call.future is None:
+            return
+        self._future = weakref.ref(call.future)  # its error may hold on to the copy
+        while self._is_uncopied and not self._written.wait(_POLL_S) and not call.future.done():
+            pass
 
     def begin(self) -> None:
-        """This thread saves what was staged."""
+        """This thread saves what was staged; or something else, if it is the one that staged: after the save before."""
+        if self._asked_by is threading.current_thread():
+            self._wait_for_last()
+            self._asked_by = None
         self._thread = threading.current_thread()
 
     def note_written(self) -> None:
@@ -78,10 +96,17 @@ class Stager:
         drop_idle_segments()
 
     def _wait_for_last(self) -> None:
-        while self._lease is not None and self._lease() is not None and not self._is_last_over():
+        while not self._is_last_over():
             time.sleep(_POLL_S)
 
     def _is_last_over(self) -> bool:
+        if self._thread is threading.current_thread():
+            return True
+        if self._future is not None:
+            future = self._future()
+            return future is None or future.done()
+        if self._lease is None or self._lease() is None:
+            return True
         if self._thread is None:
             return time.monotonic() > self._staged_at + BEGIN_TIMEOUT_S
-        return self._thread is threading.current_thread() or not self._thread.is_alive()
+        return not self._thread.is_alive()

@@ -40,7 +40,7 @@ class StateCopy:
         for key, (offset, storage) in self._places.items():
             size_bytes = storage.nbytes()
             if memory is None:
-                there = torch.empty(size_bytes, dtype=torch.uint8)
+                there = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
             else:
                 there = torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes, offset=offset)
             there.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
@@ -151,6 +151,8 @@ def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _plain_parts(shard.tensor)
     elif _is_made_of_tensors(tensor):
         made: Any = tensor
+        if hasattr(made, "trigger_wait"):  # of a collective that may be under way: it still writes
+            made.trigger_wait()
         for name in made.__tensor_flatten__()[0]:
             yield from _plain_parts(getattr(tensor, name))
 

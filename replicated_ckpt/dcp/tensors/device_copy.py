@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -17,7 +18,8 @@ def copy_to_host(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterat
     """
     data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     parts = [data[start : start + piece_bytes] for start in range(0, len(data), piece_bytes)]
-    places = [torch.empty(min(piece_bytes, len(data)), dtype=torch.uint8, pin_memory=data.is_cuda) for _ in parts[:2]]
+    kind: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu", "pin_memory": data.is_cuda}
+    places = [torch.empty(min(piece_bytes, len(data)), **kind) for _ in parts[:2]]
     under_way: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
     for number, part in enumerate(parts):
         under_way.append(_copying(part, places[number % 2][: len(part)]))

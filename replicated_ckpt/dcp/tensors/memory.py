@@ -18,8 +18,8 @@ _NUMBERS = {getattr(torch, name): numbers for name, numbers in _NUMBERS_BY_NAME.
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> torch.Tensor:
     """A tensor on the CPU that is to be filled, or never touched; nothing but its elements, whatever the type."""
     if stride is None:
-        return torch.empty(shape, dtype=_NUMBERS.get(dtype, dtype)).view(dtype)
-    return torch.empty_strided(shape, stride, dtype=_NUMBERS.get(dtype, dtype)).view(dtype)
+        return torch.empty(shape, dtype=_NUMBERS.get(dtype, dtype), device="cpu").view(dtype)
+    return torch.empty_strided(shape, stride, dtype=_NUMBERS.get(dtype, dtype), device="cpu").view(dtype)
 
 
 def tensor_over(raw: memoryview, dtype: torch.dtype) -> torch.Tensor:

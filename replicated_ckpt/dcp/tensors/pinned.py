@@ -12,7 +12,9 @@ class PinnedRing:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_BUFFERS)]
+        self._buffers = [
+            torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(_BUFFERS)
+        ]
         self._events = [torch.cuda.Event() for _ in range(_BUFFERS)]  # type: ignore[no-untyped-call]
         self._next = 0
 

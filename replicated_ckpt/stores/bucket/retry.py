@@ -14,6 +14,7 @@ READ_WITHIN_S, LOOK_WITHIN_S = 60.0, 3.0
 """No try begins later than that after the first, of a read, and of a look by those who have the nodes beside the bucket;
 one that hangs takes the client's own time-out besides."""
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 0.2, 5.0
+_CHANCE = random.Random()  # noqa: S311 - chance, not secrecy; the process's own generator is training's
 
 
 class RetryingClient:
@@ -79,5 +80,5 @@ class RetryingClient:
             except StoreUnavailable:
                 if self._clock() + pause_s > deadline:
                     raise
-                self._sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - chance, not secrecy
+                self._sleep(pause_s * _CHANCE.uniform(0.5, 1.0))
                 pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
