@@ -166,9 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = None
         try:
             right = self._find_right()
-            check_release(self.headers, self.path, str(self.client_address[0]))
             self.server.connections.working(self.client_address)
-            body = Body(self.rfile, self.headers)
+            body = Body(self.rfile, self.headers)  # so that what is refused is read to its end
+            check_release(self.headers, self.path, str(self.client_address[0]))
             heartbeat = Heartbeat(self.wfile, body)
             host = str(self.client_address[0])
             request = Request(self.command, self.path, body, self.headers, heartbeat, right, host)

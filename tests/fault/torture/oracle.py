@@ -244,7 +244,10 @@ class Oracle:
 
     def check_copies(self, attempt: Attempt, nodes: int) -> None:
         """Raises Violation: of so many nodes, too few disks have a shard of which all copies were said to be made."""
-        shards, wanted = [name for name in attempt.parts if name not in (MANIFEST, METADATA)], min(attempt.copies, nodes)
+        shards, wanted = (
+            [name for name in attempt.parts if name not in (MANIFEST, METADATA)],
+            min(attempt.copies, nodes),
+        )
         short = {name: sorted(found) for name in shards if len(found := attempt.nodes_by_part[name]) < wanted}
         if short:
             raise Violation(f"{attempt.checkpoint_id}: {wanted} copies of each shard are said to be made: {short}")
