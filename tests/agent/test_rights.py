@@ -18,6 +18,7 @@ from tests.docs.test_docs import quoted, rows, section
 SAVE = "9" * 32
 FILLED = {"{save_id}": SAVE, "{name}": "__0_0.distcp"}
 OPENING = {"checkpoint_id": "step-1", "session": "s", "overwrite": False, "peers": []}
+ENDINGS = ("POST /v1/saves/{save_id}/commit", "POST /v1/saves/{save_id}/pull")
 
 
 def rights_in_the_design() -> dict[str, str]:
@@ -55,12 +56,15 @@ def is_denied(agent: RunningAgent, token: str, verb: str) -> bool:
     for name, value in FILLED.items():
         path = path.replace(name, value)
     is_opening = verb == "POST /v1/saves/{save_id}"
+    if verb in ENDINGS:  # where nothing is staged nothing is ended, and anybody is told so
+        with agent.client() as owner:
+            owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
     body = json.dumps(OPENING if is_opening else {}).encode()
     with AgentClient(replace(agent.endpoint.address(), token=token)) as client:
         client._connection.request(method, path, body, client._headers())
         response = client._connection.getresponse()
         raw = response.read()
-    if is_opening and response.status == 200:
+    if verb in ENDINGS or (is_opening and response.status == 200):
         with agent.client() as owner:
             owner.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "the next case"})
     assert response.status != 401
