@@ -15,6 +15,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.cli.main import main
+from replicated_ckpt.dcp.find.bucket_look import BucketLook
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -66,6 +67,20 @@ def test_a_save_survives_its_node(root: Path, where: Mapping[str, Any]) -> None:
     assert reader.last_load.bytes_object > 0
     url, options = where["object_store"], where["storage_options"]
     assert_loads(FsspecReader(f"{url}/step-2", **options), None, 2)
+
+
+def test_latest_waits_for_a_slow_bucket_where_the_nodes_have_an_older_one(
+    root: Path, where: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest has lost its only copy, and is whole in the bucket: training does not resume from the one before."""
+    writer = ReplicatedWriter(root, **where)
+    save(writer, "step-1", 1)
+    save(writer, "step-2", 2)
+    writer.wait()
+    (root / "step-2" / "__0_0.distcp").unlink()
+    wait = BucketLook.is_over_within
+    monkeypatch.setattr(BucketLook, "is_over_within", lambda look, seconds: seconds is None and wait(look, None))
+    assert_loads(ReplicatedReader(root, **where), "latest", 2)
 
 
 def test_an_overwritten_checkpoint_is_replaced_in_the_bucket(root: Path, where: Mapping[str, Any]) -> None:

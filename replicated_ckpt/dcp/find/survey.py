@@ -155,8 +155,8 @@ class Surveyor:
             self._searched[OBJECT_NODE] = f"{look.url}: not reached (no answer within {LOOK_WITHIN_S:.0f} s)"
             with contextlib.suppress(CheckpointNotFound, ShardLost):
                 survey = self._choose(checkpoint_id, holdings)
-                if survey.is_whole:
-                    return survey
+                if survey.is_whole and survey.found.sequence >= self._sequence_max:
+                    return survey  # else the bucket may have a newer one whole
             look.is_over_within(None)
         return self._choose(checkpoint_id, [*holdings, *self._holdings_in_bucket(look)])
 
