@@ -12,7 +12,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from tests.fault.torture.cluster import AWAY_AFTER_S
 from tests.fault.torture.course import SIMULATION, Backend, Course
 from tests.fault.torture.jobs import Policy
-from tests.fault.torture.oracle import FOREIGN, Violation, is_before
+from tests.fault.torture.oracle import FOREIGN, Attempt, Violation, is_before
 from tests.fault.torture.steps import NEED_A_PAUSE, STEPS, THEMES
 
 STEP_COUNT = 14
@@ -153,9 +153,13 @@ class Schedule:
         audits = {node.index: Auditor(LocalStore(node.root)).audit() for node in course.cluster.nodes}
         codes = {index: exit_code(audit) for index, audit in audits.items()}
         course.say(f"verify: {codes}")
-        published = [a for a in course.oracle.attempts if a.readable_on and not course.oracle.is_superseded(a)]
+        current = [attempt for attempt in course.oracle.attempts if not course.oracle.is_superseded(attempt)]
+        published = [attempt for attempt in current if attempt.readable_on]
+        unread = [
+            attempt for attempt in current if attempt.parts and not attempt.readable_on and self._is_left(attempt)
+        ]
         gone = {ExitCode.UNREACHABLE} if course.wiped else set()  # what had been the disk of that node never answers
-        is_mended = all(attempt.has_all_parts() for attempt in published)
+        is_mended = all(attempt.has_all_parts() for attempt in (*published, *unread))
         if is_done and not set(codes.values()) <= {ExitCode.OK} | gone:
             found = {str(finding) for audit in audits.values() for finding in (*audit.findings, *audit.plan.short)}
             raise Violation(f"re-protection says that all is done, and verify says {codes}: {sorted(found)}")
@@ -167,6 +171,10 @@ class Schedule:
             for name in (*PASSING, *[REPLACED] * is_mended):
                 if left := _left_in(node.root / name, self._find_published()):
                     raise Violation(f"left on node {node.index}: {left}")
+
+    def _is_left(self, attempt: Attempt) -> bool:
+        """Whether anything lies under its name, if only files whose manifest is bad on every node."""
+        return any((node.root / attempt.checkpoint_id).is_dir() for node in self.course.cluster.nodes)
 
     def _find_published(self) -> set[str]:
         """The saves that have their name on some node. One that waits for a bucket is held back, copies and all."""
