@@ -77,7 +77,8 @@ def read_manifest(place: Path) -> dict[str, Any] | None:
     """The manifest, if it can be parsed: whether it is the one that was written, its hash tells."""
     try:
         manifest = json.loads((place / MANIFEST).read_bytes())["manifest"]
-        return manifest if isinstance(manifest, dict) and isinstance(manifest["shards"], dict) else None
+        are_there = all(isinstance(manifest[name], str) for name in ("save_id", "checkpoint_id"))
+        return manifest if are_there and isinstance(manifest["shards"], dict) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

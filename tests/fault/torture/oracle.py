@@ -143,12 +143,11 @@ class Oracle:
             self._see_stock(attempt, lying)
         elif lying.manifest is not None and not attempt.parts:
             attempt.save_id, attempt.lineage = lying.save_id, lying.manifest["lineage"]
+            attempt.copies = lying.manifest["copies"]
             names = (*lying.manifest["shards"], METADATA, MANIFEST)
             attempt.parts = dict.fromkeys(names, "")
             attempt.nodes_by_part = {name: set() for name in names}
             attempt.published_by_part = {name: set() for name in names}
-        if lying.manifest is not None:
-            attempt.copies = lying.manifest["copies"]
         for name in attempt.parts:
             if name in lying.files:
                 attempt.parts[name] = attempt.parts[name] or lying.files[name]
@@ -163,7 +162,7 @@ class Oracle:
     def _see_stock(self, attempt: Attempt, lying: Lying) -> None:
         """Stock torch's files become others when they are adopted: with footers, and with a manifest on every node."""
         if lying.is_published and lying.manifest is not None and not attempt.save_id:
-            attempt.save_id = lying.save_id
+            attempt.save_id, attempt.copies = lying.save_id, lying.manifest["copies"]
             attempt.parts = {**dict.fromkeys(attempt.parts, ""), MANIFEST: ""}
         for name in lying.files if lying.is_published else ():
             attempt.parts.setdefault(name, "")
@@ -208,14 +207,15 @@ class Oracle:
     def is_kept(self, checkpoint_id: str) -> bool:
         """Whether the policy keeps a checkpoint, however many of the later saves that failed it may have counted."""
         acknowledged = [found for found in self.standing(checkpoint_id) if found.is_acknowledged]
-        if self._keep_last is None or not acknowledged or acknowledged[-1].run != MAIN:
+        if self._keep_last is None or not acknowledged:
             return bool(acknowledged)
-        later = {
-            attempt.checkpoint_id
-            for attempt in self.attempts
-            if attempt.run == MAIN and attempt.parts and not is_before(attempt, acknowledged[-1])
-        }
-        return len(later - {checkpoint_id}) < self._keep_last and not acknowledged[-1].is_stock
+        last = acknowledged[-1]
+        ours = [attempt for attempt in self.attempts if attempt.run == MAIN and attempt.parts]
+        if last.run != MAIN and not any(attempt.lineage == last.lineage for attempt in ours):
+            return True  # no job of the run has gone on with the other one's checkpoints
+        counted = ours if last.run == MAIN else [one for one in self.attempts if one.lineage == last.lineage]
+        later = {attempt.checkpoint_id for attempt in counted if not is_before(attempt, last)}
+        return len(later - {checkpoint_id}) < self._keep_last and not last.is_stock
 
     def must_load(self, checkpoint_id: str, nodes: Collection[int] | None = None, *, with_bucket: bool = False) -> bool:
         """Whether a load by these nodes must find it now. None: in the end, when every disk is back and all had time."""
