@@ -55,7 +55,7 @@ class Named:
         """As a node tells it, validated.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError: it is none; the caller names the node.
+            ValueError, KeyError, TypeError, AttributeError: it names no save; the caller names the node.
         """
         named = cls(str(fields["save_id"]), str(fields["lineage"]), check_replaces(fields["replaces"]))
         if not is_save_id(named.save_id) or not is_lineage(named.lineage):

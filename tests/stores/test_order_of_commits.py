@@ -142,13 +142,19 @@ def test_a_crash_in_the_exchange_keeps_both_versions(tmp_path: Path, point: str)
     assert again.list_staged() == ()
 
 
-def test_a_version_that_comes_back_has_its_shards_back(tmp_path: Path) -> None:
-    """A replaced version that is published again, as the newer one was removed, is not there twice."""
-    store = LocalStore(tmp_path)
+def replace_by_half(root: Path) -> tuple[LocalStore, Manifest, Manifest]:
+    """A store, the whole version that it keeps, and the newer one that has its name and not all shards."""
+    store = LocalStore(root)
     old = open_save(store, 1)
     store.commit(old.save_id)
     new = open_save(store, 2, is_whole=False)
     store.commit(new.save_id)
+    return store, old, new
+
+
+def test_a_version_that_comes_back_has_its_shards_back(tmp_path: Path) -> None:
+    """A replaced version that is published again, as the newer one was removed, is not there twice."""
+    store, old, new = replace_by_half(tmp_path)
     assert retire(tmp_path, "last", new.save_id)
     store.begin(Intent(old.save_id, "last", "repair", overwrite=True))
     store.put_small(old.save_id, ".metadata", METADATA)
@@ -160,11 +166,7 @@ def test_a_version_that_comes_back_has_its_shards_back(tmp_path: Path) -> None:
 
 def test_retention_reaches_replaced_versions(tmp_path: Path) -> None:
     """One that the policy gives up goes, too, and the published one stays."""
-    store = LocalStore(tmp_path)
-    old = open_save(store, 1)
-    store.commit(old.save_id)
-    new = open_save(store, 2, is_whole=False)
-    store.commit(new.save_id)
+    store, old, new = replace_by_half(tmp_path)
     assert retire(tmp_path, "last", old.save_id)
     assert store.catalog.list_replaced() == []
     assert published(store) == new.save_id
@@ -172,11 +174,7 @@ def test_retention_reaches_replaced_versions(tmp_path: Path) -> None:
 
 def test_a_replaced_version_is_found_where_nothing_has_its_name(tmp_path: Path) -> None:
     """The newer one was retired, and a load or a repair reads and mends the older one as any other."""
-    store = LocalStore(tmp_path)
-    old = open_save(store, 1)
-    store.commit(old.save_id)
-    new = open_save(store, 2, is_whole=False)
-    store.commit(new.save_id)
+    store, old, new = replace_by_half(tmp_path)
     assert retire(tmp_path, "last", new.save_id)
     assert not store.final("last").exists()
     with open_committed_save(tmp_path, "last", old.save_id) as (directory, manifest):

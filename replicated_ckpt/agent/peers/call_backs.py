@@ -1,4 +1,4 @@
-"""How often this agent calls back: whoever floods it with greetings makes it connect no more often than stated here.
+"""How often this agent calls back: a flood of greetings makes it connect no more often than stated here.
 
 A node is greeted in the name of each node, from each address, a few times in a row and then now and then: as often as an
 agent starts and leaves. Call backs for one sender wait for each other, so that a sender whose call backs hang delays its

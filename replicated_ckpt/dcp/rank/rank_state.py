@@ -29,7 +29,7 @@ class RankState(Stateful):
     Args:
         on_other_world: another number of ranks loads it. "raise": WorldSizeChanged; the rest of the state is loaded by
             then. "keep": generators and parts stay as they are, and rank 0 warns once per load.
-        trust_pickles: a part's state may name any class; whoever can write the checkpoint runs code here.
+        trust_pickles: a part's state may name any class; a writer of the checkpoint runs code here.
         parts: by name, what each rank saves for itself: data loaders, samplers, a counter. A part is loaded by its name.
 
     With `dcp.load` pass `planner=RankStatePlanner()`: without it, DCP itself raises for another number of ranks.

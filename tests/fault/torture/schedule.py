@@ -167,9 +167,10 @@ class Schedule:
             course.oracle.check_copies(attempt, len(course.cluster.nodes))
         if not is_done and is_mended:
             self._check_rivals(audits)
+        copied = self._find_published()
         for node in course.cluster.nodes:
             for name in (*PASSING, *[REPLACED] * is_mended):
-                if left := _left_in(node.root / name, self._find_published()):
+                if left := _left_in(node.root / name, copied):
                     raise Violation(f"left on node {node.index}: {left}")
 
     def _is_left(self, attempt: Attempt) -> bool:
