@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -202,9 +203,22 @@ class ReplicatedStrategy:
     def on_train_start(self) -> None:
         """Sets the generators once more: what came between the load and the first batch has drawn from them."""
         super().on_train_start()  # type: ignore[misc]
+        self._count_step_as_saved()
         if self._random is not None:
             restore_random(self._random)
             self._random = None
+
+    def _count_step_as_saved(self) -> None:
+        """Has no ModelCheckpoint save the step that it resumed from again, amid the next accumulation window.
+
+        Lightning 2.6 saves no step twice, but its callback forgets over a restart which one it saved last.
+        """
+        trainer = self.lightning_module.trainer
+        if trainer.ckpt_path is None:
+            return
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback._last_global_step_saved = trainer.global_step  # noqa: SLF001 - there is no public way
 
     def teardown(self) -> None:
         """Ends what `save_checkpoint` and `load_checkpoint` have opened."""

@@ -1,5 +1,6 @@
 """A user's program on two nodes: undisturbed, or killed in the middle with a node lost, and started again."""
 
+import contextlib
 import json
 import shutil
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,3 +109,21 @@ def check_same(undisturbed: Job, disturbed: Job, by: tuple[str, ...], first_agai
         assert {name: after[0][name] for name in first_again} == first_again
         assert join(before, after, by) == whole
         assert before == whole[: len(before)]
+
+
+@contextlib.contextmanager
+def run_both(program: str, directory: Path, hold_at: int, options: tuple[str, ...] = ()) -> Iterator[tuple[Job, Job]]:
+    """An undisturbed job, and one that lost a node at step `hold_at` and was started again; both have ended well."""
+    disturbed = Job(program, directory / "disturbed", arguments=options)
+    undisturbed = Job(program, directory / "undisturbed", arguments=options)
+    try:
+        disturbed.start("--hold-at", str(hold_at))
+        disturbed.lose_a_node()
+        disturbed.start()
+        disturbed.finish()
+        undisturbed.start()
+        undisturbed.finish()
+        yield undisturbed, disturbed
+    finally:
+        disturbed.clean_up()
+        undisturbed.clean_up()

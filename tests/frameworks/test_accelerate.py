@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from replicated_ckpt.errors import ConfigInvalid
-from tests.frameworks.jobs import Job, check_same
+from tests.frameworks.jobs import check_same, run_both
 from tests.frameworks.running import require
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
@@ -60,20 +60,9 @@ def test_accelerate_goes_on_in_the_middle(
 ) -> None:
     """Schedule, accumulation, dropout, shuffled data, a registered object: losses, rates and weights have the same bits."""
     require("accelerate")
-    disturbed = Job("accelerate_program.py", tmp_path / "disturbed", arguments=options)
-    undisturbed = Job("accelerate_program.py", tmp_path / "undisturbed", arguments=options)
-    try:
-        disturbed.start("--hold-at", str(hold_at))
-        disturbed.lose_a_node()
-        disturbed.start()
-        disturbed.finish()
-        undisturbed.start()
-        undisturbed.finish()
-    finally:
-        disturbed.clean_up()
-        undisturbed.clean_up()
-    check_same(undisturbed, disturbed, ("step",), begins)
-    assert not (disturbed.root(1) / "checkpoint-4").exists()  # total_limit
+    with run_both("accelerate_program.py", tmp_path, hold_at, options) as (undisturbed, disturbed):
+        check_same(undisturbed, disturbed, ("step",), begins)
+        assert not (disturbed.root(1) / "checkpoint-4").exists()  # total_limit
 
 
 def test_hooks_that_save_models_themselves(tmp_path: Path) -> None:

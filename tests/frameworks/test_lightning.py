@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.jobs import Job, check_same
+from tests.frameworks.jobs import check_same, run_both
 from tests.frameworks.running import require
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
@@ -25,16 +25,5 @@ def test_lightning_goes_on_in_the_middle(
     """Schedule, accumulation, dropout, shuffled data, validation, callbacks: losses, rates, weights are the same bits."""
     require("lightning")
     options = ("--strategy", strategy, "--resume", resume)
-    disturbed = Job("lightning_program.py", tmp_path / "disturbed", arguments=options)
-    undisturbed = Job("lightning_program.py", tmp_path / "undisturbed", arguments=options)
-    try:
-        disturbed.start("--hold-at", str(hold_at))
-        disturbed.lose_a_node()
-        disturbed.start()
-        disturbed.finish()
-        undisturbed.start()
-        undisturbed.finish()
-    finally:
-        disturbed.clean_up()
-        undisturbed.clean_up()
-    check_same(undisturbed, disturbed, ("step", "index"), begins)
+    with run_both("lightning_program.py", tmp_path, hold_at, options) as (undisturbed, disturbed):
+        check_same(undisturbed, disturbed, ("step", "index"), begins)

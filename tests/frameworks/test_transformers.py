@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.jobs import Job, check_same
+from tests.frameworks.jobs import check_same, run_both
 from tests.frameworks.running import require
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
@@ -18,19 +18,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(90
 def test_trainer_goes_on_in_the_middle(tmp_path: Path, hold_at: int, begins: dict[str, float]) -> None:
     """Schedule, accumulation, dropout, shuffling, best model, callbacks: what is logged and weights have the same bits."""
     require("transformers")
-    disturbed = Job("trainer_program.py", tmp_path / "disturbed")
-    undisturbed = Job("trainer_program.py", tmp_path / "undisturbed")
-    try:
-        disturbed.start("--hold-at", str(hold_at))
-        disturbed.lose_a_node()
-        disturbed.start()
-        disturbed.finish()
-        undisturbed.start()
-        undisturbed.finish()
-    finally:
-        disturbed.clean_up()
-        undisturbed.clean_up()
-    check_same(undisturbed, disturbed, ("step", "index"), begins)
-    assert undisturbed.lines(0)[-2]["of"] == 4
-    kept = [job.root(node) / "store" / "checkpoint-4" for job in (undisturbed, disturbed) for node in (0, 1)]
-    assert [path.exists() for path in kept] == [True] * 4
+    with run_both("trainer_program.py", tmp_path, hold_at) as (undisturbed, disturbed):
+        check_same(undisturbed, disturbed, ("step", "index"), begins)
+        assert undisturbed.lines(0)[-2]["of"] == 4
+        kept = [job.root(node) / "store" / "checkpoint-4" for job in (undisturbed, disturbed) for node in (0, 1)]
+        assert [path.exists() for path in kept] == [True] * 4
