@@ -26,6 +26,7 @@ from replicated_ckpt.errors import (
     ObjectMissing,
     ObjectUnsafe,
     PeerProtocolError,
+    PlansUnknown,
     RankFailed,
     ReplicatedCkptError,
     ReplicatedCkptWarning,
@@ -43,6 +44,7 @@ from replicated_ckpt.version import __version__
 if TYPE_CHECKING:
     from replicated_ckpt.config import Retention
     from replicated_ckpt.core.bucket.keys import KeyRules
+    from replicated_ckpt.dcp.cached_planner import CachedSavePlanner
     from replicated_ckpt.dcp.convert.entries.progress import Converted
     from replicated_ckpt.dcp.convert.export import export_checkpoint
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AckNotReached",
     "AgentUnavailable",
+    "CachedSavePlanner",
     "CheckpointAmbiguous",
     "CheckpointExists",
     "CheckpointIdMismatch",
@@ -80,6 +83,7 @@ __all__ = [
     "ObjectMissing",
     "ObjectUnsafe",
     "PeerProtocolError",
+    "PlansUnknown",
     "RankFailed",
     "RankState",
     "RankStatePlanner",
@@ -105,6 +109,7 @@ __all__ = [
 ]
 
 _HOME_BY_NAME = {
+    "CachedSavePlanner": "replicated_ckpt.dcp.cached_planner",
     "CheckpointManager": "replicated_ckpt.dcp.manager",
     "Converted": "replicated_ckpt.dcp.convert.entries.progress",
     "KeyRules": "replicated_ckpt.core.bucket.keys",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.rank.ways import Ours, OursBucket, Stock, StockBucket, Way
+from replicated_ckpt import CachedSavePlanner
 from tests.multiprocess.context import Context
 
 
@@ -16,8 +17,8 @@ def way_of(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
     match kind:
         case "stock":
             return Stock(context)
-        case "ours":
-            return Ours(context, options)
+        case "ours" | "ours with plans kept":
+            return Ours(context, options, None if kind == "ours" else CachedSavePlanner())
         case "stock bucket":
             return StockBucket(**options)
         case "ours bucket":

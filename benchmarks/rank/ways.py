@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from benchmarks.rank.state import State
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt import CachedSavePlanner, ReplicatedReader, ReplicatedWriter
 from tests.multiprocess.context import Context
 
 _SETTLE_TIMEOUT_S = 90.0
@@ -62,16 +62,17 @@ class Stock:
 
 
 class Ours:
-    """ReplicatedWriter and ReplicatedReader; `options` are the writer's."""
+    """ReplicatedWriter and ReplicatedReader; `options` are the writer's. The planner is torch's if there is none here."""
 
-    def __init__(self, context: Context, options: Mapping[str, Any]) -> None:
+    def __init__(self, context: Context, options: Mapping[str, Any], planner: CachedSavePlanner | None = None) -> None:
         self._context = context
+        self._planner = planner
         self._copies = min(int(options.get("copies", 2)), context_nodes(context))
         self._writer = ReplicatedWriter(context.root, **options)
         self.remote_bytes = 0  # of this rank's last load
 
     def save(self, state: State, name: str) -> None:
-        dcp.save(state.values, checkpoint_id=name, storage_writer=self._writer)
+        dcp.save(state.values, checkpoint_id=name, storage_writer=self._writer, planner=self._planner)
 
     def settle(self, name: str) -> None:
         """With `ack="local"` the agents make the copies now: until as many nodes as wanted hold every shard."""

@@ -27,11 +27,17 @@ def our_case(copies: int, ack: str = "peer") -> Case:
     return {"name": name, "way": "ours", "options": {"copies": copies, "ack": ack}, "copies": copies}
 
 
+def kept_case(copies: int) -> Case:
+    """As CheckpointManager saves: plans are kept from one save to the next."""
+    case = our_case(copies)
+    return {**case, "name": f"{case['name']}, plans kept", "way": "ours with plans kept"}
+
+
 def cases_of(setup: Setup) -> list[Case]:
     """Stock, and ours with every number of copies that the nodes can hold, at every level of acknowledgement."""
-    cases = [stock_case(), our_case(1)]
+    cases = [stock_case(), our_case(1), kept_case(1)]
     if setup.nodes > 1:
-        cases += [our_case(2, ack) for ack in ("local", "peer-memory", "peer")]
+        cases += [*(our_case(2, ack) for ack in ("local", "peer-memory", "peer")), kept_case(2)]
     if setup.nodes > 2:
         cases.append(our_case(3))
     return cases
@@ -49,7 +55,8 @@ def small_suite(options: Options) -> list[Row]:
     rows: list[Row] = []
     for setup in setups(options):
         seconds = options.seconds * SHARE_OF_SMALL / len(setups(options))
-        size_bytes, cases = options.items * _SMALL_ITEM_BYTES, [stock_case(), our_case(1), our_case(2)]
+        size_bytes = options.items * _SMALL_ITEM_BYTES
+        cases = [stock_case(), our_case(1), kept_case(1), our_case(2), kept_case(2)]
         rows += saved_and_loaded("small", options, setup, "small", size_bytes, cases, seconds)
     return rows
 

@@ -15,6 +15,7 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
 from replicated_ckpt.dcp.c10d.lent_group import borrow_group
+from replicated_ckpt.dcp.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
@@ -101,6 +102,7 @@ class CheckpointManager:
         self._group = None if self._lent is None else self._lent.group
         load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial, "on_load": on_load}
         self._reader = ReplicatedReader(root, process_group=self._group, **load, **where)
+        self._planner = CachedSavePlanner()
         self._announced = False
         self._is_closed = False
         self._in_flight: Future[Any] | None = None
@@ -172,6 +174,7 @@ class CheckpointManager:
                 dict(state),
                 checkpoint_id=checkpoint_id,
                 storage_writer=self._writer,
+                planner=self._planner,
                 process_group=group,
                 no_dist=group is None,
             )
@@ -195,7 +198,11 @@ class CheckpointManager:
         checkpoint_id = self._prepare("async_save", step, metrics, metadata)
         # No stager is given, so this is a future and no AsyncSaveResponse.
         self._in_flight = dcp.async_save(  # type: ignore[assignment]
-            dict(state), checkpoint_id=checkpoint_id, storage_writer=self._writer, process_group=self._group
+            dict(state),
+            checkpoint_id=checkpoint_id,
+            storage_writer=self._writer,
+            planner=self._planner,
+            process_group=self._group,
         )
 
     def _prepare(

@@ -33,6 +33,21 @@ def test_cached_plans_do_not_carry_one_save_into_the_next(cluster_of: ClusterOf)
     assert all(results.digests(step)[0] == results.digests(step)[1] for step in (1, 2, 3, 4))
 
 
+def test_one_planner_serves_saves_of_any_states(cluster_of: ClusterOf) -> None:
+    """CachedSavePlanner: alike, changed, broken off or refused in between, each save is of its own values, and loads."""
+    saves = [["fsdp2", "plain"], ["fsdp2", "plain"], ["plain"], ["fsdp2", "plain"], ["fsdp2", "plain"], ["fsdp2"]]
+    calls = [call("planning.save_again_and_again", saves=saves, breaks_at=3, forgets_at=4)]
+    calls += [call("state.load", kinds=kinds, checkpoint_id=f"step-{index}") for index, kinds in enumerate(saves)]
+    results = cluster_of(2).launch(calls, nodes=[0, 1])
+    for each in results.of(0):
+        assert [(error["save"], error["types"]) for error in each["raised"]] == [
+            (3, ["RuntimeError"]),
+            (4, ["PlansUnknown"]),
+        ]
+    for index in range(len(saves)):
+        assert results.digests(index + 1) == [each["digests"][f"step-{index}"] for each in results.of(0)]
+
+
 def test_every_shard_is_on_two_nodes_and_every_node_has_the_metadata(cluster_of: ClusterOf) -> None:
     """Three nodes, two copies: each shard lies in two stores, metadata and manifest in all, and nothing in staging."""
     cluster = cluster_of(3)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
+from replicated_ckpt.dcp.cached_planner import KeptPlan
 
 OBJECTS_BYTES_MAX = 8 << 30
 """Of one shard's objects together: how large they are is known only once they are pickled."""
@@ -17,8 +18,10 @@ _SHARD_BYTES_MIN = 1 << 20
 def announce(plans: Sequence[SavePlan]) -> Announced:
     """What a save of these plans brings at most, with room for planners that write wider types than they planned.
 
-    Nothing is announced where DCP has kept back a plan because it is the one of the save before (`enable_plan_caching`).
+    Nothing is announced where DCP has kept back a plan because it is the one of the save before (`enable_plan_caching`);
+    CachedSavePlanner says what such a plan stands for.
     """
+    plans = [(plan.whole or plan) if isinstance(plan, KeptPlan) else plan for plan in plans]
     if not all(getattr(plan, "usable", True) for plan in plans):  # torch 2.6 keeps none back, and has no such field
         return NOTHING_ANNOUNCED
     sizes = [_shard_bytes_max(plan) for plan in plans]

@@ -1,0 +1,164 @@
+"""A save planner whose plans travel once: what has not changed since the save before is neither sent nor planned again."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from replicated_ckpt.errors import PlansUnknown
+
+
+class _ItemsKept(list[WriteItem]):
+    """The items of a plan that did not travel. A planner that does not know of that would plan a rank with no items."""
+
+    def __iter__(self) -> Iterator[WriteItem]:
+        raise PlansUnknown(
+            "A rank kept its plan back, as it is that of the save before; the coordinator has none of it."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ItemsKept, ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a plan was last: of which global plan, for which rank."""
+
+    generation: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class KeptPlan(SavePlan):
+    """In the place of a plan that the receiver has from the save before."""
+
+    was: Place | None = None
+    now: Place | None = None
+    """From the coordinator: what it is from now on."""
+    whole: SavePlan | None = None
+    """What it stands for. It does not travel."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "whole": None}
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """What the coordinator sends with a whole plan: its place, and the planner's own data."""
+
+    place: Place
+    planner_data: Any
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What the coordinator knows of one global plan: what ranks asked for, and what became of it."""
+
+    generation: str
+    local: Sequence[SavePlan]
+    final: Sequence[SavePlan]
+    metadata: Metadata
+
+
+class CachedSavePlanner(DefaultSavePlanner):
+    """Plans as DefaultSavePlanner does, to the same result, and sends of it what has changed since the save before.
+
+    One object for each rank serves all its saves of a state, in their order: `planner=` of `dcp.save` and
+    `dcp.async_save`. CheckpointManager has one. Each rank plans its own part at every save and compares the whole of it:
+    names, shapes, dtypes, placements, nesting. The contents of objects are no part of a plan. Where nothing has changed on
+    any rank, the coordinator uses the global plan and the metadata that it has; else it plans all anew. Failed saves,
+    loads, other writers and planners in between change nothing in that.
+
+    Torch's own `enable_plan_caching` (2.15) keeps plans by the planner's class in the process, so that two states of one
+    process meet in it, and the first save's storage data with them; here they belong to the object.
+
+    Arguments as of DefaultSavePlanner, without `enable_plan_caching`. Not for several threads at once.
+
+    Raises:
+        PlansUnknown: by `dcp.save`, on all ranks: a rank and the coordinator have not planned the save before with
+            planners that were in it together. Nothing was saved, and the next save plans anew.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        *,
+        dedup_save_to_lowest_rank: bool = False,
+    ) -> None:
+        super().__init__(
+            flatten_state_dict, flatten_sharded_tensors, dedup_save_to_lowest_rank=dedup_save_to_lowest_rank
+        )
+        self._place: Place | None = None
+        self._local = self._final = SavePlan([])
+        self._asked: SavePlan | None = None  # until the save is planned
+        self._known: _Planned | None = None
+        self._next_known: _Planned | None = None
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's part, or the word that it is the one of the save before."""
+        plan = super().create_local_plan()
+        was_cut_short = self._asked is not None
+        self._asked, self._next_known = plan, None
+        if was_cut_short or self._place is None or not _are_same(plan, self._local):
+            return plan
+        return KeptPlan(_ItemsKept(), was=self._place)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Coordinator: for each rank its final plan, or the word that it is the one that this rank has."""
+        known = self._known
+        local = [self._find_whole(rank, plan) for rank, plan in enumerate(all_plans)]
+        are_kept = [isinstance(plan, KeptPlan) for plan in all_plans]
+        if known is not None and all(are_kept) and len(all_plans) == len(known.local):
+            planned, metadata = known, replace(known.metadata)
+        else:
+            final, metadata = super().create_global_plan(local)
+            planned = _Planned(secrets.token_hex(8), local, final, replace(metadata))
+            are_kept = [
+                is_kept and known is not None and _are_same(plan, known.final[rank])
+                for rank, (is_kept, plan) in enumerate(zip(are_kept, final, strict=True))
+            ]
+        self._next_known = planned
+        return [
+            _send(plan, Place(planned.generation, rank), all_plans[rank] if is_kept else None)
+            for rank, (plan, is_kept) in enumerate(zip(planned.final, are_kept, strict=True))
+        ], metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """This rank's final plan, with the storage data of this save."""
+        if isinstance(new_plan, KeptPlan):
+            self._final, self._place = replace(self._final, storage_data=new_plan.storage_data), new_plan.now
+        elif isinstance(new_plan.planner_data, _Placed):
+            placed = new_plan.planner_data
+            self._final, self._place = replace(new_plan, planner_data=placed.planner_data), placed.place
+        else:  # of a coordinator with another planner
+            self._final, self._place = new_plan, None
+        self._local, self._asked = self._asked or SavePlan([]), None
+        self._known, self._next_known = self._next_known, None
+        self.plan = self._final
+        return self._final
+
+    def _find_whole(self, rank: int, plan: SavePlan) -> SavePlan:
+        if not isinstance(plan, KeptPlan):
+            return plan
+        known = self._known
+        if known is None or plan.was != Place(known.generation, rank):
+            raise PlansUnknown(
+                f"Rank {rank} kept its plan back, as it is that of the save before; the coordinator has none of it."
+            )
+        return known.local[rank]
+
+
+def _send(plan: SavePlan, place: Place, asked: SavePlan | None) -> SavePlan:
+    """`plan` as it goes to its rank; `asked`: what this rank said, if it has the plan."""
+    if isinstance(asked, KeptPlan):
+        return KeptPlan(_ItemsKept(), was=asked.was, now=place, whole=plan)
+    return replace(plan, planner_data=_Placed(place, plan.planner_data))
+
+
+def _are_same(one: SavePlan, other: SavePlan) -> bool:
+    return one.items == other.items and one.planner_data == other.planner_data

@@ -1,0 +1,196 @@
+"""CachedSavePlanner: what is planned is what DefaultSavePlanner plans anew, whatever came before; little of it travels."""
+
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from replicated_ckpt import CachedSavePlanner
+from replicated_ckpt.dcp.save.announcement import announce
+from replicated_ckpt.errors import PlansUnknown
+
+State = dict[str, Any]
+
+
+class Ranks:
+    """The ranks of a job, each with its planner; what DCP sends between them is pickled here, too, and counted."""
+
+    def __init__(self, planners: list[SavePlanner]) -> None:
+        self.planners = planners
+        self.bytes_sent = 0
+        self.saves = 0
+
+    def plan(self, states: list[State], fails: str = "") -> tuple[list[SavePlan], Metadata]:
+        """One save's plans; with `fails` it ends there, by an error of the storage writer."""
+        self.saves += 1
+        asked = []
+        for rank, (planner, state) in enumerate(zip(self.planners, states, strict=True)):
+            planner.set_up_planner(state, None, rank == 0)
+            asked.append(self._send(planner.create_local_plan()))
+        if fails == "before the global plan":
+            raise InterruptedError
+        planned, metadata = self.planners[0].create_global_plan(asked)
+        if fails == "before the ranks have it":
+            raise InterruptedError
+        marked = [replace(plan, storage_data=f"of save {self.saves}") for plan in planned]  # as a storage writer does
+        self.announced = announce(marked)
+        final = [planner.finish_plan(self._send(plan)) for planner, plan in zip(self.planners, marked, strict=True)]
+        if fails == "while writing":
+            raise InterruptedError
+        metadata.storage_data = {"written by": self.saves}  # the writer's, too
+        return final, metadata
+
+    def _send(self, plan: SavePlan) -> SavePlan:
+        raw = pickle.dumps(plan)
+        self.bytes_sent += len(raw)
+        received: SavePlan = pickle.loads(raw)
+        return received
+
+
+def cached(count: int) -> Ranks:
+    return Ranks([CachedSavePlanner() for _ in range(count)])
+
+
+def check_as_fresh(ranks: Ranks, states: list[State]) -> None:
+    """Final plans, metadata and announced bytes, or the error, are those of planners that know of no save before."""
+    fresh = Ranks([DefaultSavePlanner() for _ in states])
+    try:
+        wanted, wanted_metadata = fresh.plan(states)
+    except (AssertionError, ValueError) as error:  # such states cannot be saved: a tensor here, an object there
+        with pytest.raises((type(error), PlansUnknown)):
+            ranks.plan(states)
+        return
+    final, metadata = ranks.plan(states)
+    assert [(plan.items, plan.planner_data) for plan in final] == [(plan.items, plan.planner_data) for plan in wanted]
+    assert {plan.storage_data for plan in final} == {f"of save {ranks.saves}"}
+    assert metadata.state_dict_metadata == wanted_metadata.state_dict_metadata
+    assert metadata.planner_data == wanted_metadata.planner_data
+    assert metadata.storage_data == {"written by": ranks.saves}
+    assert ranks.announced == fresh.announced
+
+
+def make_states(count: int, width: int = 4) -> list[State]:
+    """Replicated weights, of which one rank saves each, a part of each rank's own, and nested objects."""
+    return [
+        {
+            "model": {f"layer {n}": torch.zeros(width, 3) for n in range(3)},
+            f"own {rank}": torch.zeros(rank + 1),
+            "optimizer": {"step": 7, "groups": [{"lr": 0.1}, {"lr": 0.2}]},
+        }
+        for rank in range(count)
+    ]
+
+
+def test_what_has_not_changed_is_not_sent() -> None:
+    """The third save of a state sends under 2 KB for each rank, whatever it holds, and plans what the first one did."""
+    ranks, states = cached(4), make_states(4)
+    for state in states:
+        state["many"] = {f"parameter {n}": torch.zeros(2) for n in range(1000)}
+    check_as_fresh(ranks, states)
+    first = ranks.bytes_sent
+    for _ in range(2):
+        before = ranks.bytes_sent
+        check_as_fresh(ranks, states)
+        assert ranks.bytes_sent - before < 4 * 2048 < first / 20
+
+
+CHANGES: dict[str, Callable[[State], object]] = {
+    "shape": lambda state: state["model"].update({"layer 1": torch.zeros(5, 3)}),
+    "dtype": lambda state: state["model"].update({"layer 1": torch.zeros(4, 3, dtype=torch.bfloat16)}),
+    "requires grad": lambda state: state["model"].update({"layer 1": torch.zeros(4, 3, requires_grad=True)}),
+    "object for tensor": lambda state: state["model"].update({"layer 1": "text"}),
+    "tensor for object": lambda state: state["optimizer"].update({"step": torch.tensor(7)}),
+    "name": lambda state: state["model"].update({"layer x": state["model"].pop("layer 1")}),
+    "more": lambda state: state.update({"more": torch.zeros(2)}),
+    "less": lambda state: state["model"].pop("layer 1"),
+    "nesting": lambda state: state.update({"optimizer.step": state["optimizer"].pop("step")}),
+    "empty group": lambda state: state["optimizer"]["groups"].pop(),
+}
+
+
+@pytest.mark.parametrize("at", [(0,), (1,), (0, 1, 2)], ids=["coordinator", "another rank", "all ranks"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_change_is_missed(change: str, at: tuple[int, ...]) -> None:
+    """Whatever changes, on whichever rank, the save is planned as if it were the first one; and so is the way back."""
+    ranks = cached(3)
+    check_as_fresh(ranks, make_states(3))
+    check_as_fresh(ranks, make_states(3))
+    changed = make_states(3)
+    for rank in at:
+        CHANGES[change](changed[rank])
+    check_as_fresh(ranks, changed)
+    check_as_fresh(ranks, changed)
+    check_as_fresh(ranks, make_states(3))
+
+
+@pytest.mark.parametrize("fails", ["before the global plan", "before the ranks have it", "while writing"])
+def test_a_save_that_fails_leaves_no_stale_plan(fails: str) -> None:
+    """It changes the state and fails at any step; the save after it, of either state, is planned as a first one."""
+    for after in ("before the change", "changed"):
+        ranks, changed = cached(3), make_states(3)
+        CHANGES["shape"](changed[1])
+        check_as_fresh(ranks, make_states(3))
+        with pytest.raises(InterruptedError):
+            ranks.plan(changed, fails)
+        check_as_fresh(ranks, changed if after == "changed" else make_states(3))
+        check_as_fresh(ranks, make_states(3))
+
+
+def test_planners_that_were_not_in_it_together() -> None:
+    """A coordinator with another planner, its own or torch's, refuses a plan that was kept back; the next save goes."""
+    for make in (CachedSavePlanner, DefaultSavePlanner):
+        ranks, states = cached(3), make_states(3)
+        check_as_fresh(ranks, states)
+        ranks.planners[0] = make()
+        with pytest.raises(PlansUnknown, match="kept its plan back"):
+            ranks.plan(states)
+        check_as_fresh(ranks, states)
+        check_as_fresh(ranks, states)
+
+
+def test_ranks_that_meet_in_another_order() -> None:
+    """Another rank's plan is never taken for this rank's: the planners serve another group, and the save is refused."""
+    ranks, states = cached(3), make_states(3)
+    check_as_fresh(ranks, states)
+    ranks.planners[1:] = ranks.planners[:0:-1]
+    states[1:] = states[:0:-1]
+    with pytest.raises(PlansUnknown, match="Rank 1 kept its plan back"):
+        ranks.plan(states)
+    check_as_fresh(ranks, states)
+    del ranks.planners[2]
+    check_as_fresh(ranks, states[:2])
+    check_as_fresh(ranks, states[:2])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_changes_and_failures(seed: int) -> None:
+    """1,000 random saves: each that is planned is planned as a first one, and each that is refused can be repeated."""
+    draw = random.Random(seed)
+    ranks, states, refused = cached(3), make_states(3), 0
+    for _ in range(50):
+        for rank in range(3):
+            if draw.random() < 0.15:
+                states[rank] = make_states(3, draw.choice([4, 4, 6]))[rank]
+            if draw.random() < 0.15:
+                states[rank] = make_states(3)[rank]
+                CHANGES[draw.choice(list(CHANGES))](states[rank])
+        if draw.random() < 0.1:
+            ranks.planners[draw.randrange(3)] = CachedSavePlanner()
+        if draw.random() < 0.2:
+            fails = draw.choice(["before the global plan", "before the ranks have it", "while writing"])
+            with pytest.raises((InterruptedError, PlansUnknown, AssertionError, ValueError)):
+                ranks.plan(states, fails)
+            continue
+        try:
+            check_as_fresh(ranks, states)
+        except PlansUnknown:
+            refused += 1
+            check_as_fresh(ranks, states)
+    assert refused < 10
