@@ -26,7 +26,6 @@ from replicated_ckpt.errors import (
     ObjectMissing,
     ObjectUnsafe,
     PeerProtocolError,
-    PlansUnknown,
     RankFailed,
     ReplicatedCkptError,
     ReplicatedCkptWarning,
@@ -44,13 +43,14 @@ from replicated_ckpt.version import __version__
 if TYPE_CHECKING:
     from replicated_ckpt.config import Retention
     from replicated_ckpt.core.bucket.keys import KeyRules
-    from replicated_ckpt.dcp.cached_planner import CachedSavePlanner
     from replicated_ckpt.dcp.convert.entries.progress import Converted
     from replicated_ckpt.dcp.convert.export import export_checkpoint
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
     from replicated_ckpt.dcp.load.reader import ReplicatedReader
     from replicated_ckpt.dcp.load.report import LoadReport
     from replicated_ckpt.dcp.manager import CheckpointManager
+    from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+    from replicated_ckpt.dcp.planning.kept_plan import PlansUnknown
     from replicated_ckpt.dcp.rank.planner import RankStatePlanner
     from replicated_ckpt.dcp.rank.rank_state import RankState
     from replicated_ckpt.dcp.rank.replay import ReplayedLoader
@@ -109,11 +109,12 @@ __all__ = [
 ]
 
 _HOME_BY_NAME = {
-    "CachedSavePlanner": "replicated_ckpt.dcp.cached_planner",
+    "CachedSavePlanner": "replicated_ckpt.dcp.planning.cached_planner",
     "CheckpointManager": "replicated_ckpt.dcp.manager",
     "Converted": "replicated_ckpt.dcp.convert.entries.progress",
     "KeyRules": "replicated_ckpt.core.bucket.keys",
     "LoadReport": "replicated_ckpt.dcp.load.report",
+    "PlansUnknown": "replicated_ckpt.dcp.planning.kept_plan",
     "RankState": "replicated_ckpt.dcp.rank.rank_state",
     "RankStatePlanner": "replicated_ckpt.dcp.rank.planner",
     "ReplayedLoader": "replicated_ckpt.dcp.rank.replay",

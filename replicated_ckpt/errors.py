@@ -62,15 +62,6 @@ class ManagerClosed(ReplicatedCkptError):
     default_hint = "Use it inside its `with` block, or before close(); or make a new CheckpointManager."
 
 
-class PlansUnknown(ReplicatedCkptError):
-    """A rank kept its save plan back as unchanged, and the coordinator's planner has no such plan; nothing was saved."""
-
-    default_hint = (
-        "Save again: it is planned anew. Give every rank one CachedSavePlanner for all its saves, and make them together; "
-        "or pass no planner."
-    )
-
-
 class ManifestInvalid(ReplicatedCkptError):
     """A manifest does not parse, fails its checksum or contradicts itself; it is not believed."""
 

@@ -15,10 +15,10 @@ from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
 from replicated_ckpt.dcp.c10d.lent_group import borrow_group
-from replicated_ckpt.dcp.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.preemption import Preemption
 from replicated_ckpt.dcp.rank.planner import RankStatePlanner
 from replicated_ckpt.dcp.removal import agree, delete_everywhere

@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from replicated_ckpt import CachedSavePlanner
+from replicated_ckpt import CachedSavePlanner, PlansUnknown
 from replicated_ckpt.dcp.save.announcement import announce
-from replicated_ckpt.errors import PlansUnknown
 
 State = dict[str, Any]
 

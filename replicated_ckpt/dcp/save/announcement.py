@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch.distributed.checkpoint.planner import SavePlan
 
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
-from replicated_ckpt.dcp.cached_planner import KeptPlan
+from replicated_ckpt.dcp.planning.kept_plan import KeptPlan
 
 OBJECTS_BYTES_MAX = 8 << 30
 """Of one shard's objects together: how large they are is known only once they are pickled."""

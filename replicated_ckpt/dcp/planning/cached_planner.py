@@ -1,49 +1,15 @@
 """A save planner whose plans travel once: what has not changed since the save before is neither sent nor planned again."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 
-from replicated_ckpt.errors import PlansUnknown
-
-
-class _ItemsKept(list[WriteItem]):
-    """The items of a plan that did not travel. A planner that does not know of that would plan a rank with no items."""
-
-    def __iter__(self) -> Iterator[WriteItem]:
-        raise PlansUnknown(
-            "A rank kept its plan back, as it is that of the save before; the coordinator has none of it."
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ItemsKept, ()
-
-
-@dataclass(frozen=True)
-class Place:
-    """What a plan was last: of which global plan, for which rank."""
-
-    generation: str
-    rank: int
-
-
-@dataclass(frozen=True)
-class KeptPlan(SavePlan):
-    """In the place of a plan that the receiver has from the save before."""
-
-    was: Place | None = None
-    now: Place | None = None
-    """From the coordinator: what it is from now on."""
-    whole: SavePlan | None = None
-    """What it stands for. It does not travel."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "whole": None}
+from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place, PlansUnknown
 
 
 @dataclass(frozen=True)
@@ -106,7 +72,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         self._asked, self._next_known = plan, None
         if was_cut_short or self._place is None or not _are_same(plan, self._local):
             return plan
-        return KeptPlan(_ItemsKept(), was=self._place)
+        return KeptPlan(ItemsKept(), was=self._place)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Coordinator: for each rank its final plan, or the word that it is the one that this rank has."""
@@ -156,7 +122,7 @@ class CachedSavePlanner(DefaultSavePlanner):
 def _send(plan: SavePlan, place: Place, asked: SavePlan | None) -> SavePlan:
     """`plan` as it goes to its rank; `asked`: what this rank said, if it has the plan."""
     if isinstance(asked, KeptPlan):
-        return KeptPlan(_ItemsKept(), was=asked.was, now=place, whole=plan)
+        return KeptPlan(ItemsKept(), was=asked.was, now=place, whole=plan)
     return replace(plan, planner_data=_Placed(place, plan.planner_data))
 
 

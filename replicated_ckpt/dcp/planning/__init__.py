@@ -1,0 +1,1 @@
+"""Save plans that are kept from one save to the next."""
