@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.c10d.lent_group import LentGroup, borrow_group
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
+from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.rank.planner import RankStatePlanner
 from replicated_ckpt.dcp.removal import delete_everywhere
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
@@ -30,6 +32,7 @@ class NamedCheckpoints:
     def __init__(self, root: str | Path, options: Mapping[str, Any] | None = None) -> None:
         given = {"overwrite": True, **(options or {})}
         self._writer = ReplicatedWriter(root, **given)
+        self._planner = CachedSavePlanner()
         self._lent: LentGroup | None = borrow_group()
         shared = {name: given[name] for name in _OF_READER_TOO if name in given}
         self._reader = ReplicatedReader(root, process_group=self._group, expect_partial=True, **shared)
@@ -51,9 +54,21 @@ class NamedCheckpoints:
                 state,
                 checkpoint_id=checkpoint_id,
                 storage_writer=self._writer,
+                planner=self._planner,
                 process_group=group,
                 no_dist=group is None,
             )
+
+    def save_later(self, checkpoint_id: str, state: dict[str, Any]) -> Future[Any]:
+        """Copies the state and returns; the future is done when the checkpoint is committed. One at a time."""
+        # No stager is given, so this is a future and no AsyncSaveResponse.
+        return dcp.async_save(  # type: ignore[return-value]
+            state,
+            checkpoint_id=checkpoint_id,
+            storage_writer=self._writer,
+            planner=self._planner,
+            process_group=self._group,
+        )
 
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
         """Fills `state`; the name of what was loaded, where "latest" was asked for."""

@@ -1,0 +1,166 @@
+"""torchtitan: its checkpoint manager, for `Trainer.Config.checkpoint`, with checkpoints that survive the loss of a node."""
+
+import os
+import re
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.components.checkpointer import MODEL, TRAIN_STATE, CheckpointManager
+from torchtitan.components.checkpointer.dcp import AsyncMode
+from torchtitan.tools.logging import logger
+
+from replicated_ckpt.config import Ack, Retention
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
+from replicated_ckpt.dcp.rank.random_state import capture_random, restore_random
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
+from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints
+
+_RANDOM = "replicated_ckpt.random"
+_STEP = re.compile(r"step-(\d+)")
+
+
+class ReplicatedCheckpointManager(CheckpointManager):
+    """torchtitan's manager: what is saved, when and how long it is kept is torchtitan's, where it lies is this one's.
+
+    Each rank saves to `root` on its own node's disk, under `step-<step>`, and to other nodes. Which checkpoint is loaded is
+    agreed on by all ranks, whatever lies on their nodes: the newest whole one, or `load_step`. `keep_latest_k` removes
+    checkpoints on all nodes, in the agents. Each rank's random generators are saved besides, and set again where as many
+    ranks load. An `initial_load_path`, and what is in Hugging Face's format, are read and written by torchtitan itself.
+    Both asynchronous modes are one: the state is copied once when the save begins.
+
+    Written against torchtitan 0.3.0 (torchtitan/components/checkpointer/dcp.py), and commit b5bcd76c66 of 2026-08-21.
+    """
+
+    async_mode: AsyncMode
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """That of torchtitan's manager, and where checkpoints lie."""
+
+        root: str = ""
+        """This node's store, a directory on its own disk; "": torchtitan's checkpoint folder."""
+
+        copies: int = 2
+        """Copies of every shard, the local one counted."""
+
+        ack: Ack = "peer"
+        """What has happened when a save is done, as of ReplicatedWriter."""
+
+        object_store: str | None = None
+        """A bucket for the checkpoints besides: "s3://bucket/prefix"."""
+
+        object_every: int = 1
+        """Only every so many-th checkpoint goes there."""
+
+        def __post_init__(self) -> None:
+            CheckpointManager.Config.__post_init__(self)
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        """`parts`: as of torchtitan's manager."""
+        super().__init__(config, **parts)
+        if not self.enable:
+            return
+        if self.async_mode != AsyncMode.DISABLED:
+            self.async_mode = AsyncMode.ASYNC  # torchtitan's stager of the other mode would copy the state once more
+        retention = Retention(keep_last=config.keep_latest_k) if config.keep_latest_k > 0 else None
+        self._root = Path(config.root or self.folder)
+        options: dict[str, Any] = {"copies": config.copies, "ack": config.ack, "retention": retention}
+        if config.object_store is not None:
+            options |= {"object_store": config.object_store, "object_every": config.object_every}
+        self._checkpoints = NamedCheckpoints(self._root, options)
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future[Any] | None:
+        """Saves as torchtitan's does; asynchronously, after one copy of the state, into memory that is used again.
+
+        Raises:
+            CheckpointException, ReplicatedCkptError: as of ReplicatedWriter.
+        """
+        if to_hf:
+            theirs: Future[Any] | None = super().dcp_save(
+                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+            )
+            return theirs
+        name = self._name(checkpoint_id)
+        if TRAIN_STATE in state_dict:  # not the last one, of the model only
+            state_dict = {**state_dict, _RANDOM: entries_of(capture_random())}
+        if async_mode != AsyncMode.DISABLED:
+            return self._checkpoints.save_later(name, state_dict)
+        self._checkpoints.save(name, state_dict)
+        return None
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Loads as torchtitan's does; what is no checkpoint of this run (`initial_load_path`) is its own matter.
+
+        Raises:
+            CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
+        """
+        if from_hf or not self._is_own(checkpoint_id):
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        has_random = TRAIN_STATE in state_dict
+        wanted = {**state_dict, _RANDOM: wanted_entries()} if has_random else state_dict
+        self._checkpoints.load(self._name(checkpoint_id), wanted)
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(wanted)
+        own = values_in(wanted[_RANDOM], trust_pickles=False)[0] if has_random else None
+        if own is not None:
+            restore_random(own)
+        elif has_random:
+            logger.info("Another number of ranks saved this checkpoint: random generators stay as they are.")
+
+    def _load(self, step: int = -1) -> bool:
+        """Restores `step`, or the newest step; without one, what torchtitan starts from.
+
+        Raises:
+            CheckpointNotFound: there is no such step.
+        """
+        found = self._find_load_step() if step == -1 else step
+        if found == -1:
+            return bool(super()._load(-1))
+        checkpoint_id = self._create_checkpoint_id(found)
+        if self._checkpoints.find(self._name(checkpoint_id)) is None:
+            raise CheckpointNotFound(
+                f"There is no checkpoint of step {found} in {self._root}.", "--checkpoint.load_step=-1"
+            )
+        self.dcp_load(self._states_to_load(model_only=found == 0), checkpoint_id, from_hf=False, from_quantized=False)
+        return True
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The step of this run's newest whole checkpoint, the same on all ranks; -1: there is none."""
+        if folder and folder != self.folder:
+            return int(super()._find_load_step(folder))
+        newest = self._checkpoints.find(LATEST)
+        if newest is None:
+            return -1
+        step = _STEP.fullmatch(newest)
+        if step is None:
+            raise ConfigInvalid(
+                f"The newest checkpoint in {self._root} is {newest!r}, which torchtitan has not named.",
+                "Give this job a root of its own.",
+            )
+        return int(step[1])
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Nothing: the agents remove what `keep_latest_k` does not keep, on every node."""
+
+    def _close(self) -> None:
+        super()._close()
+        checkpoints = getattr(self, "_checkpoints", None)  # __del__ calls this, after an __init__ that failed, too
+        if checkpoints is not None:
+            checkpoints.close()
+
+    def _is_own(self, checkpoint_id: str) -> bool:
+        return Path(checkpoint_id).is_relative_to(self.folder)
+
+    def _name(self, checkpoint_id: str) -> str:
+        return os.path.relpath(checkpoint_id, self.folder)
