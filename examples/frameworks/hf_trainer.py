@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
 
@@ -36,7 +37,8 @@ class Told(TrainerCallback):
             print(f"starting at step {state.global_step} on {dist.get_world_size()} ranks", flush=True)
 
     def on_save(self, args, state, control, model=None, **kwargs):
-        total = sum(float(weight.detach().double().abs().sum()) for weight in model.parameters())
+        whole = (w.full_tensor() if isinstance(w, DTensor) else w for w in model.parameters())
+        total = sum(float(weight.detach().double().abs().sum()) for weight in whole)
         if state.is_world_process_zero:
             print(f"step {state.global_step}: sum of weights {total:.6f}, saved", flush=True)
 

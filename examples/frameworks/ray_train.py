@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
-from replicated_ckpt import CheckpointManager
+from replicated_ckpt.integrations.ray import RayCheckpointManager, reported_step
 
 
 class AppState(Stateful):
@@ -43,8 +43,7 @@ def loop(config: dict) -> None:
     state = {"app": AppState(model, optimizer)}
     rank, world = get_context().get_world_rank(), get_context().get_world_size()
     root = os.path.expandvars(config["root"])  # by this node's environment
-    # Ray calls this in a thread, where no signal can be caught.
-    with CheckpointManager(root, every=config["save_every"], preempt_on=()) as manager:
+    with RayCheckpointManager(root, every=config["save_every"]) as manager:
         step = begin = manager.restore_latest(state) or 0
         if rank == 0:
             print(f"starting at step {step} on {world} ranks", flush=True)
@@ -60,7 +59,7 @@ def loop(config: dict) -> None:
             optimizer.zero_grad()
             step += 1
             if manager.should_save(step):
-                manager.save(step, state)
+                manager.save(step, state, metrics={"loss": loss.item()})
                 if rank == 0:
                     print(f"step {step}: loss {loss.item():.4f}, saved", flush=True)
 
@@ -92,7 +91,8 @@ def main() -> None:
             storage_path=str(arguments.storage.resolve()), failure_config=FailureConfig(max_failures=3)
         ),
     )
-    trainer.fit()
+    result = trainer.fit()
+    print(f"Ray knows of step {reported_step(result.checkpoint)}, loss {result.metrics['loss']:.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,115 @@
+"""Ray Train: a CheckpointManager that reports each checkpoint to Ray, and saves when a node is to be taken away."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray.train
+
+from replicated_ckpt.dcp.manager import CheckpointManager
+from replicated_ckpt.errors import ConfigInvalid
+
+_REFERENCE = "replicated_ckpt.json"
+
+
+class RayCheckpointManager(CheckpointManager):
+    """In the loop of a Ray Train worker, called by all workers. Checkpoints lie on their nodes, Ray gets references.
+
+    Once a save is committed it is reported to Ray with its `metrics`: of an asynchronous one when the manager is called
+    next, at the latest by `close`. The checkpoint that Ray keeps for it is a small file with the step, in its storage. So
+    `Result.checkpoint`, `Result.metrics` and `ray.train.get_checkpoint` work, `reported_step` says which step each is, and
+    what `CheckpointConfig` removes there is the reference alone: `retention` says what nodes keep.
+
+    `should_save` is true once more when Ray says that a node is to be taken away (ray.train.get_preemption_info, Ray 2.60
+    on), and for each further node. Training goes on then, as Ray advises: it starts the group anew when the node is gone.
+
+    Arguments as of CheckpointManager, but that signals cannot be caught in Ray's threads: there is no `preempt_on`.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
+        if options.get("preempt_on"):
+            raise ConfigInvalid(
+                "preempt_on is given, and Ray calls the loop in a thread, where no signal can be caught.",
+                "Leave it out: should_save asks Ray whether a node is to be taken away.",
+            )
+        super().__init__(root, **{**options, "preempt_on": ()})
+        self._leaving: set[str] = set()
+        self._unreported: tuple[int, Mapping[str, Any] | None] | None = None
+
+    def should_save(self, step: int) -> bool:
+        """As CheckpointManager's, and true once when a node is said to be taken away."""
+        is_due = super().should_save(step)
+        info = ray.train.get_preemption_info()
+        leaving = set() if info is None else set(info.preempted_node_ids)
+        is_news = not leaving <= self._leaving
+        self._leaving |= leaving
+        return is_due or is_news
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """As CheckpointManager's; Ray knows of it when this returns."""
+        super().save(step, state, metrics=metrics, metadata=metadata)
+        _report(step, metrics)
+
+    def async_save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """As CheckpointManager's; Ray knows of it when the next call has waited for it."""
+        super().async_save(step, state, metrics=metrics, metadata=metadata)
+        self._unreported = step, metrics
+
+    def close(self) -> None:
+        """As CheckpointManager's. While an exception is under way nothing is reported: other workers would have to, too."""
+        if sys.exc_info()[1] is not None:
+            self._unreported = None
+        super().close()
+
+    def _settle(self) -> None:
+        unreported, self._unreported = self._unreported, None
+        super()._settle()
+        if unreported is not None:
+            _report(*unreported)
+
+
+def reported_step(checkpoint: ray.train.Checkpoint) -> int:
+    """The step that a checkpoint of Ray's refers to: `manager.restore(state, reported_step(ray.train.get_checkpoint()))`.
+
+    Raises:
+        ConfigInvalid: it is no reference of a RayCheckpointManager.
+    """
+    with checkpoint.as_directory() as directory:
+        try:
+            step = json.loads((Path(directory) / _REFERENCE).read_bytes())["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            step = None
+    if not isinstance(step, int):
+        raise ConfigInvalid(
+            f"{checkpoint} was not reported by a RayCheckpointManager.", "Load it as the program that reported it does."
+        )
+    return step
+
+
+def _report(step: int, metrics: Mapping[str, Any] | None) -> None:
+    """All workers report, as Ray demands; rank 0 with the reference."""
+    told = {"step": step, **(metrics or {})}
+    if ray.train.get_context().get_world_rank() != 0:
+        ray.train.report(told)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / _REFERENCE).write_text(json.dumps({"step": step}), encoding="utf-8")
+        ray.train.report(told, checkpoint=ray.train.Checkpoint.from_directory(directory))
