@@ -138,6 +138,18 @@ def test_torch_free_rooms_import_without_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_a_command_imports_its_own_verb() -> None:
+    """The others need several times as long as the shortest one."""
+    code = (
+        "import sys; from replicated_ckpt.cli.main import main; main(['ls', '--root', '/nowhere']); print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "replicated_ckpt.cli.ls" in done.stdout.split()
+    assert "replicated_ckpt.cli.repair" not in done.stdout.split()
+
+
 @pytest.mark.parametrize(
     ("path", "text"),
     [
