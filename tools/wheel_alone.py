@@ -94,43 +94,46 @@ def _install_extra(python: Path, base: Path, wheel: Path, extra: str) -> None:
     Raises: AloneError if the extra brings another torch, or pip finds the whole in contradiction.
     """
     venv.create(python.parents[1], with_pip=True, clear=True)
-    site, shown = (Path(_run([each, "-c", SITE_CODE]).strip()) for each in (python, base / "bin" / "python"))
+    site, shown = (Path(run([each, "-c", SITE_CODE]).strip()) for each in (python, base / "bin" / "python"))
     (site / "base.pth").write_text(f"{shown}\n")
-    before = _run([base / "bin" / "python", "-c", TORCH_CODE])
+    before = run([base / "bin" / "python", "-c", TORCH_CODE])
     _pip(python, f"{wheel}[{extra}]")
-    _run([python, "-m", "pip", "check"])
-    after = _run([python, "-c", TORCH_CODE])
+    run([python, "-m", "pip", "check"])
+    after = run([python, "-c", TORCH_CODE])
     if after != before:
         raise AloneError(f"[{extra}] replaces the user's torch: {before.strip()}, then {after.strip()}")
 
 
 def _pip(python: Path, what: str) -> None:
-    _run([python, "-m", "pip", "install", "--quiet", what], timeout_s=INSTALL_TIMEOUT_S)
+    run([python, "-m", "pip", "install", "--quiet", what], timeout_s=INSTALL_TIMEOUT_S)
 
 
 # Checks --------------------------------------------------------------------------------------------------------------
 
 
-def check_main_job(python: Path, ranks: Sequence[str] = TORCHRUN) -> None:
+def check_main_job(python: Path) -> None:
     """What every user does first, with this interpreter's packages.
-
-    `ranks`: the interpreter's arguments that run the program behind them as two ranks.
 
     Raises: AloneError with the command and the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="wheel-alone-") as folder:
         root = Path(folder) / "root"
-        _run([python, HERE / "tools" / "ten_lines.py", HERE / "README.md"], cwd=folder)
+        run([python, HERE / "tools" / "ten_lines.py", HERE / "README.md"], cwd=folder)
         program = HERE / "examples" / "getting_started.py"
-        said = [_run([python, *ranks, program, action, "--root", root], cwd=folder) for action in ("save", "load")]
+        said = [run([python, *TORCHRUN, program, action, "--root", root], cwd=folder) for action in ("save", "load")]
         saved, loaded = (text.strip().rpartition(": ")[2] for text in said)
         if not saved or saved != loaded:
             raise AloneError(f"two ranks saved a state with the sum {saved!r} and loaded {loaded!r}")
-        for verb in ("ls", "verify"):
-            _run([python, "-c", CLI_CODE, verb, "--root", root], cwd=folder)
+        check_commands(python, root)
         command = python.with_name("replicated-ckpt")
         if command.exists():
-            _run([command, "--version"], cwd=folder)
+            run([command, "--version"], cwd=folder)
+
+
+def check_commands(python: Path, root: Path) -> None:
+    """The command line lists what is there and reads it. Raises: AloneError"""
+    for verb in ("ls", "verify"):
+        run([python, "-c", CLI_CODE, verb, "--root", root], cwd=root)
 
 
 def check_extra(python: Path, extra: str) -> None:
@@ -144,7 +147,7 @@ def check_extra(python: Path, extra: str) -> None:
     elif extra == "s3":
         check_bucket(python, server=python.parents[1].with_name(".venv-wheel-drill") / "bin" / "python")
     elif extra in IMPORTS:
-        _run([python, "-c", f"import {IMPORTS[extra]}"])
+        run([python, "-c", f"import {IMPORTS[extra]}"])
 
 
 IMPORTS: Mapping[str, str] = {
@@ -157,7 +160,7 @@ IMPORTS: Mapping[str, str] = {
 def check_drill(python: Path) -> None:
     """The drill's scenario with a bucket needs all that the drill can need."""
     drill = ["drill", "--nodes", "2", "--ranks-per-node", "1", "--scenario", "cluster", "--json"]
-    _run([python, "-c", CLI_CODE, *drill])
+    run([python, "-c", CLI_CODE, *drill])
 
 
 def check_bucket(python: Path, *, server: Path) -> None:
@@ -173,12 +176,12 @@ def check_bucket(python: Path, *, server: Path) -> None:
         if not urlsplit(url).port:
             raise AloneError("moto did not start")
         try:
-            _run([python, "-c", BUCKET_CODE, Path(folder) / "root", url], cwd=folder)
+            run([python, "-c", BUCKET_CODE, Path(folder) / "root", url], cwd=folder)
         finally:
             process.stdin.close()  # its end
 
 
-def _run(command: Sequence[object], *, cwd: object = None, timeout_s: float = RUN_TIMEOUT_S) -> str:
+def run(command: Sequence[object], *, cwd: object = None, timeout_s: float = RUN_TIMEOUT_S) -> str:
     """What a command printed; this process's own packages are kept from it."""
     words = [str(word) for word in command]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -3,7 +3,7 @@
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 
 from replicated_ckpt.cli.exit_codes import MEANING, ExitCode, exit_code_of
@@ -29,7 +29,8 @@ VERBS = {
 """The module of each."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(wanted: Iterable[str] = tuple(VERBS)) -> argparse.ArgumentParser:
+    """Knows the wanted verbs, and imports what these need."""
     codes = "\n".join(f"  {code.value:3}  {meaning}" for code, meaning in MEANING.items())
     top = argparse.ArgumentParser(
         prog="replicated-ckpt",
@@ -39,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"replicated-ckpt {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, place in VERBS.items():
-        module = import_module(f"replicated_ckpt.cli.{place}")
+    for name in wanted:
+        module = import_module(f"replicated_ckpt.cli.{VERBS[name]}")
         verb = verbs.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(verb)
         verb.set_defaults(run=module.run)
@@ -49,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    arguments = parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    first = given[:1]
+    arguments = parser(first if first and first[0] in VERBS else VERBS).parse_args(given)
     try:
         return int(arguments.run(arguments))
     except ReplicatedCkptError as exc:

@@ -23,7 +23,7 @@ from tests.cli.commands import as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 SMALL = 3000
-QUICK = ("--lost-after-s", "1.5")
+QUICK = ("--lost-after-s", "1.5", "--round-every-s", "1")
 
 
 def saved(nodes: Sequence[LocalStore], numbers: Sequence[int]) -> list[str]:

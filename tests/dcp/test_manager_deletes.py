@@ -1,7 +1,6 @@
 """CheckpointManager.delete: what goes, what stays, and what another job still reads."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
 ]
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "root"
-    stop_agent(tmp_path / "root")
 
 
 def test_a_deleted_step_is_gone(root: Path) -> None:

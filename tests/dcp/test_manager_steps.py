@@ -1,6 +1,6 @@
 """CheckpointManager's steps: which there are, what was noted with them, which is the best, and what `close` ends."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,12 @@ from replicated_ckpt.config import Ack
 from replicated_ckpt.core.notes import NOTES_BYTES_MAX
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ShardLost
-from tests.agent.agents import stop_agent, wait_for
+from tests.agent.agents import wait_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
 ]
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "root"
-    stop_agent(tmp_path / "root")
 
 
 def state(value: int) -> dict[str, Any]:

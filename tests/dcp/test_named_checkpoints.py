@@ -1,6 +1,5 @@
 """What the integrations share, without a framework: checkpoints under names of others, and a value of each rank."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,9 @@ from replicated_ckpt.dcp.rank import by_rank, rank_state
 from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.errors import ManifestInvalid, ObjectUnsafe
 from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints, collect_files, put_files
-from tests.agent.agents import stop_agent, wait_for
+from tests.agent.agents import wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "root"
-    stop_agent(tmp_path / "root")
 
 
 def opened(root: Path, **options: Any) -> NamedCheckpoints:

@@ -1,5 +1,6 @@
 """The package with what it declares, the rest of this environment hidden. `make dist` does the same with the wheel."""
 
+import json
 import tomllib
 import venv
 from collections.abc import Iterator
@@ -10,28 +11,32 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tools.wheel_alone import AloneError, check_bucket, check_main_job
+from tools.wheel_alone import AloneError, check_bucket, check_commands, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = PROJECT["name"]
-TWO_RANKS = """
-import os, runpy, socket, sys
-import torch.distributed.checkpoint
-with socket.create_server(("127.0.0.1", 0)) as free:
-    port = free.getsockname()[1]
-child = os.fork()
-rank = "1" if child == 0 else "0"
-os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-del sys.argv[0]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    failed = child and os.waitpid(child, 0)[1]
-sys.exit(int(failed != 0))
+PROGRAM = str(ROOT / "examples" / "getting_started.py")
+FORKING = """
+import json, os, runpy, socket, sys
+import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp
+for ranks, words in json.loads(sys.argv[1]):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    children = []
+    for rank in range(ranks):
+        children.append(os.fork())
+        if children[-1] == 0:
+            sys.argv = words
+            if ranks > 1:
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+                os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            runpy.run_path(words[0], run_name="__main__")
+            sys.exit()
+    if any([os.waitpid(child, 0)[1] for child in children]):
+        sys.exit(f"{words} failed")
 """
-"""Runs a program as two ranks, which share one import of torch; torchrun needs three. `make dist` has torchrun."""
+"""Runs programs in turn, each as some ranks, with one import of torch, which is most of them; `make dist` has torchrun."""
 
 
 def needs_of(name: str, extra: str) -> list[Requirement]:
@@ -81,11 +86,22 @@ def environment_with(where: Path, names: set[str]) -> Path:
     return where / "bin" / "python"
 
 
+def check_job(python: Path, folder: Path) -> None:
+    """The ten lines, two ranks that save, two others that load, and the command line."""
+    root = folder / "root"
+    jobs = [(1, [str(ROOT / "tools" / "ten_lines.py"), str(ROOT / "README.md")])]
+    jobs += [(2, [PROGRAM, action, "--root", str(root)]) for action in ("save", "load")]
+    lines = run([python, "-c", FORKING, json.dumps(jobs)], cwd=folder).splitlines()
+    saved, loaded = (line.rpartition(": ")[2] for line in lines if line.startswith(("saved: ", "loaded: ")))
+    assert saved == loaded
+    check_commands(python, root)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_the_main_job_needs_what_is_declared(tmp_path: Path) -> None:
     """Ten lines, two ranks that save and load, and the command line: no package is missing from `dependencies`."""
-    check_main_job(environment_with(tmp_path / "alone", declared(NAME, set())), ("-c", TWO_RANKS))
+    check_job(environment_with(tmp_path / "alone", declared(NAME, set())), tmp_path)
 
 
 @pytest.mark.multiprocess
@@ -101,7 +117,7 @@ def test_a_bucket_needs_what_the_extra_declares(tmp_path: Path) -> None:
 def test_a_package_that_is_not_declared_is_missed(tmp_path: Path) -> None:
     """The tests above can fail: without numpy, the save of two ranks does."""
     with pytest.raises(AloneError, match=r"Numpy is not available|No module named 'numpy'"):
-        check_main_job(environment_with(tmp_path / "alone", declared(NAME, set()) - {"numpy"}), ("-c", TWO_RANKS))
+        check_job(environment_with(tmp_path / "alone", declared(NAME, set()) - {"numpy"}), tmp_path)
 
 
 @pytest.mark.parametrize("extra", ["s3", "drill", "test", "dev", "referee"])

@@ -221,12 +221,12 @@ def beat_forever(connection: socket.socket) -> None:
 
 
 def test_a_peer_that_only_gives_signs_of_life_keeps_no_agent_from_leaving(tmp_path: Path) -> None:
-    """The goodbye has an end."""
+    """The goodbye has an end, and so has a round of re-protection that is under way."""
     with running_agent(tmp_path / "a", *QUIET) as agent, answering(beat_forever) as liar:
         with agent.client() as owner:
             owner.call("POST", "/v1/peers", {"peers": [replace(liar, node_id="b" * 12).to_json()]})
         agent.signal(signal.SIGTERM)
-        assert agent.process.wait(60) == 0
+        assert agent.process.wait(25) == 0
 
 
 def test_a_peer_that_only_gives_signs_of_life_holds_up_no_round(

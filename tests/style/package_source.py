@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,16 +30,27 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.path)
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All of the tree."""
+        return tuple(ast.walk(self.tree))
 
-def package_sources() -> list[Source]:
+
+@cache
+def sources_of(folder: str) -> tuple[Source, ...]:
+    """Every module in a folder of the repository. Read and parsed once for all rules."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    return tuple(Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files)
+
+
+def package_sources() -> tuple[Source, ...]:
     """Every module of the package."""
-    files = sorted((ROOT / PACKAGE).rglob("*.py"))
-    return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+    return sources_of(PACKAGE)
 
 
 def imported_names(source: Source) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything that is imported anywhere in the module, inside functions too."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -6,16 +6,11 @@ from pathlib import PurePath
 
 import pytest
 
-from tests.style.package_source import ROOT, Source, imported_names
+from tests.style.package_source import Source, imported_names, sources_of
 
 FILES_MAX = 14
 FOLDERS = ("replicated_ckpt", "benchmarks")
 Graph = Mapping[str, set[str]]
-
-
-def sources_of(folder: str) -> list[Source]:
-    files = sorted((ROOT / folder).rglob("*.py"))
-    return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
 
 
 def imports_of(sources: Iterable[Source]) -> Graph:

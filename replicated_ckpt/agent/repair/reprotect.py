@@ -33,8 +33,6 @@ IDLE_PAUSE_S = 15.0
 STALE_ROUNDS_MAX = 6
 LEFTOVER_GRACE_S = 60.0
 SUSPECTS_MAX = 4096
-
-
 _NOT_PLANNED = "this node would not do it by its own look at the nodes; ask on its own host"
 
 Outcome: TypeAlias = tuple[Action, str]
@@ -109,9 +107,9 @@ class Reprotector:
         self._woken.set()
 
     def join(self) -> None:
-        """Waits for the thread, after `stopping` was set."""
+        """Waits a moment for the thread, after `stopping` was set: a peer that goes on answering ends with the process."""
         self._woken.set()
-        self._thread.join()
+        self._thread.join(PAUSE_S)
 
     def suspect(self, checkpoint_id: str, save_id: str, name: str, why: str) -> None:
         """Has a file read again soon, and mended if it is bad. Cheap; from any thread."""
@@ -189,6 +187,8 @@ class Reprotector:
         self._settle_old_leftovers()
         policies = self._service.policies.read_all()
         others = self.watch.look()
+        if self._stopping.is_set():
+            raise Stopped
         self._on_seen([view.node_id for view in others if view.presence is Presence.UP])
         views = (self._own_view(), *others)
         told = histories_of(holding.version for view in others for holding in view.holdings or ())

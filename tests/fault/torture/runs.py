@@ -52,8 +52,8 @@ def outcome_of(seed: int) -> Outcome:
     return schedule.course.lines, problem, schedule.course.counts
 
 
-def real_outcome(seed: int) -> Outcome:
-    schedule, problem = run_seed(seed, REAL, REAL_STEPS)
+def real_outcome(seed: int, steps: int = REAL_STEPS) -> Outcome:
+    schedule, problem = run_seed(seed, REAL, steps)
     return schedule.course.lines, problem, schedule.course.counts
 
 
