@@ -36,14 +36,14 @@ def environment(mode: str, folder: Path) -> dict[str, str]:
     }
 
 
-def run(mode: str, tests: Path, names: list[str], folder: Path, timeout_s: float) -> dict[str, str]:
+def run(mode: str, tests: Path, names: list[str], folder: Path, timeout_s: float, test_s: float) -> dict[str, str]:
     """One run of torch's tests; returns how each ended. Nothing runs on afterwards."""
     for name in ("tmp", "roots"):
         (folder / name).mkdir(parents=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.referee.record"]
     command += [
         "--timeout",
-        "200",
+        f"{test_s}",
         "-c",
         os.devnull,
         "--rootdir",
@@ -87,6 +87,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=ROOT / ".referee")
     parser.add_argument("--keep", type=Path, help="folder for logs and outcomes of each run; default: none are kept")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="of each of the runs")
+    parser.add_argument("--test-s", type=float, default=200.0, help="for one test; more on a busy machine")
     parser.add_argument("names", nargs="*", help="files or tests; default: all")
     arguments = parser.parse_args()
     checkout = arguments.torch_tests
@@ -95,7 +96,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="referee-", ignore_cleanup_errors=True) as scratch:
         kept = (arguments.keep or Path(scratch)).absolute()
         for mode in MODES:
-            outcomes[mode] = run(mode, tests, arguments.names, kept / mode, arguments.timeout_s)
+            outcomes[mode] = run(mode, tests, arguments.names, kept / mode, arguments.timeout_s, arguments.test_s)
             passed = sum(outcome == verdict.PASSED for outcome in outcomes[mode].values())
             print(f"{mode}: {passed} of {len(outcomes[mode])} passed", flush=True)
         use = verdict.use_in(kept / mode / "used" for mode in MODES)
