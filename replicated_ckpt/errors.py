@@ -141,7 +141,7 @@ class ShardLost(ReplicatedCkptError):
         where = "; ".join(searched) or "nowhere: no store could be reached"
         super().__init__(
             f"Checkpoint {checkpoint_id!r}: no intact copy of {plural(len(owner_by_shard), 'shard')} is left: {shards}. "
-            f"Searched: {where}."
+            f"Searched: {where.rstrip('.')}."
         )
         self.args = (checkpoint_id, dict(owner_by_shard), tuple(searched))
         self.checkpoint_id = checkpoint_id

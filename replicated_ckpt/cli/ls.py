@@ -8,8 +8,8 @@ from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.cli import unmanaged
 from replicated_ckpt.cli.doubts import list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import HEADER, CheckpointSeen, describe_totals, list_checkpoints
-from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
+from replicated_ckpt.cli.look.checkpoints import HEADER, CheckpointSeen, advise, describe_totals, list_checkpoints
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_table
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
@@ -77,5 +77,5 @@ def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -
     for one in seen.remains:
         if one.is_ours and one.checkpoint_id in listed:
             print(f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it")
-    for line in [*seen.describe_unreached(), *advise_on_silence(seen, store.root)]:
+    for line in [*seen.describe_unreached(), *advise(rows, seen, store.root)]:
         print(line)

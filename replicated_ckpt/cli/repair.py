@@ -12,10 +12,11 @@ from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.cli.doubts import describe_loss, label_nodes, list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import bind_host, start_agent
 from replicated_ckpt.cli.unmanaged import Adoptions
-from replicated_ckpt.cli.verify import as_json, describe_short
+from replicated_ckpt.cli.verify import as_json, describe_short, see_audit
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     adoptions = Adoptions(audits, stock.node_ids, arguments.copies)
     if not arguments.json:
         _print_doubts(store, audit, arguments.lost)
-        _print_plan(audit, adoptions)
+        _print_plan(store, audit, adoptions)
     done = _Done(short=set(audit.plan.short))
     if not arguments.dry_run:
         done.errors |= _give_up_lost(store, arguments.lost)
@@ -211,7 +212,7 @@ def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     return errors
 
 
-def _print_plan(audit: Audit, adoptions: Adoptions) -> None:
+def _print_plan(store: LocalStore, audit: Audit, adoptions: Adoptions) -> None:
     for action in audit.plan.actions:
         print(f"to do: {action}")
     for short in audit.plan.short:
@@ -220,7 +221,11 @@ def _print_plan(audit: Audit, adoptions: Adoptions) -> None:
         print(f"not reached: {line}")
     adoptions.print_plan()
     if not audit.plan.actions and not adoptions.plans:
-        print("nothing to do" if audit.plan.is_complete else "nothing can be done now")
+        done = "nothing to do on the nodes that answered" if audit.unreachable else "nothing to do"
+        print(done if audit.plan.is_complete else "nothing can be done now")
+        seen = see_audit(store, audit)
+        for line in advise(list_checkpoints(seen), seen, store.root):
+            print(line)
 
 
 def _print_outcome(done: _Done, audit: Audit) -> None:

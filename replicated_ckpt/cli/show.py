@@ -5,8 +5,15 @@ import json
 from typing import Any
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import LOST, NOT_SEEN, CheckpointSeen, list_checkpoints, see_with_remains
-from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
+from replicated_ckpt.cli.look.checkpoints import (
+    LOST,
+    NOT_SEEN,
+    CheckpointSeen,
+    advise,
+    list_checkpoints,
+    see_with_remains,
+)
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_bytes, format_moment, format_table
 from replicated_ckpt.core.inventory import saves_found
@@ -55,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             for other, save in known:
                 if other is row:
                     print(_describe(row, save, seen))
-        for line in [*seen.describe_unreached(), *advise_on_silence(seen, store.root)]:
+        for line in [*seen.describe_unreached(), *advise(rows, seen, store.root)]:
             print(line)
     if not rows[0].save_id or not known:
         return ExitCode.FAILED

@@ -12,8 +12,8 @@ from replicated_ckpt.agent.peers.watch import Held
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import list_checkpoints
-from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence
+from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
+from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.look.progress import ReadingProgress
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import count, format_bytes, format_duration
@@ -143,10 +143,11 @@ def _print(store: LocalStore, audit: Audit, seconds: float) -> None:
         print(describe_short(short))
     for action in audit.plan.actions:
         print(f"repair would do: {action}")
-    for row in list_checkpoints(seen):
+    rows = list_checkpoints(seen)
+    for row in rows:
         if seen.unreached.keys() & set(row.not_reached):
             print(f"{row.checkpoint_id}: {row.describe_copies(seen)}")
-    for line in [*seen.describe_unreached(), *advise_on_silence(seen, store.root)]:
+    for line in [*seen.describe_unreached(), *advise(rows, seen, store.root)]:
         print(line)
     size = sum(reading.bytes_read for reading in audit.readings)
     read = f"{format_bytes(size)} read in {format_duration(seconds)} ({format_bytes(size / max(seconds, 1e-9))}/s)"

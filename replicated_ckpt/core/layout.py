@@ -102,7 +102,10 @@ def checkpoint_id_under(root: str, given: str) -> str:
     if PurePath(text).is_absolute():
         relative = relpath(normpath(text), normpath(root))
         if PurePath(relative).parts[:1] in (("..",), ()):
-            raise ConfigInvalid(f"checkpoint_id {text!r} is not inside the root {root!r}.")
+            raise ConfigInvalid(
+                f"checkpoint_id {text!r} is not inside the root {root!r}.",
+                "Pass a name under the root, step-10 say; the root is the directory of all checkpoints.",
+            )
         text = relative
     text = text.rstrip("/")
     if not is_checkpoint_id(text):

@@ -124,6 +124,42 @@ def test_a_damaged_manifest_is_a_line(tmp_path: Path) -> None:
         json.loads(command("ls", "--root", nodes[0].root, "--json").stdout)
 
 
+@pytest.mark.parametrize("words", [["ls"], ["show", "step-1"], ["verify"], ["repair", "--dry-run"], ["status"]])
+def test_a_manifest_that_no_node_can_restore_has_a_next_step(tmp_path: Path, words: list[str]) -> None:
+    """Every command that shows it names what may bring it back, and what ends it."""
+    (node,) = stores(tmp_path, 1)
+    checkpointed([node], 1, {shard(0): (0,)}, copies=1)
+    (node.root / "step-1" / ".manifest.json").write_text("{}")
+    done = command(*words, "--root", node.root)
+    assert "next step for step-1: start the agent of another node that has it" in done.stdout, done.stdout
+    assert f"`replicated-ckpt repair --root {node.root}`" in done.stdout
+    assert f"`rm -r step-1` in the root of {node.node_id()}" in done.stdout
+
+
+def test_files_that_are_lost_have_a_next_step(tmp_path: Path) -> None:
+    """No node that is known holds the shard: what to load instead, and what gives the checkpoint up."""
+    (node,) = stores(tmp_path, 1)
+    checkpointed([node], 1, {shard(0): (0,)}, copies=1)
+    (node.root / "step-1" / shard(0)).unlink()
+    done = command("ls", "--root", node.root)
+    assert "next step for step-1: load an older checkpoint" in done.stdout, done.stdout
+    step = f"replicated-ckpt rm step-1 --root {node.root}"
+    assert f"`{step}`" in done.stdout
+    assert command(*step.split()[1:], "--force").returncode == ExitCode.OK
+
+
+def test_nothing_to_do_is_said_of_the_nodes_that_answered(tmp_path: Path) -> None:
+    """`repair` with a silent node does not say that all is well, and names what brings it back or gives it up."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    with agents(nodes[1:], *PATIENT) as (other,):
+        introduced(nodes[0], [other.endpoint.address()])
+    done = command("repair", "--dry-run", "--root", nodes[0].root)
+    assert done.returncode == ExitCode.UNREACHABLE
+    assert "nothing to do on the nodes that answered\n" in done.stdout, done.stdout
+    assert f"`replicated-ckpt repair --root {nodes[0].root} --lost NODE`" in done.stdout
+
+
 def test_too_few_nodes_are_no_fault_of_a_checkpoint(tmp_path: Path) -> None:
     """Two copies are wanted and there is one node: said, and not counted as short, as `verify` does not."""
     store = LocalStore(tmp_path / "node0")

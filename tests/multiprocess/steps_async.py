@@ -74,6 +74,20 @@ def save_in_process(context: Context, kinds: list[str], checkpoint_ids: list[str
     return saved
 
 
+def save_breaks_in_process(context: Context, kinds: list[str], checkpoint_id: str, ranks: list[int]) -> str:
+    """As `save_in_process`, and `ranks` raise in that process; returns what the future says on this rank."""
+    tempfile.tempdir = "/tmp"
+    future = dcp.async_save(
+        dict(build_all(context, kinds, 0)),
+        checkpoint_id=checkpoint_id,
+        storage_writer=context.writer(),
+        planner=FailingPlanner("write", fails_here=context.rank in ranks),
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+    )
+    assert isinstance(future, Future)
+    return str(future.exception(timeout=100))
+
+
 def save_breaks(context: Context, kinds: list[str], checkpoint_id: str, phase: str, ranks: list[int]) -> dict[str, Any]:
     """A save in the background in which `ranks` raise; returns what the future says on this rank."""
     states = build_all(context, kinds, 0)

@@ -31,6 +31,22 @@ def test_saves_in_a_process_of_their_own(cluster_of: ClusterOf) -> None:
     assert all({"__0_0.distcp", "__1_0.distcp", ".metadata"} <= node.files("step-2") for node in cluster.nodes)
 
 
+@pytest.mark.long
+@pytest.mark.fault
+def test_a_process_of_its_own_serves_on_after_a_failure(cluster_of: ClusterOf) -> None:
+    """A save that one rank fails in its process fails every rank's future, leaves nothing, and the next save is good."""
+    calls = [
+        call("async.save_breaks_in_process", kinds=KINDS, checkpoint_id="step-1", ranks=[1]),
+        call("loss.staging_left"),
+        call("async.save_in_process", kinds=KINDS, checkpoint_ids=["step-2"]),
+        call("state.load", kinds=KINDS, checkpoint_id="latest"),
+    ]
+    results = cluster_of(2, quick_exit=False).launch(calls, nodes=[0, 1])
+    assert all("this rank breaks in write" in said for said in results.of(0)), results.of(0)
+    assert results.of(1) == [[], []]
+    assert results.digests(3) == [results.agreed(2)[0]] * 2
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize("phase", mark_long(["plan", "write"], keep=["write"]))
 def test_an_error_reaches_the_future(cluster_of: ClusterOf, phase: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -35,14 +36,14 @@ def environment(mode: str, folder: Path) -> dict[str, str]:
     }
 
 
-def run(mode: str, tests: Path, names: list[str], folder: Path, timeout_s: float) -> tuple[dict[str, str], set[str]]:
-    """One run of torch's tests; returns how each ended, and which used our storage. Nothing runs on afterwards."""
+def run(mode: str, tests: Path, names: list[str], folder: Path, timeout_s: float, test_s: float) -> dict[str, str]:
+    """One run of torch's tests; returns how each ended. Nothing runs on afterwards."""
     for name in ("tmp", "roots"):
         (folder / name).mkdir(parents=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.referee.record"]
     command += [
         "--timeout",
-        "200",
+        f"{test_s}",
         "-c",
         os.devnull,
         "--rootdir",
@@ -60,18 +61,17 @@ def run(mode: str, tests: Path, names: list[str], folder: Path, timeout_s: float
         except subprocess.TimeoutExpired:
             print(f"{mode}: not done after {timeout_s:.0f} s; what did not run counts as not passed")
         finally:
-            end(process, folder / "roots")
-    used = folder / "used"
-    return verdict.outcomes_in(folder / "outcomes"), set(used.read_text().split("\n") if used.exists() else ())
+            end(process, [folder / "tmp", *(folder / "roots").iterdir()])
+    return verdict.outcomes_in(folder / "outcomes")
 
 
-def end(process: "subprocess.Popen[bytes]", roots: Path) -> None:
+def end(process: "subprocess.Popen[bytes]", roots: Iterable[Path]) -> None:
     """Ends the run, its ranks and the agents that they started."""
     with contextlib.suppress(ProcessLookupError):  # all of them have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for agent in roots.glob("*/.agent"):
-        endpoint = read_endpoint(agent)
+    for root in roots:
+        endpoint = read_endpoint(root / ".agent")
         if endpoint is not None and b"replicated_ckpt" in command_line(endpoint.pid):
             os.kill(endpoint.pid, signal.SIGTERM)
 
@@ -87,25 +87,31 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=ROOT / ".referee")
     parser.add_argument("--keep", type=Path, help="folder for logs and outcomes of each run; default: none are kept")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="of each of the runs")
+    parser.add_argument("--test-s", type=float, default=200.0, help="for one test; more on a busy machine")
     parser.add_argument("names", nargs="*", help="files or tests; default: all")
     arguments = parser.parse_args()
     checkout = arguments.torch_tests
     tests = sources.tests_in(checkout) if checkout is not None else sources.downloaded(arguments.cache)
-    outcomes, used = {}, set()
+    outcomes = {}
     with tempfile.TemporaryDirectory(prefix="referee-", ignore_cleanup_errors=True) as scratch:
+        kept = (arguments.keep or Path(scratch)).absolute()
         for mode in MODES:
-            folder = (arguments.keep or Path(scratch)) / mode
-            outcomes[mode], seen = run(mode, tests, arguments.names, folder.absolute(), arguments.timeout_s)
-            used |= seen
+            outcomes[mode] = run(mode, tests, arguments.names, kept / mode, arguments.timeout_s, arguments.test_s)
             passed = sum(outcome == verdict.PASSED for outcome in outcomes[mode].values())
             print(f"{mode}: {passed} of {len(outcomes[mode])} passed", flush=True)
+        use = verdict.use_in(kept / mode / "used" for mode in MODES)
     found = verdict.judged(outcomes, verdict.expectations())
-    print(f"torch {torch.__version__}, tests in {tests}\n\n{verdict.table(outcomes, used)}\n")
-    for title, entries in (("expected", found.known), ("EXPECTED, BUT PASSES", found.stale), ("DEFECT", found.defects)):
+    print(f"torch {torch.__version__}, tests in {tests}\n\n{verdict.table(outcomes, use.alone)}\n")
+    passing = {test for test, outcome in outcomes[verdict.STOCK].items() if outcome == verdict.PASSED}
+    for title, entries in (
+        ("expected", found.known),
+        ("uses stock's storage, says nothing of ours", sorted(use.stock & passing)),
+        ("EXPECTED, BUT PASSES", found.stale),
+        ("DEFECT", found.defects),
+    ):
         for entry in entries:
             print(f"{title}: {entry}")
-    passing = {test for test, outcome in outcomes[verdict.STOCK].items() if outcome == verdict.PASSED}
-    shortage = None if arguments.names else verdict.describe_shortage(found.judged, len(used & passing))
+    shortage = None if arguments.names else verdict.describe_shortage(found.judged, len(use.alone & passing))
     if shortage:
         print(f"TOO FEW: {shortage}")
     return int(not found.is_good or shortage is not None)

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 Test = Callable[..., Any]
 SKIPPING = ("skip_if_lt_x_gpu", "requires_nccl", "requires_accelerator_dist_backend", "require_n_gpus_for_nccl_backend")
 CPU = torch.device("cpu")
+RANKS = 4
+"""For tests that start a rank for each GPU, four at most as a rule: without one they would start none, and pass."""
 
 
 class CpuMode(TorchFunctionMode):
@@ -52,7 +54,8 @@ def install(module: ModuleType) -> None:
     stand_in: dict[Any, dict[str, Any]] = {
         torch.nn.Module: {"cuda": _itself},
         torch.Tensor: {"cuda": _itself},
-        torch.cuda: {"set_device": lambda *_: None, "synchronize": lambda *_: None, "current_device": lambda: "cpu"},
+        torch.cuda: {"set_device": lambda *_: None, "synchronize": lambda *_: None, "current_device": lambda: "cpu"}
+        | {"device_count": lambda: RANKS},
         torch.accelerator: {"set_device_index": lambda *_: None},
     }
     for owner, names in stand_in.items():

@@ -10,7 +10,7 @@ OUTCOMES_ENV = "REFEREE_OUTCOMES"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when != "call" and report.count_passed:
+    if report.when != "call" and report.passed:
         return
     line = {
         "test": report.nodeid,

@@ -2,6 +2,9 @@
 
 import importlib
 import os
+import tempfile
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from tests.referee.verdict import OURS, STOCK
 
 ROOTS_ENV = "REFEREE_ROOTS"
 USED_ENV = "REFEREE_USED"
@@ -23,22 +27,38 @@ TUNING = {"single_file_per_rank", "sync_files", "thread_count", "per_thread_copy
 
 
 def own_root() -> Path:
-    """One store for all ranks, or one for each pair of them: nodes with disks of their own."""
+    """One store for all ranks, or one for each pair of them: nodes with disks of their own.
+
+    The first node's root is the folder of temporary directories, so that a test finds the checkpoint at its own path.
+    """
     is_scattered = os.environ[MODE_ENV] == SCATTERED and dist.is_initialized()
     node = dist.get_rank() // RANKS_PER_NODE if is_scattered else 0
-    return Path(os.environ[ROOTS_ENV]) / f"node{node}"
+    return Path(os.environ[ROOTS_ENV]) / f"node{node}" if node else Path(tempfile.gettempdir())
 
 
 def name_of(path: PathLike) -> str:
     """The checkpoint id that stands for a path of a test, alike on all ranks."""
-    return str(Path(path).absolute()).strip("/")
+    absolute, temporary = Path(path).absolute(), Path(tempfile.gettempdir())
+    return str(absolute.relative_to(temporary) if absolute.is_relative_to(temporary) else absolute).strip("/")
 
 
-def note_use() -> None:
-    """Writes down which test came here."""
+def note_use(storage: str = OURS) -> None:
+    """Writes down which test came to which storage."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     with Path(os.environ[USED_ENV]).open("a") as file:
-        file.write(f"{test}\n")
+        file.write(f"{storage} {test}\n")
+
+
+def note_stock(owner: Any, name: str) -> None:
+    """Stock's own method says that it was called: a test that passes by it says nothing of ours."""
+    method: Callable[..., Any] = getattr(owner, name)
+
+    @wraps(method)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note_use(STOCK)
+        return method(self, *args, **kwargs)
+
+    setattr(owner, name, noted)
 
 
 class SwappedWriter(ReplicatedWriter):
@@ -80,7 +100,7 @@ class SwappedReader(ReplicatedReader):
     def __init__(self, path: PathLike, *args: Any, **options: Any) -> None:
         if args or options:
             raise NotImplementedError(f"ReplicatedReader has no {args} {options}")
-        super().__init__(own_root())
+        super().__init__(own_root(), trust_pickles=True)  # as stock does: torch's tests save objects of any class
         self._path = path
         self._is_named = False
 
@@ -122,6 +142,13 @@ def install() -> None:
     """In every module that has a name for one of the classes by now; stock's own subclasses keep their base."""
     private = "torch.distributed.checkpoint."
     fsspec = importlib.import_module(f"{private}_fsspec_filesystem")
+    base_of_writers = filesystem.FileSystemWriter.__mro__[1]  # of the one for fsspec, too
+    for stock, calls in (
+        (base_of_writers, ("write_data", "finish")),
+        (filesystem.FileSystemReader, ("read_metadata", "read_data")),
+    ):
+        for call in calls:
+            note_stock(stock, call)
     for module in (dcp, filesystem, importlib.import_module(f"{private}_storage_utils")):
         setattr(module, "FileSystemWriter", SwappedWriter)  # noqa: B010 - a module's classes are final to mypy
         setattr(module, "FileSystemReader", SwappedReader)  # noqa: B010

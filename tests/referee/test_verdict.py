@@ -1,6 +1,9 @@
 """The referee judges rightly; the run itself is `make referee`."""
 
 import json
+import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 
 from tests.referee import sources, verdict
 
+ROOT = Path(__file__).resolve().parents[2]
 STOCK = {"t::passes": "passed", "t::fails": "failed", "t::skipped": "skipped"}
 
 
@@ -54,6 +58,58 @@ def test_a_test_fails_if_any_part_of_it_does(tmp_path: Path) -> None:
     path = tmp_path / "outcomes"
     path.write_text("\n".join(json.dumps({"test": test, "outcome": outcome}) for test, outcome in lines))
     assert verdict.outcomes_in(path) == {"one": "passed", "two": "failed", "three": "failed"}
+
+
+def test_every_test_of_a_run_is_written_down(tmp_path: Path) -> None:
+    """The plugin says of each how it ended; without a line a test would count as not run."""
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
+    )
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", ".", "-p", "tests.referee.record", "."],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "REFEREE_OUTCOMES": str(tmp_path / "outcomes")},
+        check=False,
+        timeout=100,
+    )
+    assert verdict.outcomes_in(tmp_path / "outcomes") == {
+        "test_some.py::test_a": "passed",
+        "test_some.py::test_b": "failed",
+        "test_some.py::test_c": "skipped",
+    }
+
+
+def test_what_came_to_stocks_storage_is_not_counted_as_ours(tmp_path: Path) -> None:
+    """A test that used stock's storage, alone or besides ours, shows nothing of ours by passing."""
+    (tmp_path / "one").write_text("ours t::a\nours t::b\nours t::b\n")
+    (tmp_path / "two").write_text("stock t::b\nstock t::c\n")
+    use = verdict.use_in([tmp_path / "one", tmp_path / "two", tmp_path / "none"])
+    assert use.alone == {"t::a"}
+    assert use.stock == {"t::b", "t::c"}
+
+
+def test_stocks_own_storage_says_that_it_was_called(tmp_path: Path) -> None:
+    """Where a run has ours in stock's place, a save through a class of stock that a test kept is written down."""
+    program = (
+        "from torch.distributed.checkpoint import filesystem\n"
+        "import torch.distributed.checkpoint as dcp, torch\n"
+        "stock = dcp.FileSystemWriter.__mro__[1].__name__, filesystem._FileSystemWriter.__name__\n"
+        "class Kept(filesystem._FileSystemWriter):\n"
+        "    pass\n"
+        "dcp.save({'a': torch.ones(2)}, storage_writer=Kept('kept'), no_dist=True)\n"
+        "assert stock == ('ReplicatedWriter', '_FileSystemWriter'), stock\n"
+    )
+    paths = os.pathsep.join([str(ROOT / "tests" / "referee" / "inject"), str(ROOT)])
+    environment = {"PYTHONPATH": paths, "REFEREE_MODE": "together", "REFEREE_USED": str(tmp_path / "used")}
+    environment |= {"REFEREE_ROOTS": str(tmp_path), "PYTEST_CURRENT_TEST": "test_x.py::test_y (call)"}
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        check=True,
+        timeout=100,
+    )
+    assert verdict.use_in([tmp_path / "used"]) == verdict.Use(frozenset(), frozenset({"test_x.py::test_y"}))
 
 
 def test_each_expectation_has_a_reason() -> None:

@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import is_removed_everywhere
-from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence
 from replicated_ckpt.cli.look.table import count, format_bytes, format_moment
 from replicated_ckpt.core.inventory import SaveFound, saves_found
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
@@ -210,6 +211,24 @@ def describe_totals(rows: Iterable[CheckpointSeen], seen: NodesSeen) -> str:
     return f"{count(len(rows), 'checkpoint')}, {size} in one copy of each; {nodes}" + "".join(
         f"; {one}" for one in wrong
     )
+
+
+def advise(rows: Iterable[CheckpointSeen], seen: NodesSeen, root: Path) -> list[str]:
+    """The next step for each checkpoint that no node which answered can mend, and for nodes that did not answer."""
+    steps = []
+    for row in rows:
+        if row.state == DAMAGED:
+            steps.append(
+                f"next step for {row.checkpoint_id}: start the agent of another node that has it, then `replicated-ckpt "
+                f"repair --root {root}`; if its files are not needed: `rm -r {row.checkpoint_id}` in the root of "
+                f"{seen.list_names(row.nodes)}"
+            )
+        elif row.state == LOST:
+            steps.append(
+                f'next step for {row.checkpoint_id}: load an older checkpoint, as "latest" does; bring back a disk that '
+                f"has the lost files, or give it up: `replicated-ckpt rm {row.checkpoint_id} --root {root}`"
+            )
+    return [*steps, *advise_on_silence(seen, root)]
 
 
 _NOT_GOOD = {

@@ -92,7 +92,8 @@ class _Drained:
         others = count(len(self.seen.held) - 1, "other node")
         label = self.seen.label(self.seen.own_node)
         if not self.is_empty:
-            lines.append(f"{label} must stay up: what is listed above has too few copies on the {others} that answered")
+            there = f"too few copies on the {others} that answered" if len(self.seen.held) > 1 else "no copy elsewhere"
+            lines.append(f"{label} must stay up: what is listed above has {there}")
             return [*lines, *self.seen.describe_unreached(), *advise_on_silence(self.seen, store.root)]
         lines.append(f"{label} may be taken down: every checkpoint has its copies on the {others} that answered")
         wanted = max((manifest.copies for manifest in self.seen.manifests.values()), default=1)

@@ -12,8 +12,8 @@ from typing import Any
 from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.agent.state.log_file import LOG_NAME
-from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, describe_totals, list_checkpoints
-from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
+from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise, describe_totals, list_checkpoints
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_duration, format_table
 from replicated_ckpt.cli.nodes.health import Health, describe_protection, describe_room, describe_uploads, judge_health
@@ -103,7 +103,7 @@ class _State:
 
     def _next_steps(self, store: LocalStore) -> list[str]:
         start = [] if self.agent is not None else ["next step: --start-agents starts this node's agent, as does a load"]
-        return [*start, *advise_on_silence(self.seen, store.root)]
+        return [*start, *advise(self.rows, self.seen, store.root)]
 
     def _nodes(self) -> list[str]:
         own = self.seen.own_node

@@ -25,6 +25,7 @@ from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, R
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave, manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.remains import RemainsReader
+from replicated_ckpt.stores.local.replaceable import is_checkpoint
 from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -286,7 +287,9 @@ class Surveyor:
                 unreached=self.unreached,
             )
         what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
-        return CheckpointNotFound(f"{what} was found. Searched: {where}.", unreached=self.unreached)
+        root, above = self._store.root, "is a checkpoint itself: pass the directory above as root, and checkpoint_id"
+        hint = f"{root} {above}={root.name!r}." if is_checkpoint(root) else None
+        return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=self.unreached)
 
 
 def shard_lost_error(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:

@@ -20,7 +20,7 @@ def ensure_identity(root: Path) -> str:
     path = root / NODE_NAME
     with translate_errors(str(root), "identify", NODE_NAME):
         if not path.exists():
-            make_root(root)
+            _make_directory(root)
             check_root(root)
             fresh = path.with_name(f".{NODE_NAME}.{uuid.uuid4().hex}")
             write_file(fresh, json.dumps({"node_id": uuid.uuid4().hex[:12]}).encode())
@@ -32,6 +32,16 @@ def ensure_identity(root: Path) -> str:
                 fresh.unlink()
         fsync_directory(root)  # also the name that another process has just made
     return read_identity(root)
+
+
+def _make_directory(root: Path) -> None:
+    try:
+        make_root(root)
+    except (FileExistsError, NotADirectoryError, FileNotFoundError) as exc:
+        raise ConfigInvalid(
+            f"The root {root} cannot be made: {exc.strerror} ({exc.filename}).",
+            "Pass a directory on a disk of this node as root; it is made if it is not there.",
+        ) from exc
 
 
 def read_identity(root: Path) -> str:

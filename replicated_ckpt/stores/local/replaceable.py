@@ -32,7 +32,7 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
     if leads_out(root, checkpoint_id):
         raise ConfigInvalid(f"{checkpoint_id!r} leads out of {root} by a symbolic link.", _USE_ANOTHER)
     for parent in list(final.relative_to(root).parents)[:-1]:
-        if _is_checkpoint(root / parent):
+        if is_checkpoint(root / parent):
             raise ConfigInvalid(f"{checkpoint_id!r} would lie inside the checkpoint {str(parent)!r}.", _ONE_EACH)
     if not final.exists():
         return
@@ -50,12 +50,13 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
 def holds_checkpoint(directory: Path) -> bool:
     """Whether any file of a checkpoint lies there: one of ours, or of stock torch, whole or not."""
     try:
-        return any(is_checkpoint_file(entry.name) for entry in os.scandir(directory))
+        with os.scandir(directory) as entries:
+            return any(is_checkpoint_file(entry.name) for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
-def _is_checkpoint(directory: Path) -> bool:
+def is_checkpoint(directory: Path) -> bool:
     return (directory / METADATA_NAME).exists() or (directory / MANIFEST_NAME).exists()
 
 
@@ -79,7 +80,7 @@ def _check_others(root: Path, final: Path) -> None:
 
 
 def _checkpoint_below(directory: Path, depth: int) -> Path | None:
-    if _is_checkpoint(directory):
+    if is_checkpoint(directory):
         return directory
     below = (Path(entry.path) for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
     found = (

@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +26,13 @@ _NUMBER_MAX = (1 << 63) - 1
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _ALIGNMENT_BYTES = 8
+_PLACES, _RANKS_FILE = "DCP_SHARDING_INFO", re.compile(r"shard-\d+-")
+"""HuggingFaceStorageWriter says where in the whole each tensor of a file begins, and names files of single ranks so."""
+_CONSOLIDATE = (
+    "Import what torch makes of the files of all ranks: save with HuggingFaceStorageWriter(..., save_distributed=True, "
+    "enable_consolidation=True), or call consolidate_safetensors_files of "
+    "torch.distributed.checkpoint._consolidate_hf_safetensors."
+)
 _FETCH = "Fetch the file again from where it came: it was cut off, or is something else."
 
 _NAMES = {
@@ -102,14 +110,14 @@ def decode_header(raw: bytes, data_bytes: int, label: str) -> list[Tensor]:
         ConfigInvalid: it is no safetensors file, or one with types that this torch does not have.
     """
     try:
-        tensors = [_decode_tensor(name, entry) for name, entry in _entries(raw)]
+        tensors = [_decode_tensor(name, entry) for name, entry in _entries(raw, label)]
         _check_filled(tensors, data_bytes)
     except (ValueError, TypeError, KeyError, RecursionError) as exc:
         raise ConfigInvalid(f"{label} is no safetensors file: {type(exc).__name__}: {str(exc)[:300]}.", _FETCH) from exc
     return tensors
 
 
-def _entries(raw: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _entries(raw: bytes, label: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Names and what is told of them, `__metadata__` left out."""
     position = _token(raw, 0, b"{")
     seen: set[str] = set()
@@ -120,7 +128,7 @@ def _entries(raw: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
             raise ValueError(f"{name[:80]!r} is there twice")
         seen.add(name)
         if name == "__metadata__":
-            position = _without_metadata(raw, position)
+            position = _without_metadata(raw, position, label)
         else:
             end = raw.find(b"}", position, position + _ENTRY_BYTES_MAX) + 1
             entry = json.loads(raw[position:end], parse_constant=_refuse, object_pairs_hook=name_once)
@@ -134,15 +142,22 @@ def _entries(raw: bytes) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ValueError("something stands behind the header")
 
 
-def _without_metadata(raw: bytes, position: int) -> int:
+def _without_metadata(raw: bytes, position: int, label: str) -> int:
     """Where the texts of `__metadata__` end."""
     position = _token(raw, position, b"{")
     while not raw.startswith(b"}", position):
-        _, position = _text(raw, position)
-        _, position = _text(raw, _token(raw, position, b":"))
+        name, position = _text(raw, position)
+        value, position = _text(raw, _token(raw, position, b":"))
+        if name == _PLACES and (_RANKS_FILE.match(Path(label).name) or re.search(r"[1-9]", _offsets(value))):
+            raise ConfigInvalid(f"{label} holds one rank's parts of tensors, which look like whole ones.", _CONSOLIDATE)
         if not raw.startswith(b"}", position):
             position = _token(raw, position, b",")
     return _skip(raw, position + 1)
+
+
+def _offsets(places: str) -> str:
+    """The numbers in what torch says of the places of tensors, whose names may hold digits, too."""
+    return " ".join(str(place["saved_offsets"]) for place in dict(json.loads(places)).values())
 
 
 def _text(raw: bytes, position: int) -> tuple[str, int]:

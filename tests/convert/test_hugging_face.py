@@ -1,0 +1,86 @@
+"""Torch's storage for Hugging Face files, and ours: each reads what the other wrote, and parts are not taken for wholes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys as load_by_names
+
+from replicated_ckpt import ReplicatedReader, export_checkpoint, import_checkpoint
+from replicated_ckpt.errors import ConfigInvalid
+from tests.convert.states import blank, checkpoint
+
+pytest.importorskip("safetensors")
+if not hasattr(dcp, "HuggingFaceStorageWriter"):  # torch 2.7 has it under private names, 2.8 here
+    pytest.skip("this torch has no public storage for Hugging Face files", allow_module_level=True)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*1 node:replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(11)
+    return {"layer.weight": torch.randn(6, 3), "layer.bias": torch.randn(6).bfloat16(), "emb": torch.randn(5, 2)}
+
+
+def save_with_torch(state: dict[str, Any], folder: Path, **options: Any) -> None:
+    dcp.save(dict(state), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), **options), no_dist=True)
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("shard_size_limit", [1 << 30, 50])
+def test_torch_reads_what_we_export(tmp_path: Path, shard_size_limit: int) -> None:
+    """HuggingFaceStorageReader takes a directory of `--to safetensors`, of one file or of several."""
+    state = checkpoint(tmp_path / "root", weights())
+    export_checkpoint(
+        "step-1", tmp_path / "hf", format="safetensors", root=tmp_path / "root", shard_size_limit=shard_size_limit
+    )
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == (1 if shard_size_limit > 100 else 3)
+    found = blank(state)
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "hf")), no_dist=True)
+    assert_same(found, state)
+
+
+@pytest.mark.parametrize("options", [{}, {"save_distributed": True, "enable_consolidation": True}])
+def test_we_import_what_torch_writes(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A checkpoint of HuggingFaceStorageWriter, written whole or put together from ranks' files, loads as one of ours."""
+    state = weights()
+    save_with_torch(state, tmp_path / "hf", **options)
+    import_checkpoint(tmp_path / "hf", "step-7", format="safetensors", root=tmp_path / "root", copies=1)
+    found = blank(state)
+    dcp.load(found, checkpoint_id="step-7", storage_reader=ReplicatedReader(tmp_path / "root"), no_dist=True)
+    assert_same(found, state)
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_ranks_file_is_not_taken_for_a_whole(tmp_path: Path, is_renamed: bool) -> None:
+    """It has parts of tensors under their names: the error names the file and what puts the ranks' files together."""
+    save_with_torch(weights(), tmp_path / "hf", save_distributed=True)
+    (written,) = (tmp_path / "hf").iterdir()
+    if is_renamed:  # then what it says of places tells a second rank's part
+        raw = written.read_bytes().replace(rb"\"saved_offsets\": [0, 0]", rb"\"saved_offsets\": [3, 0]")
+        written.unlink()
+        written = written.with_name("model.safetensors")
+        written.write_bytes(raw)
+    with pytest.raises(ConfigInvalid, match="one rank's parts") as raised:
+        import_checkpoint(tmp_path / "hf", "step-7", format="safetensors", root=tmp_path / "root", copies=1)
+    assert str(written) in str(raised.value)
+    assert "enable_consolidation" in raised.value.hint
+    assert not (tmp_path / "root" / "step-7").exists()
+
+
+def test_a_whole_is_loaded_by_its_names_alone(tmp_path: Path) -> None:
+    """`_load_state_dict_from_keys` brings everything, or what is named, without a state dict to load into."""
+    state = checkpoint(tmp_path / "root", weights())
+    root = tmp_path / "root"
+    assert_same(load_by_names(storage_reader=ReplicatedReader(root), checkpoint_id="step-1"), state)
+    reader = ReplicatedReader(root, expect_partial=True)
+    some = load_by_names({"emb"}, storage_reader=reader, checkpoint_id="step-1")
+    assert_same(some, {"emb": state["emb"]})

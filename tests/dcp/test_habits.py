@@ -1,0 +1,60 @@
+"""Arguments as one passes them to FileSystemWriter and FileSystemReader: each error names what to pass instead."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from replicated_ckpt import CheckpointExists, CheckpointNotFound, ConfigInvalid, ReplicatedReader, ReplicatedWriter
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*1 node:replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+
+
+def save(root: Path, checkpoint_id: str) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=checkpoint_id, storage_writer=ReplicatedWriter(root), no_dist=True)
+
+
+def test_a_checkpoint_given_as_root_is_told_apart(tmp_path: Path) -> None:
+    """FileSystemReader takes the checkpoint's own directory: the hint names the directory above and the id."""
+    save(tmp_path, "step-1")
+    with pytest.raises(CheckpointNotFound) as raised:
+        dcp.load({"w": torch.zeros(3)}, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path / "step-1"))
+    assert "pass the directory above as root, and checkpoint_id='step-1'" in raised.value.hint
+
+
+def test_a_path_outside_the_root_is_no_id(tmp_path: Path) -> None:
+    """FileSystemWriter's ids are paths: the hint says what the root is, and what an id."""
+    with pytest.raises(CheckpointException) as raised:
+        save(tmp_path / "root", str(tmp_path / "elsewhere" / "step-1"))
+    error, _ = raised.value.failures[0]
+    assert isinstance(error, ConfigInvalid)
+    assert "Pass a name under the root" in error.hint
+
+
+@pytest.mark.parametrize("below", [".", "deeper"])
+def test_a_root_that_is_no_directory_is_an_argument_to_correct(tmp_path: Path, below: str) -> None:
+    """A file as root, or as a directory above it: no store failed, and the hint says what a root is."""
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointException) as raised:
+        save(tmp_path / "file" / below, "step-1")
+    error, _ = raised.value.failures[0]
+    assert isinstance(error, ConfigInvalid), error
+    assert "Pass a directory on a disk of this node" in error.hint
+
+
+def test_a_name_that_is_taken_leaves_no_descriptor(tmp_path: Path) -> None:
+    """The directory that was looked into is closed at once, and not by the collector of garbage."""
+    save(tmp_path, "step-1")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(CheckpointException) as raised:
+            save(tmp_path, "step-1")
+    error, _ = raised.value.failures[0]
+    assert isinstance(error, CheckpointExists)
+    assert [str(each.message) for each in said if each.category is ResourceWarning] == []
