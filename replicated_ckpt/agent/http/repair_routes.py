@@ -125,12 +125,10 @@ class RepairRoutes:
             raise ConfigInvalid("remove: no save of a checkpoint is named.")
         if fields.get("session"):
             service.pins.end(str(fields["session"]))
-        is_pinned = service.pins.is_pinned(save_id) and not fields.get("force")
-        why = f"a load reads it, or did in the last {PIN_S:.0f} s" if is_pinned else ""
-        if is_pinned and fields.get("is_patient"):
-            service.removals.take(save_id)
-        if is_pinned:
-            return json_answer(is_removed=False, why=why)
+        if service.pins.is_pinned(save_id) and not fields.get("force"):
+            if fields.get("is_patient"):
+                service.removals.take(save_id)
+            return json_answer(is_removed=False, why=f"a load reads it, or did in the last {PIN_S:.0f} s")
         service.pins.drop(save_id)
         if fields.get("is_asked"):
             is_kept = not fields.get("force") and self._is_read_here(checkpoint_id, save_id)
