@@ -8,6 +8,7 @@ from typing import Any
 
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Version, moment
+from replicated_ckpt.core.one_line import one_line
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Holding:
         """
         sizes = {str(name): index(size) for name, size in dict(fields["sizes"]).items()}
         holding = cls(
-            str(fields["node_id"]),
+            one_line(fields["node_id"]),
             str(fields["checkpoint_id"]),
             str(fields["save_id"]),
             index(fields["sequence"]),

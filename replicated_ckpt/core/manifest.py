@@ -9,11 +9,13 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import SEQUENCE_MAX, ShardName, is_checkpoint_id, is_lineage, is_save_id
 from replicated_ckpt.core.lineage import Named, Version, check_replaces, moment
 from replicated_ckpt.core.notes import check_notes
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
 
 VERSION = 1
 MANIFEST_BYTES_MAX = 64 << 20
 """JSON takes many times its size once it is parsed; the manifest of 100,000 ranks fits."""
+_TEXT_CHARS_MAX = 4096
 _U32 = (1 << 32) - 1
 
 
@@ -184,9 +186,10 @@ def _shard(fields: Mapping[str, Any]) -> ShardEntry:
 
 
 def _text(value: object) -> str:
+    """A text that goes onto terminals and into logs: whoever writes a store has chosen it."""
     if not isinstance(value, str):
         raise TypeError(f"expected text, found {value!r}")
-    return value
+    return one_line(value, _TEXT_CHARS_MAX)
 
 
 def _count(value: object, maximum: int = 1 << 62) -> int:

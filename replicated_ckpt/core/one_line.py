@@ -3,4 +3,5 @@
 
 def one_line(text: object, chars_max: int = 2000) -> str:
     """A peer's words as they may stand in a log or an error: bounded, and no line of their own making."""
-    return "".join(char if char.isprintable() else "?" for char in str(text)[:chars_max])
+    said = str(text)[:chars_max]
+    return said if said.isprintable() else "".join(char if char.isprintable() else "?" for char in said)

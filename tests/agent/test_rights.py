@@ -1,9 +1,10 @@
 """Rights: who may ask an agent for what, route by route, as SECURITY.md and the design say it."""
 
+import ast
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from replicated_ckpt.agent.state.rights import INVITATION_S, Right, Tokens, invi
 from replicated_ckpt.errors import PeerProtocolError, StoreDenied
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import RunningAgent, running_agent
-from tests.docs.test_docs import quoted, rows, section
+from tests.docs.test_docs import AGENT_ROUTES, ROOT, quoted, rows, section
 
 SAVE = "9" * 32
 FILLED = {"{save_id}": SAVE, "{name}": "__0_0.distcp"}
 OPENING = {"checkpoint_id": "step-1", "session": "s", "overwrite": False, "peers": []}
+TICKETED = ("GET /v1/saves/{save_id}", "POST /v1/saves/{save_id}/abort")
 ENDINGS = ("POST /v1/saves/{save_id}/commit", "POST /v1/saves/{save_id}/pull")
 
 
@@ -71,7 +73,67 @@ def is_denied(agent: RunningAgent, token: str, verb: str) -> bool:
     return response.status == 403 and (method == "HEAD" or b"needs the right" in raw)
 
 
+def test_no_route_hands_on_to_one_that_is_not_listed() -> None:
+    """Each `match` on a request's path in the agent's doors is one of those that the tables are held against."""
+    found = {
+        (path.stem, function.name)
+        for path in (ROOT / "replicated_ckpt/agent/http").glob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for match in ast.walk(function)
+        if isinstance(match, ast.Match) and "request.method" in ast.unparse(match.subject)
+    }
+    assert found == AGENT_ROUTES.keys()
+
+
 VERBS = sorted(rights_in_the_design(), key=lambda verb: (verb.endswith("shutdown"), verb))
+
+
+def ask(agent: RunningAgent, token: str | None, verb: str, fields: Mapping[str, object], ticket: str = "") -> int:
+    """The status of the answer to a request about SAVE; without a header where there is no token."""
+    method, path = verb.split()
+    for name, value in FILLED.items():
+        path = path.replace(name, value)
+    query = f"?settle=over&ticket={ticket}" if ticket else ""
+    with AgentClient(replace(agent.endpoint.address(), token=token or "")) as client:
+        headers = client._headers() if token is not None else {}
+        client._connection.request(method, path + query, json.dumps({**fields, "ticket": ticket}).encode(), headers)
+        response = client._connection.getresponse()
+        response.read()
+        return response.status
+
+
+@pytest.fixture
+def two_saves(agent: RunningAgent) -> Iterator[dict[str, str]]:
+    """Their tickets, by id; both are open, and SAVE is one of them."""
+    tickets = {SAVE: "a" * 32, "8" * 32: "b" * 32}
+    with agent.client() as owner:
+        for number, (save_id, ticket) in enumerate(tickets.items()):
+            opening = {**OPENING, "checkpoint_id": f"s-{number}", "session": f"s-{number}", "ticket": ticket}
+            owner.call("POST", f"/v1/saves/{save_id}", opening)
+        yield tickets
+        for save_id in tickets:
+            owner.call("POST", f"/v1/saves/{save_id}/abort", {"why": "the next case"})
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_without_a_right_there_is_no_verb(agent: RunningAgent, two_saves: dict[str, str], verb: str) -> None:
+    """No token, an empty one, one of another agent and a ticket of the very save in a token's place: 401, each time."""
+    for token in (None, "", Tokens.draw().owner, invite(Tokens.draw().owner, time.time()), two_saves[SAVE]):
+        assert ask(agent, token, verb, OPENING, two_saves[SAVE]) == 401, token
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_ticket_is_good_for_its_own_save_alone(agent: RunningAgent, two_saves: dict[str, str], verb: str) -> None:
+    """A peer with the ticket of another save may do what it may without one; its own gives up, and settles, its save."""
+    peer, listed = agent.endpoint.token, Right[rights_in_the_design()[verb]]
+    fields = OPENING if verb == "POST /v1/saves/{save_id}" else {}
+    others, own = (ask(agent, peer, verb, fields, two_saves[save_id]) for save_id in ("8" * 32, SAVE))
+    if verb in TICKETED:
+        assert (others, own) == (403, 200)
+    else:
+        is_refused = listed > Right.PEER or verb in ENDINGS
+        assert (others == 403, own == 403) == (is_refused, is_refused)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -3,17 +3,22 @@
 import os
 import shutil
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from replicated_ckpt import Retention
+from replicated_ckpt.agent.repair.retire import Retirer
+from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.removals import REMOVALS_MAX, RemovalBook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.stores.local.replaced import lock_version
+from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
@@ -23,6 +28,7 @@ from tests.cli.commands import as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 SMALL = 3000
+OTHER_SAVE = "f" * 32
 QUICK = ("--lost-after-s", "1.5", "--round-every-s", "1")
 
 
@@ -204,6 +210,43 @@ def test_a_removal_ends_once_it_is_done(tmp_path: Path) -> None:
     for number in range(REMOVALS_MAX + 5):
         book.take(f"{number + 3:032x}")
     assert len(book.read_all()) == len(book.read_pending()) == REMOVALS_MAX
+
+
+def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays told, whenever the note, the move and the end of it come: else other nodes would bring the save back."""
+    store = LocalStore(tmp_path / "a")
+    save_id = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=SMALL).save_id
+    service = NodeService(store)
+    book, find_here, looks = service.removals, Retirer._find_here, iter((None, service.removals.take))
+
+    def move_on(read: Callable[[RemovalBook], Any]) -> Callable[[RemovalBook], Any]:
+        """A request for the removal gets one step further before the second time that the book is read."""
+
+        def reading(self: RemovalBook) -> Any:
+            step = next(looks, None)
+            if step is not None:
+                step(save_id)
+            return read(self)
+
+        return reading
+
+    def scan(self: Retirer) -> Mapping[str, str]:
+        for step in filter(None, looks):
+            step(save_id)
+        found = find_here(self)
+        assert retire(store.root, "step-1", save_id)
+        book.finish(save_id)
+        return found
+
+    book.take(OTHER_SAVE)  # without a note there is no look
+    for name in ("read_all", "read_pending", "read_pending_and_done"):
+        if hasattr(RemovalBook, name):
+            monkeypatch.setattr(RemovalBook, name, move_on(getattr(RemovalBook, name)))
+    monkeypatch.setattr(Retirer, "_find_here", scan)
+    Retirer(service, threading.Event())._finish_removals()
+    assert save_id in RemovalBook(store.root / ".agent").read_all()
 
 
 def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -25,6 +26,7 @@ from replicated_ckpt.errors import (
     StoreError,
 )
 from tests.convert.states import assert_equal, blank, contents, scheduled, tensors_of
+from tests.fault.test_hostile_peers import memory_at_most
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Saved = tuple[Path, dict[str, Any]]
@@ -217,3 +219,20 @@ def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> Non
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(ConfigInvalid, match="is not there"):
             imported(tmp_path, tmp_path / "root", "safetensors")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("format_", "name"),
+    [("safetensors", "model.safetensors"), ("safetensors", "model.safetensors.index.json"), ("dcp", ".metadata")],
+)
+@pytest.mark.parametrize("way", ["a pipe", "a terabyte"])
+def test_what_is_no_file_hangs_no_import(tmp_path: Path, format_: str, name: str, way: str) -> None:
+    """A directory from elsewhere may hold a pipe, which nobody writes, or a file of a terabyte, in a file's place."""
+    if way == "a pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1 << 40)
+    with memory_at_most(1 << 30), pytest.raises((ConfigInvalid, StoreError)):
+        imported(tmp_path, tmp_path / "root", format_)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,15 +237,35 @@ def test_an_old_decision_answers_no_post_of_this_run() -> None:
 
 
 def test_an_old_post_takes_part_in_no_decision_that_its_rank_acts_on() -> None:
-    """Put back, it is read in the place of the rank's own post, and the rank goes on with nothing: its call fails."""
+    """Put back, it is read in the place of the rank's own post; the rank sees that soon, and its call fails by name."""
     earlier, job = Job(SECRET, SECRET, SECRET), Job(SECRET, SECRET, SECRET)
     earlier.call("save")
     nonces = [board.post("save", {"rank": rank}) for rank, board in enumerate(job.boards)]
     replayed(job, {"save/1": earlier.store.get("save/1")})
     job.boards[0].decide("save", job.boards[0].posts("save", 1.0), {"save_id": "new"})
     assert job.got(2, "save", nonces[2]) == {"save_id": "new"}
-    with pytest.raises(MeetingFailed):
-        job.boards[1].decision("save", nonces[1], 0.2)
+    began = time.monotonic()
+    with pytest.raises(PeerProtocolError, match="'save/1' on the c10d store was replaced"):
+        job.boards[1].decision("save", nonces[1], 30.0)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_post_that_was_taken_away_fails_its_rank_soon(secret: bytes | None) -> None:
+    """Before a decision and without one: who can write the store makes a call fail, and by no wait to its time-out."""
+    job = Job(secret, secret, secret)
+    nonce = job.boards[1].post("load", {"rank": 1})
+    job.store.delete_key("load/1")
+    with pytest.raises(PeerProtocolError, match="'load/1' on the c10d store was replaced"):
+        job.boards[1].decision("load", nonce, 30.0)
+
+
+def test_a_rank_that_waits_long_keeps_its_own_post() -> None:
+    """A slow coordinator is waited for as before; a large post, which is packed, is known again."""
+    job = Job(SECRET, SECRET, SECRET)
+    nonce = job.boards[1].post("load", LARGE)
+    with pytest.raises(MeetingFailed, match="the coordinator had not decided"):
+        job.boards[1].decision("load", nonce, 3.0)
 
 
 def test_the_secret_is_in_no_post() -> None:

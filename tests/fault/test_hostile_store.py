@@ -4,12 +4,15 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
+from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, SEQUENCE_MAX
+from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.upkeep.finding import Problem
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
@@ -19,10 +22,14 @@ from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.remains import RemainsReader
+from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
+from replicated_ckpt.stores.unmanaged.shard import UnmanagedFileShard
+from replicated_ckpt.stores.verified import Expected, VerifiedShard
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, shard
+from tests.fault.test_hostile_peers import memory_at_most
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
 TERABYTE = 1 << 40
@@ -97,6 +104,28 @@ def test_an_agent_answers_from_a_store_with_pipes(store: LocalStore) -> None:
             client.fetch("GET", f"/v1/files/{save_id}/__0_0.distcp?checkpoint_id=step-1")
         findings = client.call("POST", "/v1/verify", {})["findings"]
         assert {finding["name"] for finding in findings} >= {"__0_0.distcp"}
+
+
+def sparse_shard(directory: Path, kind: str) -> VerifiedShard:
+    """A file as large as a disk that is, by what is said of it, one item."""
+    path = directory / "step-1" / shard(0)
+    path.parent.mkdir()
+    path.touch()
+    filled(path)
+    if kind == "stock's":
+        whole = [ByteRange(0, TERABYTE)]
+        return UnmanagedFileShard(UnmanagedDirectory(directory), "step-1", shard(0), Expected(TERABYTE, 0), whole)
+    expected = Expected(TERABYTE, 0, BlockTable(TERABYTE, TERABYTE, (0,)))
+    return ShardFile(partial(os.open, path, os.O_RDONLY), "here", shard(0), expected)
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock's"])
+def test_an_item_of_a_terabyte_is_a_bad_copy(tmp_path: Path, kind: str) -> None:
+    """One for which there is no memory is an error of that copy, after which a load asks the next one."""
+    reader = sparse_shard(tmp_path, kind).open()
+    with memory_at_most(1 << 30), pytest.raises(ObjectCorrupt, match=f"item of {TERABYTE} bytes is more than there"):
+        reader.read(0, TERABYTE)
+    reader.close()
 
 
 def mark_of(sequence: int) -> bytes:

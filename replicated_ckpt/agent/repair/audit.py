@@ -15,6 +15,7 @@ from replicated_ckpt.agent.state.removals import RemovalBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing, agree
 from replicated_ckpt.core.upkeep.remains import Remains
@@ -64,7 +65,7 @@ class NodeReading:
             standing = Standing.from_json(fields["standing"])
             silent = tuple(Holding.from_json(holding) for holding in fields["silent"])
             size = index(fields["bytes_read"])
-            return cls(str(fields["node_id"]), findings, holdings, size, remains, standing, silent)
+            return cls(one_line(fields["node_id"]), findings, holdings, size, remains, standing, silent)
         except (KeyError, TypeError, ValueError, AttributeError, ConfigInvalid) as exc:
             raise PeerProtocolError(f"{label} answered verify wrongly: {type(exc).__name__}: {exc}.") from exc
 

@@ -56,18 +56,15 @@ class Retirer:
         protected from then on.
         """
         book = self._service.removals
-        pending, told = (
-            book.read_pending(),
-            book.read_all(),
-        )  # before the look: what is removed meanwhile is not put back
-        here = self._find_here() if told | pending else {}
+        pending, done = book.read_pending_and_done()  # before the look: what is removed meanwhile is not put back
+        here = self._find_here() if done | pending else {}
         for save_id in sorted(pending):
             if self._stopping.is_set():
                 return
             place = here.get(save_id)
             if place is None or self._try(Removal(self._service.node_id, place, save_id, BY_HAND)):
                 self._note(book.finish, save_id)
-        for save_id in sorted((told - pending) & here.keys()):
+        for save_id in sorted(done & here.keys()):
             if self._note(book.forget, save_id):
                 log.info("%s (save %s) was put back; it is looked after again", here[save_id], save_id)
 

@@ -35,6 +35,11 @@ class RemovalBook:
         with self._lock:
             return frozenset(self._pending)
 
+    def read_pending_and_done(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Those still to be removed, and those that are done, of one moment: one noted meanwhile is in neither."""
+        with self._lock:
+            return frozenset(self._pending), frozenset(self._told) - frozenset(self._pending)
+
     def take(self, save_id: str) -> None:
         """Notes a removal, durably. Raises StoreError: it cannot be written, and is not noted."""
         with self._lock:

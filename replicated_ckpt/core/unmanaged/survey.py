@@ -16,6 +16,7 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName, is_checkpoint_id
 from replicated_ckpt.core.lineage import moment
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import CheckpointAmbiguous
 
 SEQUENCE = 0
@@ -73,7 +74,7 @@ class UnmanagedHolding:
         if not is_checkpoint_id(checkpoint_id) or any(ShardName.parse(name) is None for name in shards):
             raise ValueError(f"no holding of a checkpoint: {checkpoint_id!r}"[:300])
         return cls(
-            str(fields["node_id"]),
+            one_line(fields["node_id"]),
             checkpoint_id,
             None if metadata is None else UnmanagedFile.from_json(metadata),
             shards,

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from replicated_ckpt.core.one_line import one_line
+
 
 class Problem(Enum):
     """What is wrong with a file."""
@@ -44,5 +46,5 @@ class Finding:
             ValueError, KeyError, TypeError: it is none; the caller names the peer that said so.
         """
         names = ("node_id", "checkpoint_id", "save_id", "name", "path", "expected", "found")
-        text = {name: str(fields[name]) for name in names}
+        text = {name: one_line(fields[name]) for name in names}
         return cls(**text, problem=Problem(fields["problem"]))

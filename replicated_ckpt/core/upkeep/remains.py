@@ -9,6 +9,7 @@ from replicated_ckpt.core.integrity.checksum import size_with_footer
 from replicated_ckpt.core.inventory import Holding, SaveFound
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file, is_checkpoint_id
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.one_line import one_line
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Remains:
         """
         sizes = {str(name): index(size) for name, size in dict(fields["sizes"]).items()}
         crcs = {str(name): index(crc) for name, crc in dict(fields["crcs"]).items() if name in sizes}
-        remains = cls(str(fields["node_id"]), str(fields["checkpoint_id"]), bool(fields["is_ours"]), sizes, crcs)
+        remains = cls(one_line(fields["node_id"]), str(fields["checkpoint_id"]), bool(fields["is_ours"]), sizes, crcs)
         if not is_checkpoint_id(remains.checkpoint_id) or not all(map(is_checkpoint_file, sizes)):
             raise ValueError(f"no valid remains: {remains!r}"[:500])
         return remains

@@ -29,6 +29,10 @@ _LATE_COORDINATOR = "Look at the log of rank 0, and whether its process is stopp
 _LATE_RANK = (
     "This rank was held up, and the others went on without it: look for what stops it, then save or load again."
 )
+_REPLACED = (
+    "Something else writes to this job's c10d store, and may have put back a post of an earlier run: give each job a "
+    "store of its own, that only its ranks reach."
+)
 _FOREIGN = "Something else writes to this job's c10d store, or its ranks run different versions of replicated_ckpt."
 
 
@@ -52,6 +56,7 @@ class Blackboard:
         self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
         self._rank = rank
         self._size = size
+        self._posted: dict[str, bytes] = {}
         self._pause_max_s = max(POLL_S, min(_POLL_PER_RANK_S * size, _POLL_MAX_S))
 
     def post(self, topic: str, fields: Mapping[str, Any]) -> str:
@@ -66,7 +71,8 @@ class Blackboard:
     def repost(self, topic: str, fields: Mapping[str, Any], nonce: str) -> None:
         """Replaces this rank's post, if it has not been answered."""
         key, raw = f"{topic}/{self._rank}", _encode({**fields, "nonce": nonce})
-        self._write(key, self._seal.mark(key, raw) + raw)
+        self._posted[topic] = self._seal.mark(key, raw) + raw
+        self._write(key, self._posted[topic])
 
     def withdraw(self, topic: str) -> None:
         """Takes this rank's post back: it does not wait any more, and a later call is not to be answered with it."""
@@ -171,18 +177,20 @@ class Blackboard:
 
         Raises:
             RankFailed: a rank's process has ended, and no decision comes. MeetingFailed: none came within `deadline_s`.
-            JobSecretMismatch, ConfigInvalid, PeerProtocolError: it is not believed.
+            JobSecretMismatch, ConfigInvalid: it is not believed. PeerProtocolError: nor that, or this rank's post is gone.
         """
         wait = Wait(deadline_s, self._pause_max_s)
         while True:
-            is_over = wait.is_over
-            lost = self._find_lost() if wait.is_look_due() else ()  # before the answer: one may decide and end
+            is_over, is_look = wait.is_over, wait.is_look_due()
+            lost = self._find_lost() if is_look else ()  # before the answer: one may decide and end
             found = self._answer(topic, "decided", nonce)
             if found is None and wait.is_long:
                 found = self._answer(topic, "absent", str(before))
                 _check_absent(found, topic, self._rank)
             if found is not None:
                 return found
+            if is_look:
+                self._check_own(topic)
             if COORDINATOR in lost or (lost and wait.is_long):
                 raise _describe_ended(lost)
             if is_over:
@@ -190,6 +198,14 @@ class Blackboard:
                     f"After {deadline_s:.0f} s the coordinator had not decided about this {topic}.", _LATE_COORDINATOR
                 )
             wait.pause()
+
+    def _check_own(self, topic: str) -> None:
+        """Raises PeerProtocolError: this rank's post is not there as it wrote it, so no decision will answer it."""
+        key = f"{topic}/{self._rank}"
+        with reaching_store():
+            is_own = self._store.check([key]) and self._store.get(key) == self._posted.get(topic)
+        if not is_own:
+            raise PeerProtocolError(f"What this rank posted as {key!r} on the c10d store was replaced.", _REPLACED)
 
     def _answer(self, topic: str, kind: str, nonce: str) -> dict[str, Any] | None:
         """The decision that this rank's note of this kind is about, if the note is about the post with this nonce."""

@@ -5,13 +5,14 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.dcp.rank.names import name_rank_item
 from replicated_ckpt.dcp.rank.packing import pack, unpack
 from replicated_ckpt.dcp.rank.planner import SavedElsewhere
 from replicated_ckpt.dcp.rank.random_state import capture_random, restore_random
 from replicated_ckpt.dcp.rank.world_change import WorldSizeChanged
 from replicated_ckpt.dcp.runtime.caller import warn
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
 OnOtherWorld = Literal["raise", "keep"]
 _RANDOM = "random"
@@ -63,6 +64,7 @@ class RankState(Stateful):
         Raises:
             WorldSizeChanged: another number of ranks saved it, and that is not to be kept silent.
             ObjectUnsafe: a part's state names a class that nothing allows. ConfigInvalid: the parts are other ones.
+            ObjectCorrupt: it is no RankState's, or a generator does not take its state.
         """
         name = _own_name()
         item = state_dict.get(name)
@@ -70,6 +72,8 @@ class RankState(Stateful):
             self._meet_other_world(item if isinstance(item, SavedElsewhere) else ())
             return
         saved = unpack(item, name, trust_pickles=self._trust_pickles)
+        if not isinstance(saved, dict) or _RANDOM not in saved:
+            raise ObjectCorrupt("this checkpoint", "load", name, "its bytes are intact, and no RankState's")
         if saved.keys() - {_RANDOM} != self._parts.keys():
             raise ConfigInvalid(
                 f"The checkpoint has {_list_names(saved.keys() - {_RANDOM})} of this rank, and this RankState has "
@@ -101,4 +105,4 @@ def _own_name() -> str:
 
 
 def _list_names(names: Any) -> str:
-    return ", ".join(sorted(names)) or "no parts"
+    return one_line(", ".join(sorted(map(str, names)))) or "no parts"

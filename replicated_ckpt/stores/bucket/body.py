@@ -1,7 +1,15 @@
-"""A request's body that is memory of ours, sent as it lies there: no copy, and a deadline on each piece."""
+"""Bodies: of a request, memory of ours sent as it lies there; of an answer, no more than it may be."""
 
 import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from replicated_ckpt.errors import StoreError
+
+ANSWER_BYTES_MAX = 64 << 20
+"""Of a page of a listing, or an error: a thousand keys with all that can be said of them take some megabytes."""
+PAGES_MAX = 10_000
+"""Of one listing, a thousand names each."""
 
 
 class MemoryBody:
@@ -43,3 +51,65 @@ def without_expect(params: dict[str, Any], **_: Any) -> None:
     A server that does not know it would cost a second each.
     """
     params["headers"].pop("Expect", None)
+
+
+class BoundedSession:
+    """botocore's HTTP session, but that an answer which is read as a whole ends, or is an error. Safe for concurrent use.
+
+    botocore itself reads until the server stops sending.
+    """
+
+    def __init__(self, session: Any, store: str) -> None:
+        self._session = session
+        self._store = store
+
+    def send(self, request: Any) -> Any:
+        is_streamed, request.stream_output = request.stream_output, True
+        response = self._session.send(request)
+        response.raw = _BoundedAnswer(response.raw, self._store)
+        if not is_streamed:
+            response.content  # noqa: B018 - it is read here, and kept
+        return response
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+class _BoundedAnswer:
+    """urllib3's answer: `stream` gives all of it; a shard's bytes are taken by `read` and `readinto`, as asked."""
+
+    def __init__(self, raw: Any, store: str) -> None:
+        self._raw = raw
+        self._store = store
+
+    def stream(self, *args: Any, **kwargs: Any) -> Iterator[bytes]:
+        size_bytes = 0
+        for piece in self._raw.stream(*args, **kwargs):
+            size_bytes += len(piece)
+            if size_bytes > ANSWER_BYTES_MAX:
+                self._raw.close()
+                raise StoreError(self._store, "ask", "", f"it answers with more than {ANSWER_BYTES_MAX} bytes")
+            yield piece
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+
+def read_pages(
+    ask: Callable[..., Mapping[str, Any]], store: str, names: Mapping[str, str], **first: Any
+) -> Iterator[Mapping[str, Any]]:
+    """The pages of a listing. `names`: by parameter of the request for the next page, the field that has its value.
+
+    Raises:
+        StoreError: it has no end, or a page does not say how to go on. And what `ask` raises.
+    """
+    following: dict[str, Any] = {}
+    for _ in range(PAGES_MAX):
+        page = ask(**first, **following)
+        yield page
+        if not page.get("IsTruncated"):
+            return
+        before, following = following, {name: page[field] for name, field in names.items() if page.get(field)}
+        if not following or following == before:
+            raise StoreError(store, "list", "", "a page says that more follow, and not which")
+    raise StoreError(store, "list", "", f"it answers with more than {PAGES_MAX} pages")

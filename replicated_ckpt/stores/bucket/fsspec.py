@@ -2,11 +2,14 @@
 
 import contextlib
 import errno
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import fsspec
+import fsspec.asyn
 from fsspec.callbacks import Callback
 
 from replicated_ckpt.errors import (
@@ -23,7 +26,36 @@ from replicated_ckpt.stores.bucket.package import missing_package
 from replicated_ckpt.stores.bucket.upload_source import UploadSource
 from replicated_ckpt.stores.bucket.url import ObjectTarget
 
+LIST_TIMEOUT_S = 300.0
+"""One directory, whose names come a thousand at a time."""
 _S3FS_DEFAULTS = {"default_block_size": PART_BYTES, "max_concurrency": PARTS_PARALLEL}
+
+
+def _without_redirects(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of s3fs, whose HTTP client goes wherever an answer sends it: to the metadata service of a cloud, say."""
+    try:
+        from aiobotocore.config import AioConfig
+        from aiobotocore.httpsession import AIOHTTPSession
+    except ImportError:  # s3fs says so
+        return dict(options)
+    if "http_session_cls" not in inspect.signature(AioConfig).parameters:  # an older release
+        return dict(options)
+
+    class Session(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: str | None) -> Any:
+            return _NoRedirects(await super()._get_session(proxy_url))
+
+    return {**options, "config_kwargs": {"http_session_cls": Session, **(options.get("config_kwargs") or {})}}
+
+
+class _NoRedirects:
+    """An HTTP session of aiohttp that takes no answer from elsewhere."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def request(self, *args: Any, **kwargs: Any) -> Any:
+        return self._session.request(*args, **{**kwargs, "allow_redirects": False})
 
 
 class _PacedCallback(Callback):  # type: ignore[misc]
@@ -49,6 +81,7 @@ class FsspecClient:
         defaults: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         if target.scheme in ("s3", "s3a"):
             defaults |= _S3FS_DEFAULTS
+            target = replace(target, options=_without_redirects(target.options))
         if target.scheme in ("file", "local"):
             defaults = {"auto_mkdir": True}
         if target.is_process_local:
@@ -70,7 +103,7 @@ class FsspecClient:
         path = self._path(directory)
         with self._translate("list", directory):
             try:
-                entries = self._fs.ls(path, detail=True)
+                entries = self._ls(path)
             except (FileNotFoundError, NotADirectoryError):
                 return Listing()
             inside = [entry for entry in entries if entry["name"].rstrip("/") != path]
@@ -79,6 +112,12 @@ class FsspecClient:
                 {name_of[id(entry)]: int(entry["size"]) for entry in inside if entry["type"] == "file"},
                 tuple(name_of[id(entry)] for entry in inside if entry["type"] == "directory"),
             )
+
+    def _ls(self, path: str) -> Any:
+        """s3fs asks for page after page for as long as a server says that more follow: so there is an end."""
+        if not self._fs.async_impl:
+            return self._fs.ls(path, detail=True)
+        return fsspec.asyn.sync(self._fs.loop, self._fs._ls, path, detail=True, timeout=LIST_TIMEOUT_S)  # noqa: SLF001
 
     def read(self, key: str, offset: int, target: memoryview) -> None:
         if not target:
@@ -155,6 +194,9 @@ class FsspecClient:
             raise StoreUnavailable(self.target.url, op, key, self._detail(exc)) from None
         except OSError as exc:
             raise StoreError(self.target.url, op, key, self._detail(exc)) from None
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as exc:
+            detail = f"its answer makes no sense: {self._detail(exc)}"
+            raise StoreError(self.target.url, op, key, detail) from None
         except Exception as exc:
             if type(exc).__module__.partition(".")[0] in ("builtins", "replicated_ckpt"):
                 raise

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError
-from replicated_ckpt.stores.bucket.body import MemoryBody
+from replicated_ckpt.stores.bucket.body import MemoryBody, read_pages
 from replicated_ckpt.stores.bucket.client import PART_BYTES, PARTS_PARALLEL, Paced
 from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.bucket.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 _PARTS_MAX = 9_000  # S3 takes 10,000
@@ -24,6 +25,7 @@ class MultipartClient(Protocol):
     """What an upload needs of its client."""
 
     s3: Any
+    target: ObjectTarget
     bucket: str
     prefix: str
 
@@ -98,13 +100,13 @@ class MultipartUpload:
         crc = self._crcs[number] = self._source.read(offset, part)
         checksum = self._client.checksum_of(crc)
         with self._client.translate_errors(f"send part {number} of", self._key):
-            answer = self._client.s3.upload_part(
+            etag = self._client.s3.upload_part(
                 **self._where, UploadId=self._upload_id, PartNumber=number, Body=MemoryBody(part), **checksum
-            )
+            )["ETag"]
         failpoints.reach("upload.part-sent")
         stored = {name: value for name, value in checksum.items() if name == "ChecksumCRC32C"}
         with self._lock:
-            self._parts[number] = {"PartNumber": number, "ETag": answer["ETag"], **stored}
+            self._parts[number] = {"PartNumber": number, "ETag": etag, **stored}
 
     def _create(self) -> None:
         self._upload_id: str = self._client.begin(self._key)
@@ -134,22 +136,19 @@ class MultipartUpload:
         return True
 
     def _list_parts(self) -> Iterator[dict[str, Any]]:
-        marker: dict[str, int] = {}
-        while True:
-            with self._client.translate_errors("list parts of", self._key):
-                page = self._client.s3.list_parts(**self._where, UploadId=self._upload_id, **marker)
-            for part in page.get("Parts", ()):
-                if self._is_ours(part):
-                    yield {name: part[name] for name in ("PartNumber", "ETag", "ChecksumCRC32C") if name in part}
-            if not page.get("IsTruncated"):
-                return
-            marker = {"PartNumberMarker": page["NextPartNumberMarker"]}
+        following = {"PartNumberMarker": "NextPartNumberMarker"}
+        where = {**self._where, "UploadId": self._upload_id}
+        with self._client.translate_errors("list parts of", self._key):
+            for page in read_pages(self._client.s3.list_parts, self._client.target.url, following, **where):
+                for part in page.get("Parts", ()):
+                    if self._is_ours(part):
+                        yield {name: part[name] for name in ("PartNumber", "ETag", "ChecksumCRC32C") if name in part}
 
     def _is_ours(self, part: Mapping[str, Any]) -> bool:
         """Whether a part that is there is what the file has at its place: by size, and by checksum if that is known."""
         offset = (part["PartNumber"] - 1) * self._part_bytes
         size = min(self._part_bytes, self._source.size_bytes - offset)
-        if size <= 0 or part["Size"] != size:
+        if offset < 0 or size <= 0 or part["Size"] != size:
             return False
         crc = self._crcs[part["PartNumber"]] = self._source.read(offset, memoryview(bytearray(size)))
         return bool(part.get("ChecksumCRC32C", encode_crc(crc)) == encode_crc(crc))

@@ -8,7 +8,9 @@ from typing import Any
 
 import botocore.config
 import botocore.exceptions
+import botocore.parsers
 import botocore.session
+import urllib3.exceptions
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import (
@@ -19,7 +21,7 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket.body import MemoryBody, without_expect
+from replicated_ckpt.stores.bucket.body import BoundedSession, MemoryBody, read_pages, without_expect
 from replicated_ckpt.stores.bucket.client import PART_BYTES, Listing, Paced
 from replicated_ckpt.stores.bucket.parts import MultipartUpload, encode_crc
 from replicated_ckpt.stores.bucket.upload_source import UploadSource
@@ -27,6 +29,8 @@ from replicated_ckpt.stores.bucket.url import ObjectTarget
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
+LISTED_MAX = 500_000
+"""Names in one directory of a bucket: shards of 100,000 ranks and more."""
 _DELETE_MAX = 1_000
 _SLICE_BYTES = 1 << 20
 """Received at a time: urllib3 takes memory for each, and for little it takes the same again."""
@@ -60,6 +64,13 @@ _BUSY = {
 }
 
 
+def _below(start: str, key: str) -> str:
+    """A listed key without the directory that was asked for. Raises ValueError: it lies elsewhere."""
+    if not key.startswith(start):
+        raise ValueError(f"{key[:80]!r} is listed under {start[:80]!r}")
+    return key[len(start) :]
+
+
 def can_honour(options: Mapping[str, Any]) -> bool:
     """Whether these options of s3fs mean the same here; with others s3fs itself is used."""
     return options.keys() <= _KNOWN_OPTIONS and dict(options.get("client_kwargs") or {}).keys() <= _KNOWN_CLIENT_OPTIONS
@@ -82,15 +93,15 @@ class S3Client:
         start = self.prefix + directory
         sizes: dict[str, int] = {}
         directories: list[str] = []
-        token: dict[str, str] = {}
-        while True:
-            with self.translate_errors("list", directory):
-                page = self.s3.list_objects_v2(Bucket=self.bucket, Prefix=start, Delimiter="/", **token)
-            sizes.update({entry["Key"][len(start) :]: entry["Size"] for entry in page.get("Contents", ())})
-            directories += [entry["Prefix"][len(start) : -1] for entry in page.get("CommonPrefixes", ())]
-            if not page.get("IsTruncated"):
-                return Listing(sizes, tuple(directories))
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+        following = {"ContinuationToken": "NextContinuationToken"}
+        where = {"Bucket": self.bucket, "Prefix": start, "Delimiter": "/"}
+        with self.translate_errors("list", directory):
+            for page in read_pages(self.s3.list_objects_v2, self.target.url, following, **where):
+                sizes.update({_below(start, entry["Key"]): entry["Size"] for entry in page.get("Contents", ())})
+                directories += [_below(start, entry["Prefix"])[:-1] for entry in page.get("CommonPrefixes", ())]
+                if len(sizes) + len(directories) > LISTED_MAX:
+                    raise StoreError(self.target.url, "list", directory, f"it has more than {LISTED_MAX} names")
+        return Listing(sizes, tuple(directories))
 
     def read(self, key: str, offset: int, target: memoryview) -> None:
         if not target:
@@ -149,19 +160,17 @@ class S3Client:
                     self.s3.delete_object(Bucket=self.bucket, Key=self.prefix + key)
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
-        ended, marker = 0, dict[str, str]()
-        while True:
-            with self.translate_errors("list uploads of", prefix):
-                page = self.s3.list_multipart_uploads(Bucket=self.bucket, Prefix=self.prefix + prefix, **marker)
+        ended, where = 0, {"Bucket": self.bucket, "Prefix": self.prefix + prefix}
+        following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        with self.translate_errors("list uploads of", prefix):
+            for page in read_pages(self.s3.list_multipart_uploads, self.target.url, following, **where):
                 for upload in page.get("Uploads", ()):
                     if time.time() - upload["Initiated"].timestamp() >= older_than_s:
                         self.s3.abort_multipart_upload(
                             Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                         )
                         ended += 1
-            if not page.get("IsTruncated"):
-                return ended
-            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        return ended
 
     def close(self) -> None:
         self.s3.close()
@@ -225,9 +234,12 @@ class S3Client:
             raise self._error_of(exc, op, key) from None
         except (botocore.exceptions.NoCredentialsError, botocore.exceptions.PartialCredentialsError) as exc:
             raise StoreDenied(self.target.url, op, key, self.target.scrub(str(exc)), _DENIED_HINT) from None
-        except (botocore.exceptions.BotoCoreError, OSError) as exc:
+        except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as exc:
             detail = self.target.scrub(f"{type(exc).__name__}: {exc}")
             raise StoreUnavailable(self.target.url, op, key, detail, _AWAY_HINT) from None
+        except (botocore.parsers.ResponseParserError, LookupError, TypeError, ValueError, AttributeError) as exc:
+            detail = self.target.scrub(f"its answer makes no sense: {type(exc).__name__}: {exc}")[:400]
+            raise StoreError(self.target.url, op, key, detail) from None
 
     def _error_of(self, exc: botocore.exceptions.ClientError, op: str, key: str) -> StoreError:
         error = exc.response.get("Error", {})
@@ -272,4 +284,6 @@ def _botocore_client(target: ObjectTarget) -> Any:
         settings = settings.merge(botocore.config.Config(**options["config_kwargs"]))
     client = session.create_client("s3", config=settings, **extra)
     client.meta.events.register_last("before-call.s3", without_expect)
+    endpoint = client._endpoint  # noqa: SLF001 - no option of botocore's bounds what it reads
+    endpoint.http_session = BoundedSession(endpoint.http_session, target.url)
     return client

@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.stores.files.plain import read_plain
 
@@ -45,11 +46,11 @@ class Intent:
             fields = json.loads(read_plain(path))
             return cls(
                 save_id,
-                str(fields["checkpoint_id"]),
+                one_line(fields["checkpoint_id"]),
                 str(fields["session"]),
                 bool(fields["overwrite"]),
                 bool(fields.get("adopts", False)),
-                tuple(map(str, fields.get("nodes", ()))),
+                tuple(map(one_line, fields.get("nodes", ()))),
                 str(fields.get("coordinator", "")),
                 str(fields.get("replaces", "")),
                 announced=Announced.from_json(fields.get("announced", {})),

@@ -60,6 +60,7 @@ def server_context(certificate: str, key: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.num_tickets = 0  # no client resumes a session
+    context.options |= ssl.OP_NO_RENEGOTIATION  # a handshake costs an agent more than its peer
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as exc:

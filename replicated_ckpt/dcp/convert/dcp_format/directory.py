@@ -9,6 +9,8 @@ from replicated_ckpt.dcp.convert.entries.items_source import ItemsSource, Wanted
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 
 class DirectoryFetcher:
@@ -28,7 +30,11 @@ class DirectoryFetcher:
                 os.close(fd)
 
     def _read(self, fd: int, want: Wanted) -> memoryview:
-        raw = memoryview(bytearray(want.length))
+        try:
+            raw = memoryview(bytearray(want.length))
+        except MemoryError as exc:
+            detail = f"an item of {want.length} bytes is more than there is memory for"
+            raise StoreError(str(self._directory), "read", want.shard, detail) from exc
         with translate_errors(str(self._directory), "read", want.shard):
             count = read_exactly(fd, raw, want.offset)
         if count != want.length:
@@ -61,9 +67,9 @@ def dcp_directory(path: Path) -> ItemsSource:
         ConfigInvalid: there is none. MetadataUnsafe: its .metadata is not what DCP writes.
     """
     try:
-        raw = (path / METADATA_NAME).read_bytes()
+        raw = read_plain(path / METADATA_NAME, min((path / METADATA_NAME).stat().st_size, FILE_BYTES_MAX))
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise ConfigInvalid(f"{path} holds no .metadata: it is no DCP checkpoint.", _NAME_DIRECTORY) from exc
-    except OSError as exc:
-        raise StoreError(str(path), "read", METADATA_NAME, str(exc)) from exc
+    except (OSError, MemoryError) as exc:
+        raise StoreError(str(path), "read", METADATA_NAME, str(exc) or "it is larger than the memory") from exc
     return ItemsSource(decode_metadata(raw, str(path)), DirectoryFetcher(path), str(path))

@@ -15,6 +15,7 @@ from replicated_ckpt.dcp.convert.safetensors.format import LENGTH, Tensor, decod
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.plain import open_plain, read_plain
 
 _INDEX_BYTES_MAX = 64 << 20
 _CHOOSE = "Name one of the files, or leave an index (model.safetensors.index.json) that says which tensor is whose."
@@ -42,7 +43,7 @@ class SafetensorsFiles:
 
     def _open(self, path: Path) -> list[TensorEntry]:
         with translate_errors(str(path.parent), "read", path.name):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_plain(path)
             self._held.callback(os.close, fd)
             size_bytes = os.fstat(fd).st_size
             header_bytes = header_size(os.pread(fd, LENGTH.size, 0), size_bytes, str(path))
@@ -108,8 +109,8 @@ def safetensors_files(path: Path) -> SafetensorsFiles:
 
 
 def _read_index(index: Path) -> list[Path]:
-    with translate_errors(str(index.parent), "read", index.name), index.open("rb") as file:
-        raw = file.read(_INDEX_BYTES_MAX + 1)
+    with translate_errors(str(index.parent), "read", index.name):
+        raw = read_plain(index, _INDEX_BYTES_MAX + 1)
     if len(raw) > _INDEX_BYTES_MAX:
         raise ConfigInvalid(
             f"{index} has more than {_INDEX_BYTES_MAX} bytes: it is no index of safetensors files.", _FETCH

@@ -1,0 +1,94 @@
+"""Names that others have chosen, in a store or an answer, steer no terminal and make no line of their own."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.repair.audit import NodeReading
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, UploadEntry, decode_manifest
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.checkpoints import METADATA, checkpointed, shard
+
+FORGED = "\x1b]0;x\x07\x1b[2Jwell\nFORGED line\r\x9b31m\u202e"
+SAVE = f"{1:032x}"
+
+
+def renamed(manifest: Manifest) -> Manifest:
+    """With each text that a manifest may choose chosen against its reader."""
+    node = replace(manifest.nodes[0], node_id=FORGED, host=FORGED, domain=FORGED)
+    entry = replace(manifest.shards[shard(0)], owner_node=FORGED, holders=(FORGED, manifest.nodes[0].node_id))
+    upload = UploadEntry(f"s3://{FORGED}", False, manifest.metadata_bytes, manifest.metadata_crc32c)
+    return replace(manifest, nodes=(node, *manifest.nodes), shards={shard(0): entry}, upload=upload)
+
+
+def with_manifest(store: LocalStore) -> None:
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000)
+    forged = renamed(store.catalog.manifest("step-1"))
+    (store.root / "step-1" / MANIFEST_NAME).write_bytes(forged.encode())
+
+
+def with_lost_shard(store: LocalStore) -> None:
+    with_manifest(store)
+    (store.root / "step-1" / shard(0)).unlink()
+
+
+def with_intent(store: LocalStore) -> None:
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000)
+    store.begin(Intent("c" * 32, "step-2", "s", overwrite=False))
+    path = store.root / ".staging" / f"{'c' * 32}.json"
+    fields = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**fields, "checkpoint_id": FORGED, "nodes": [FORGED, "b"]}))
+
+
+def with_names(store: LocalStore) -> None:
+    """Directories and files whose own names do it."""
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000)
+    for name in (FORGED, "step-3"):
+        (store.root / name).mkdir()
+        (store.root / name / METADATA_NAME).write_bytes(METADATA)
+        (store.root / name / f"{FORGED}.distcp").write_bytes(b"x")
+
+
+WORLDS: dict[str, Callable[[LocalStore], None]] = {
+    "a manifest": with_manifest, "a lost shard": with_lost_shard, "an intent": with_intent, "names": with_names,
+}  # fmt: skip
+VERBS: Sequence[Sequence[str]] = [["ls"], ["status"], ["show", "step-1"], ["show", FORGED], ["upload", "step-1"]]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_store_that_others_write_forges_no_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], world: str
+) -> None:
+    """Each verb that looks says what is there in lines of its own, for people and for machines, and nothing is raised."""
+    store = LocalStore(tmp_path / "root")
+    WORLDS[world](store)
+    for verb in VERBS:
+        for more in ([], ["--json"]) if verb[0] != "upload" else ([],):
+            code = main([*verb, "--root", str(store.root), *more])
+            said = capsys.readouterr()
+            lines = (said.out + said.err).split("\n")
+            assert [line for line in lines if not line.isprintable() or line.startswith("FORGED")] == [], verb
+            assert code not in (70, 99), said.err
+            assert "Traceback" not in said.err
+
+
+def test_what_a_peer_answers_forges_no_line() -> None:
+    """Of a finding, a holding and a manifest each text is one line; what they say stays what it was otherwise."""
+    finding = dict.fromkeys(("node_id", "checkpoint_id", "save_id", "name", "path", "expected", "found"), FORGED)
+    holding = Holding(FORGED, "step-1", SAVE, 1, has_metadata=True).to_json()
+    assert Holding.from_json(holding).node_id.isprintable()
+    answer = {"node_id": FORGED, "findings": [{**finding, "problem": "corrupt"}], "holdings": [holding]}
+    reading = NodeReading.from_json(
+        {**answer, "remains": [], "standing": {}, "silent": [holding], "bytes_read": 1}, "node b"
+    )
+    assert reading.node_id.isprintable()
+    assert str(reading.findings[0]).isprintable()
+    honest = Manifest(SAVE, "x", 1, 0.0, 1, 1, 0, 0, (NodeEntry("b", "höst 1", "rack b", (0,)),), {})
+    assert decode_manifest(honest.encode(), "here") == honest

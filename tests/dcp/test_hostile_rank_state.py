@@ -1,0 +1,87 @@
+"""A rank's own item that somebody else has written: a typed error, no code, and no memory read that is not its own."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from replicated_ckpt import RankState, ReplayedLoader
+from replicated_ckpt.dcp.rank.names import name_rank_item
+from replicated_ckpt.dcp.rank.packing import pack
+from replicated_ckpt.dcp.rank.random_state import capture_random
+from replicated_ckpt.errors import ReplicatedCkptError
+
+NAME = name_rank_item(0, 1)
+MANY = 1 << 30
+
+
+def at(position: int) -> dict[str, Any]:
+    state: dict[str, Any] = capture_random()["numpy"]
+    return {**state, "state": {**state["state"], "pos": position}}
+
+
+def philox(position: int) -> dict[str, Any]:
+    state: dict[str, Any] = dict(np.random.Philox(1).state)
+    return {**state, "buffer_pos": position}
+
+
+def with_random(**more: Any) -> Callable[[], Any]:
+    return lambda: {"random": {**capture_random(), **more}}
+
+
+ITEMS: dict[str, Callable[[], Any]] = {
+    "numpy beyond its words": with_random(numpy=at(MANY)),
+    "numpy before its words": with_random(numpy=at(-MANY)),
+    "numpy at no number": with_random(numpy={**at(0), "state": {"pos": "x"}}),
+    "numpy's Philox": with_random(numpy=philox(MANY)),
+    "numpy of a list": with_random(numpy=[]),
+    "python beyond its words": with_random(python=(3, [0] * 624 + [MANY], None)),
+    "python of few words": with_random(python=(3, [0], None)),
+    "python of texts": with_random(python=(3, ["x"] * 625, None)),
+    "torch of few bytes": with_random(torch=torch.zeros(3, dtype=torch.uint8)),
+    "torch of ones": with_random(torch=torch.full_like(torch.get_rng_state(), 255)),
+    "torch of floats": with_random(torch=torch.zeros(5056)),
+    "no generators": lambda: {"random": {}},
+    "nothing": dict,
+    "a list": lambda: [1],
+    "a number": lambda: 7,
+    "another part": lambda: {"random": capture_random(), "x\n\x1b[2J": 1},
+    "a part that is a number": lambda: {"random": capture_random(), 7: 1},
+}
+
+
+@pytest.mark.parametrize("item", ITEMS)
+def test_it_is_one_of_our_errors(item: str) -> None:
+    """Whatever lies there, the process lives, its generators work, and the error is one line that steers no terminal."""
+    raw = pack(ITEMS[item](), NAME)
+    before = random.getstate()
+    try:
+        with pytest.raises(ReplicatedCkptError) as caught:
+            RankState().load_state_dict({NAME: raw})
+    finally:
+        random.setstate(before)
+    assert caught.value.message.isprintable()
+    assert np.random.rand(700).max() <= 1
+    assert torch.rand(700).max() <= 1
+
+
+@pytest.mark.parametrize("raw", [b"", b"x", b"PK\x03\x04", bytes(1000)])
+def test_bytes_that_are_no_item_are_one_of_our_errors(raw: bytes) -> None:
+    """Nor is what no `torch.save` wrote a traceback of torch's."""
+    with pytest.raises(ReplicatedCkptError):
+        RankState().load_state_dict({NAME: raw})
+
+
+def test_a_loader_takes_no_generators_from_elsewhere() -> None:
+    """The states with which an epoch began are checked like a rank's own."""
+    loader = ReplayedLoader(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(8))))
+    next(iter(loader))
+    state = loader.state_dict()
+    state["start"]["asked"]["numpy"] = at(MANY)
+    loader.load_state_dict(state)
+    with pytest.raises(ReplicatedCkptError):
+        next(iter(loader))
+    assert np.random.rand(700).max() <= 1
