@@ -61,7 +61,7 @@ def an_adoption_is_slow(course: Course) -> None:
     job.save_with_stock_torch(NAME, attempt.number)
     job.end()
     course.oracle.end(attempt, is_acknowledged=True)
-    adopting = course.cluster.begin("slow adoption", lambda: course.cluster.repair(0), "adopt.staged")
+    adopting = course.cluster.begin("slow adoption", lambda: course.cluster.repair(0), "adopt.accounted")
     course.say(f"{NAME} of stock torch is adopted; that pauses at {adopting.paused_at or 'no point'}")
     _save(course, [0, 1])
     if not adopting.is_over:
