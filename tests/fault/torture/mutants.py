@@ -1,7 +1,8 @@
 """Mutants: defects that the package had, or might have, brought back one by one, to show that the torture sees them.
 
 By D1 to D5 and D12 commit adcd94a lost checkpoints with every disk intact. Its tree has another layout: the torture cannot
-run on it; each of these changes today's code back in the one place that keeps the promise.
+run on it; each of these changes today's code back in the one place that keeps the promise. D4, a commit that compares
+nothing, is not among them: it has several guards today, and only the search of small worlds has found it so far.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,14 +23,12 @@ from replicated_ckpt.core.upkeep.policy import Policy, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.stores import verified
-from replicated_ckpt.stores.local import replaced
 from replicated_ckpt.stores.peer.copy import PeerSink
 from tests.fault.torture.course import Course
 from tests.fault.torture.scripts import (
     SEED,
     a_copy_is_assumed,
     a_surplus_copy_is_damaged,
-    an_adoption_is_slow,
     manifest_here_and_metadata_there,
     one_pair_comes_back_first,
 )
@@ -112,13 +111,6 @@ def retention_counts_other_runs() -> Iterator[None]:
 
 
 @contextmanager
-def commit_compares_nothing() -> Iterator[None]:
-    """D4: the last to publish has the name, be it older."""
-    with mock.patch.object(replaced, "check_order"):
-        yield
-
-
-@contextmanager
 def files_without_manifest_heal_nothing() -> Iterator[None]:
     """D5: of a directory whose manifest is bad, re-protection uses nothing, be it intact by its checksums."""
     with mock.patch.object(repair, "recognize", return_value=None):
@@ -163,7 +155,6 @@ MUTANTS = [
     Mutant(a_prepared_node_decides_alone, SEED, "D1", one_pair_comes_back_first),
     Mutant(an_assumption_makes_others_give_way, SEED, "D2", a_copy_is_assumed),
     Mutant(retention_counts_other_runs, 1010, "D3"),
-    Mutant(commit_compares_nothing, SEED, "D4", an_adoption_is_slow),
     Mutant(files_without_manifest_heal_nothing, SEED, "D5", manifest_here_and_metadata_there),
     Mutant(a_surplus_damaged_copy_is_left, SEED, "D12", a_surplus_copy_is_damaged),
 ]

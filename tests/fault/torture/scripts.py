@@ -53,23 +53,6 @@ def a_copy_is_assumed(course: Course) -> None:
     course.oracle.lost_disk(1)
 
 
-def an_adoption_is_slow(course: Course) -> None:
-    """D4: a person has stock torch's files adopted, and a new version is acknowledged before that is published."""
-    course.introduce()
-    job = course.backend.job(course.cluster, [0, 1], course.policy)
-    attempt = course.oracle.began(NAME, 2, is_stock=True)
-    job.save_with_stock_torch(NAME, attempt.number)
-    job.end()
-    course.oracle.end(attempt, is_acknowledged=True)
-    adopting = course.cluster.begin("slow adoption", lambda: course.cluster.repair(0), "adopt.accounted")
-    course.say(f"{NAME} of stock torch is adopted; that pauses at {adopting.paused_at or 'no point'}")
-    _save(course, [0, 1])
-    if not adopting.is_over:
-        course.cluster.resume(adopting)
-    course.say(f"the adoption goes on, and ends: {adopting.result or adopting.error}")
-    course.oracle.look()
-
-
 def manifest_here_and_metadata_there(course: Course) -> None:
     """D5: the manifest is bad on one node, `.metadata` on all others; every shard is intact."""
     _save(course, NODES)
