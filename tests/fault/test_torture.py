@@ -2,16 +2,11 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from unittest import mock
+from collections.abc import Iterator
 
 import pytest
 
-from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.dcp.load.shard_reader import ShardReader
-from replicated_ckpt.stores import verified
-from replicated_ckpt.stores.peer.copy import PeerSink
+from tests.fault.torture.mutants import MUTANTS, Mutant
 from tests.fault.torture.runs import outcome_of, real_outcome, run_seed
 from tests.marks import long
 
@@ -58,44 +53,13 @@ def test_a_seed_replays_exactly() -> None:
     assert [line.partition(": ShardLost")[0] for line in first] == [line.partition(": ShardLost")[0] for line in second]
 
 
-@contextmanager
-def checksums_are_not_compared() -> Iterator[None]:
-    with mock.patch.object(verified, "_first_bad_block", return_value=None):
-        yield
-
-
-@contextmanager
-def copies_are_reported_and_not_made() -> Iterator[None]:
-    with mock.patch.object(PeerSink, "write"), mock.patch.object(PeerSink, "finish"):
-        yield
-
-
-@contextmanager
-def only_the_first_source_is_asked() -> Iterator[None]:
-    def first_only(*arguments: object) -> dict[str, tuple[str, ...]]:
-        return {shard: nodes[:1] for shard, nodes in real(*arguments).items()}  # type: ignore[arg-type]
-
-    real = ShardReader._order
-    with mock.patch.object(ShardReader, "_order", first_only):
-        yield
-
-
-@contextmanager
-def re_protection_only_says_so() -> Iterator[None]:
-    with mock.patch.object(Mender, "_copy"), mock.patch("replicated_ckpt.core.upkeep.repair._Planning._add_copies"):
-        yield
-
-
 @pytest.mark.parametrize(
-    ("mutation", "found_at"),
-    [
-        (checksums_are_not_compared, 1007),
-        (copies_are_reported_and_not_made, 1000),
-        (only_the_first_source_is_asked, 1007),
-        (re_protection_only_says_so, 1016),
-    ],
+    "mutant", [long(mutant) if mutant.was else mutant for mutant in MUTANTS], ids=lambda mutant: mutant.name
 )
-def test_broken_code_is_found(mutation: Callable[[], AbstractContextManager[None]], found_at: int) -> None:
-    """Each of these defects is found within a few seeds; first comes the one that found it last time."""
-    with mutation():
-        assert any(run_seed(seed)[1] for seed in [found_at, *MUTATION_SEEDS])
+def test_broken_code_is_found(mutant: Mutant) -> None:
+    """Each of these defects is found at its seed, or within a few, which pass without it."""
+    more = () if mutant.script is not None else MUTATION_SEEDS
+    with mutant.install():
+        found_at = next((seed for seed in (mutant.seed, *more) if run_seed(seed, script=mutant.script)[1]), None)
+    assert found_at is not None
+    assert not run_seed(found_at, script=mutant.script)[1]

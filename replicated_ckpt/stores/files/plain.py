@@ -23,7 +23,7 @@ def open_plain(path: str | Path, flags: int = 0, *, dir_fd: int | None = None) -
     raise FileNotFoundError(errno.ENOENT, "No plain file lies there", str(path))
 
 
-def open_plain_file(path: Path) -> FileIO:
+def open_plain_file(path: str | Path) -> FileIO:
     """As `open_plain`, as a file to read. Of a directory nothing stays open, as often as a round of an agent meets it."""
     fd = open_plain(path)
     try:
@@ -33,7 +33,7 @@ def open_plain_file(path: Path) -> FileIO:
         raise
 
 
-def read_plain(path: Path, size_max: int = MANIFEST_BYTES_MAX + 1) -> bytes:
+def read_plain(path: str | Path, size_max: int = MANIFEST_BYTES_MAX + 1) -> bytes:
     """The bytes of a file, `size_max` at most: of one that is too large, more than are believed. Else as `open_plain`."""
     with BufferedReader(open_plain_file(path)) as file:
         return file.read(size_max)

@@ -6,7 +6,8 @@ import sys
 import time
 from collections import Counter
 
-from tests.fault.torture.runs import outcomes, real_outcome
+from tests.fault.torture.mutants import MUTANTS
+from tests.fault.torture.runs import outcomes, real_outcome, run_seed
 
 
 def main() -> int:
@@ -15,9 +16,12 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1000, help="how many (default: %(default)s)")
     parser.add_argument("--processes", action="store_true", help="with real agents and ranks instead of a simulation")
+    parser.add_argument("--mutants", action="store_true", help="show that each known defect is found, at its seed")
     parser.add_argument("-v", "--verbose", action="store_true", help="tell every schedule step by step, with the logs")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
+    if arguments.mutants:
+        return find_mutants()
     seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
     counts: Counter[str] = Counter()
     failed, started = [], time.monotonic()
@@ -38,6 +42,20 @@ def main() -> int:
         + f", {counts['beyond']} times a checkpoint was beyond its envelope; failed: {failed or 'none'}"
     )
     return 1 if failed else 0
+
+
+def find_mutants() -> int:
+    """Runs each mutant at the seed that finds it, and the seed without it; 1 if the mutant alone does not fail."""
+    missed = 0
+    for mutant in MUTANTS:
+        with mutant.install():
+            problem = run_seed(mutant.seed, script=mutant.script)[1]
+        is_found = bool(problem) and not run_seed(mutant.seed, script=mutant.script)[1]
+        missed += not is_found
+        how = "seed" if mutant.script is None else f"script {mutant.script.__name__}, seed"
+        found = problem.strip().rpartition("\n")[2][:200] if is_found else "NOT FOUND"
+        print(f"{mutant.was or '-'}: {mutant.name}: {how} {mutant.seed}: {found}", flush=True)
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

@@ -252,6 +252,15 @@ class Oracle:
         if short:
             raise Violation(f"{attempt.checkpoint_id}: {wanted} copies of each shard are said to be made: {short}")
 
+    def check_files(self) -> None:
+        """Raises Violation: a file of a checkpoint is not as it was saved, where all were said to be mended."""
+        for lying in self._disks.lying():
+            attempt = self.attempt_of(lying) if lying.is_named else None
+            parts = {} if attempt is None else attempt.parts
+            bad = [name for name, content in lying.files.items() if content != (parts.get(name) or content)]
+            if bad:
+                raise Violation(f"{bad} of {lying.checkpoint_id} are damaged on node {lying.node}, and stay so")
+
     def check_found(self, checkpoint_id: str, number: int, state: State) -> None:
         """Raises Violation: what was loaded is not bit for bit what one attempt saved."""
         if not 0 < number <= len(self.attempts):

@@ -13,10 +13,12 @@ from unittest import mock
 
 from replicated_ckpt.agent.repair import reprotect
 from replicated_ckpt.agent.saves import service
+from replicated_ckpt.agent.start import launch
 from replicated_ckpt.agent.state import targets
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.agent.uploads import uploader as upload
 from replicated_ckpt.cli import repair
+from replicated_ckpt.cli.look import start
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, BlockHasher, tables_of_size
 from replicated_ckpt.core.reading.windows import Window
 from replicated_ckpt.dcp.c10d import world
@@ -153,6 +155,8 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (attempt, "node_post", lambda *_: now.rank.post()),
         (own_agent, "ensure_agent", partial(_endpoint_of, cluster)),
         (repair, "ensure_agent", partial(_endpoint_of, cluster)),
+        (start, "ensure_agent", partial(_endpoint_of, cluster)),
+        (launch, "_start", _start_no_process),
     )
     for target, name, stand_in in replaced:
         yield mock.patch.object(target, name, stand_in)
@@ -184,6 +188,10 @@ def _endpoint_of(cluster: "Cluster", store: LocalStore, *_: Any) -> Endpoint:
     node = next(node for node in cluster.nodes if node.root == store.root)
     node.boot()
     return node.endpoint
+
+
+def _start_no_process(store: LocalStore, *_: Any) -> Endpoint:
+    raise AssertionError(f"a simulation starts a real agent for {store.root}")
 
 
 def _tables_of_size(tail: bytes, file_bytes: int) -> list[tuple[int, int]]:

@@ -10,14 +10,14 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from tests.fault.torture.course import SIMULATION, Backend
+from tests.fault.torture.course import SIMULATION, Backend, Course
 from tests.fault.torture.processes import REAL
 from tests.fault.torture.schedule import STEP_COUNT, Schedule
 
@@ -29,14 +29,19 @@ def fast_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="rckpt-torture-", dir=shm if shm.is_dir() else None))
 
 
-def run_seed(seed: int, backend: Backend = SIMULATION, steps: int = STEP_COUNT) -> tuple[Schedule, str]:
-    """Runs one schedule; returns it, and what went wrong, or ""."""
+Script = Callable[[Course], None]
+
+
+def run_seed(
+    seed: int, backend: Backend = SIMULATION, steps: int = STEP_COUNT, script: Script | None = None
+) -> tuple[Schedule, str]:
+    """Runs one schedule, of random steps or of those of a script; returns it, and what went wrong, or ""."""
     base = fast_directory()
     schedule = Schedule(seed, base, backend)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            schedule.run(steps)
+            schedule.run(steps) if script is None else schedule.follow(script)
     except Exception:  # noqa: BLE001 - whatever it was, it is a failure of this seed
         return schedule, traceback.format_exc()
     finally:

@@ -1,6 +1,6 @@
 """One schedule: random steps from a seed, carried out on a cluster, and what must hold after each and in the end."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
@@ -31,6 +31,16 @@ class Schedule:
         weights = THEMES[self.course.theme]
         self._names = [name for name in weights if backend.can_pause or name not in NEED_A_PAUSE]
         self._weights = [weights[name] for name in self._names]
+
+    def follow(self, script: Callable[[Course], None]) -> None:
+        """As `run`, with these steps in place of random ones."""
+        with self.course.cluster.installed():
+            for node in self.course.cluster.nodes:
+                node.boot()
+            script(self.course)
+            self.course.oracle.look()
+            self._check()
+            self._end()
 
     def run(self, steps: int = STEP_COUNT) -> None:
         """Raises Violation where a promise was broken."""
@@ -165,6 +175,8 @@ class Schedule:
             raise Violation(f"re-protection says that all is done, and verify says {codes}: {sorted(found)}")
         for attempt in published if is_done else ():
             course.oracle.check_copies(attempt, len(course.cluster.nodes))
+        if is_done:
+            course.oracle.check_files()
         if not is_done and is_mended:
             self._check_rivals(audits)
         copied = self._find_published()

@@ -1,0 +1,160 @@
+"""Mutants: defects that the package had, or might have, brought back one by one, to show that the torture sees them.
+
+By D1 to D5 and D12 commit adcd94a lost checkpoints with every disk intact. Its tree has another layout: the torture cannot
+run on it; each of these changes today's code back in the one place that keeps the promise. D4, a commit that compares
+nothing, is not among them: it has several guards today, and only the search of small worlds has found it so far.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from replicated_ckpt.agent.repair.mender import Mender
+from replicated_ckpt.agent.saves import outlived, settle
+from replicated_ckpt.core.inventory import saves_found
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
+from replicated_ckpt.core.protocol.settlement import Answer, Fate, Settlement
+from replicated_ckpt.core.upkeep import repair, retention
+from replicated_ckpt.core.upkeep.policy import Policy, scope_of
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.dcp.load.shard_reader import ShardReader
+from replicated_ckpt.stores import verified
+from replicated_ckpt.stores.peer.copy import PeerSink
+from tests.fault.torture.course import Course
+from tests.fault.torture.scripts import (
+    SEED,
+    a_copy_is_assumed,
+    a_surplus_copy_is_damaged,
+    manifest_here_and_metadata_there,
+    one_pair_comes_back_first,
+)
+
+
+@contextmanager
+def checksums_are_not_compared() -> Iterator[None]:
+    with mock.patch.object(verified, "_first_bad_block", return_value=None):
+        yield
+
+
+@contextmanager
+def copies_are_reported_and_not_made() -> Iterator[None]:
+    with mock.patch.object(PeerSink, "write"), mock.patch.object(PeerSink, "finish"):
+        yield
+
+
+@contextmanager
+def only_the_first_source_is_asked() -> Iterator[None]:
+    def first_only(*arguments: object) -> dict[str, tuple[str, ...]]:
+        return {shard: nodes[:1] for shard, nodes in real(*arguments).items()}  # type: ignore[arg-type]
+
+    real = ShardReader._order
+    with mock.patch.object(ShardReader, "_order", first_only):
+        yield
+
+
+@contextmanager
+def re_protection_only_says_so() -> Iterator[None]:
+    with mock.patch.object(Mender, "_copy"), mock.patch.object(repair._Planning, "_add_copies"):
+        yield
+
+
+@contextmanager
+def a_prepared_node_decides_alone() -> Iterator[None]:
+    """D1: a node that does not answer is taken for one that did not publish."""
+
+    def settled(*, is_worked_on: bool, answers: Mapping[str, Answer], **_: object) -> Settlement:
+        published = tuple(node for node, answer in answers.items() if answer is Answer.PUBLISHED)
+        fate = Fate.COMPLETE if published else Fate.WORKED_ON if is_worked_on else Fate.DROP
+        return Settlement(fate, sources=published)
+
+    with mock.patch.object(settle, "settle_staged", settled):
+        yield
+
+
+@contextmanager
+def an_assumption_makes_others_give_way() -> Iterator[None]:
+    """D2: a version counts as whole if silent nodes are assumed to hold what they were meant to."""
+
+    def assumed_whole(
+        manifests: Mapping[str, Manifest], nodes: Sequence[NodeView]
+    ) -> Mapping[str, tuple[Version, ...]]:
+        there = [node for node in nodes if node.presence is not Presence.GONE]
+        up = {node.node_id for node in there if node.presence is Presence.UP}
+        unsure = {node.node_id for node in there if node.holdings is None}
+        whole: dict[str, tuple[Version, ...]] = {}
+        for save in saves_found(holding for node in there for holding in node.holdings or ()):
+            manifest = manifests.get(save.save_id)
+            if manifest is not None and see_save(save, manifest, up, unsure, remains=()).may_be_whole:
+                whole[save.checkpoint_id] = (*whole.get(save.checkpoint_id, ()), manifest.version)
+        return whole
+
+    with (
+        mock.patch.object(SeenSave, "is_whole", SeenSave.may_be_whole),
+        mock.patch.object(outlived, "whole_versions", assumed_whole),
+    ):
+        yield
+
+
+@contextmanager
+def retention_counts_other_runs() -> Iterator[None]:
+    """D3: a policy goes by the directory alone, whatever lineage its checkpoints are of."""
+
+    def is_under(manifest: Manifest, policy: Policy) -> bool:
+        return scope_of(manifest.checkpoint_id) == policy.scope
+
+    with mock.patch.object(retention, "_is_under", is_under):
+        yield
+
+
+@contextmanager
+def files_without_manifest_heal_nothing() -> Iterator[None]:
+    """D5: of a directory whose manifest is bad, re-protection uses nothing, be it intact by its checksums."""
+    with mock.patch.object(repair, "recognize", return_value=None):
+        yield
+
+
+@contextmanager
+def a_surplus_damaged_copy_is_left() -> Iterator[None]:
+    """D12: where there are as many intact copies as are wanted, damaged ones stay."""
+
+    def add_copies(self: Any, save: SeenSave, shard: str, takers: set[str], **how: bool) -> None:
+        if len(save.intact[shard]) < save.manifest.copies:
+            real(self, save, shard, takers, **how)
+
+    real = repair._Planning._add_copies
+    with mock.patch.object(repair._Planning, "_add_copies", add_copies):
+        yield
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One defect, and the seed that finds it, with random steps or with those of a script.
+
+    `was`: its name among the defects of commit adcd94a; "" for one that never was.
+    """
+
+    install: Callable[[], AbstractContextManager[None]]
+    seed: int
+    was: str = ""
+    script: Callable[[Course], None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.install.__name__.replace("_", " ")
+
+
+MUTANTS = [
+    Mutant(checksums_are_not_compared, 1007),
+    Mutant(copies_are_reported_and_not_made, 1000),
+    Mutant(only_the_first_source_is_asked, 1007),
+    Mutant(re_protection_only_says_so, 1016),
+    Mutant(a_prepared_node_decides_alone, SEED, "D1", one_pair_comes_back_first),
+    Mutant(an_assumption_makes_others_give_way, SEED, "D2", a_copy_is_assumed),
+    Mutant(retention_counts_other_runs, 1010, "D3"),
+    Mutant(files_without_manifest_heal_nothing, SEED, "D5", manifest_here_and_metadata_there),
+    Mutant(a_surplus_damaged_copy_is_left, SEED, "D12", a_surplus_copy_is_damaged),
+]

@@ -1,0 +1,105 @@
+"""Short schedules with the steps written down, each of which leads to one defect that random steps come to seldom.
+
+Each is for seed 25: four nodes, two copies, no policy, no bucket. The oracle judges them as it judges random ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from replicated_ckpt.agent.saves.pins import PIN_S
+from tests.fault.torture.course import Course
+from tests.fault.torture.damage import damage
+from tests.fault.torture.disks import MANIFEST, METADATA, Lying
+from tests.fault.torture.faults import Outage
+
+SEED = 25
+NAME = "step-1"
+NODES = [0, 1, 2, 3]
+
+
+def one_pair_comes_back_first(course: Course) -> None:
+    """D1: one pair is killed between decision and publishing, and comes back without the other."""
+    _save(course, NODES)
+    outage = Outage(frozenset({2, 3}), "off")
+    course.cluster.plan_outage("coordinator.decided", 0, is_agent=False, outage=outage)
+    _save(course, NODES, "nodes [2, 3] are off when it is decided")
+    _switch_off(course, [0, 1])
+    _switch_on(course, [2, 3])
+    course.load([2, 3], "latest")
+
+
+def a_copy_is_assumed(course: Course) -> None:
+    """D2: a new version lies on two of three nodes, a copy of it damaged; the third says goodbye, and is lost then."""
+    nodes = [0, 1, 2]
+    _save(course, nodes)
+    outage = Outage(frozenset({1, 2}), "off")
+    course.cluster.plan_outage("coordinator.decided", 0, is_agent=False, outage=outage)
+    _save(course, nodes, "nodes [1, 2] are off when it is decided")
+    course.oracle.look()
+    staged = next(one for one in course.disks.lying() if one.node == 2 and not one.is_published)
+    _damage(course, staged, "__1_0.distcp", "truncate")
+    _switch_on(course, [2])
+    course.cluster.nodes[0].kill()
+    course.cluster.nodes[0].boot()
+    course.load([0, 2], "latest")
+    course.cluster.nodes[1].switch_on()
+    course.cluster.nodes[1].leave()
+    course.cluster.nodes[1].switch_off()
+    course.cluster.wait(PIN_S + 100)  # the load above keeps what it has read
+    course.cluster.pass_time(60)
+    course.oracle.look()
+    course.wiped.add(course.cluster.nodes[1].node_id())
+    course.cluster.nodes[1].wipe()
+    course.oracle.lost_disk(1)
+
+
+def manifest_here_and_metadata_there(course: Course) -> None:
+    """D5: the manifest is bad on one node, `.metadata` on all others; every shard is intact."""
+    _save(course, NODES)
+    for node, name in [(0, MANIFEST), (1, METADATA), (2, METADATA), (3, METADATA)]:
+        _damage(course, _lying(course, node), name, "empty")
+
+
+def a_surplus_copy_is_damaged(course: Course) -> None:
+    """D12: of three copies, where two are wanted, one is damaged."""
+    _save(course, NODES)
+    holder = next(node for node in NODES[1:] if "__1_0.distcp" in _lying(course, node).files)
+    _switch_off(course, [holder])
+    course.introduce()
+    course.cluster.pass_time(300)
+    course.cluster.protect()
+    _switch_on(course, [holder])
+    course.introduce()
+    _damage(course, _lying(course, holder), "__1_0.distcp")
+
+
+def _save(course: Course, nodes: Sequence[int], what: str = "") -> None:
+    job: Any = course.backend.job(course.cluster, nodes, course.policy)
+    course.disturbances += bool(what)
+    course.save(job, NAME, what and f", {what}", overwrite=bool(course.oracle.ids()))
+    job.end()
+
+
+def _switch_off(course: Course, nodes: Sequence[int]) -> None:
+    course.say(f"nodes {nodes} are switched off")
+    course.disturbances += 1
+    for node in nodes:
+        course.cluster.nodes[node].switch_off()
+
+
+def _switch_on(course: Course, nodes: Sequence[int]) -> None:
+    course.say(f"nodes {nodes} are switched on")
+    for node in nodes:
+        course.cluster.nodes[node].switch_on()
+
+
+def _lying(course: Course, node: int) -> Lying:
+    course.oracle.look()
+    return next(one for one in course.disks.lying() if one.node == node and one.is_named)
+
+
+def _damage(course: Course, lying: Lying, name: str, how: str = "flip") -> None:
+    course.say(f"{how} {name} in {lying.place.relative_to(course.base)}")
+    course.disturbances += 1
+    attempt = course.oracle.attempt_of(lying)
+    course.oracle.damaged(lying, attempt, damage(lying.place, name, how, course.random), is_data_intact=False)
