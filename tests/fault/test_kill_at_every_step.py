@@ -271,6 +271,7 @@ def test_every_failpoint_has_its_kill() -> None:
     design = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
     elsewhere = {"retire.trashed"}  # tests/agent/test_retention.py
     elsewhere |= {name for name in failpoints.POINTS if name.startswith("adopt.")}  # tests/fault/test_adoption.py
+    elsewhere |= {"rank.handing-over", "agent.handed-over", "agent.writing"}  # tests/fault/test_hand_over.py
     killed_at = {case.point for case in NEW_ID + SAME_ID} | elsewhere
     assert killed_at == {name for name in failpoints.POINTS if not is_of_upload(name)}
     assert [name for name in failpoints.POINTS if f"| `{name}` |" not in design] == []

@@ -13,6 +13,7 @@ from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.adoption_locks import AdoptionLocks
 from replicated_ckpt.agent.saves.doubts import Doubts
 from replicated_ckpt.agent.saves.fence import Fence
+from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.intake import Intake, taking_metadata
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.pins import Pins
@@ -62,6 +63,7 @@ class NodeService:
         """Held by the thread that completes a save by what others know of it: one at a time, else they undo each other."""
         self._lock = threading.Lock()
         self._intake = Intake(store)
+        self.hand_overs = HandOvers(store)
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
         self._fence = Fence()

@@ -135,9 +135,10 @@ class SaveAttempt:
             failpoints.reach("coordinator.placed")
             self._warn(weaknesses(self._decision, config.copies, posts))
 
-    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def write(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None = None) -> list[WriteResult]:
         """Writes this rank's shard here and at its buddies, and posts the receipt for it to the coordinator.
 
+        `staged`: the memory that its tensors lie in, if this node's agent can be given it.
         Afterwards the shard holds at the level of `ack`. If another rank has failed there are no results: DCP names that
         rank, and `commit` refuses the receipt.
         """
@@ -148,7 +149,7 @@ class SaveAttempt:
         save_id = self._decision.save_id
         with self._giving_up_on_error():
             try:
-                results, self._receipt = self._write_shard(plan, planner)
+                results, self._receipt = self._write_shard(plan, planner, staged)
             except SaveAborted as exc:
                 log.warning("rank %d stops writing: %s", self._world.rank, exc)
                 results, self._receipt = [], Receipt(aborted=exc.message)
@@ -220,7 +221,9 @@ class SaveAttempt:
         """This rank works on the save no more."""
         self._held.close()
 
-    def _write_shard(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Receipt]:
+    def _write_shard(
+        self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None
+    ) -> tuple[list[WriteResult], Receipt]:
         decision, rank, config, began = self._decision, self._world.rank, self._config, time.monotonic()
         if decision.node_of(rank).node_id in decision.unreached:
             self._store.begin(decision.intent)
@@ -231,7 +234,9 @@ class SaveAttempt:
         shard: WrittenShard | None = None
         if plan.items:
             how = {"stream_to_peers": config.ack != "local", "durable": config.ack != "peer-memory"}
-            shard = self._parts.shards.write(plan, planner, decision, rank, **how)
+            if self._world.blackboard is None or decision.node_of(rank).silence:
+                staged = None
+            shard = self._parts.shards.write(plan, planner, decision, rank, **how, staged=staged)
         receipt = Receipt(
             (shard.receipt,) if shard else (),
             seconds=time.monotonic() - self._started_at,
