@@ -238,7 +238,7 @@ class Agent:
             self._renew_certificate(directory)
             if self.config.idle_exit_s is None:
                 continue
-            workers = (self._reprotector, self._uploader, self._service.hand_overs)
+            workers = (self._reprotector, self._uploader, self._service.hand_overs, self._service.finisher)
             if any(worker.is_busy for worker in workers) or has_clients(directory):
                 self._activity.touch()
             elif self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory):

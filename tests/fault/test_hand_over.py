@@ -2,8 +2,10 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +17,16 @@ from replicated_ckpt.errors import ObjectCorrupt, SaveAborted
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.multiprocess.cluster import Cluster, call
+from tests.multiprocess.cluster import Attempt, Cluster, call
+from tests.multiprocess.node import Node
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 KINDS = ["plain", "own"]
 SAVE = "a" * 32
 SHARD = str(ShardName(0, 0))
+FILES = {".metadata", ".manifest.json", "__0_0.distcp", "__1_0.distcp"}
+SETTLED_WITHIN_S = 30.0
+AGENTS_STAY_S = 600.0
 
 
 @pytest.fixture
@@ -90,23 +96,95 @@ def test_an_asynchronous_save_is_a_synchronous_one_bit_for_bit(cluster: Cluster)
         call("state.save", kinds=KINDS, checkpoint_id="step-0", seed=0),
         call("async.save", kinds=KINDS, checkpoint_ids=["step-1"]),
     ]
-    cluster.start_agents({0: {}, 1: {}})
+    cluster.start_agents({0: {}, 1: {}}, idle_exit_s=AGENTS_STAY_S)
     cluster.launch(saves, nodes=[0, 1])
     for node in cluster.nodes:
         for name in ("__0_0.distcp", "__1_0.distcp"):
             assert (node.disk / "step-0" / name).read_bytes() == (node.disk / "step-1" / name).read_bytes()
 
 
-@pytest.mark.parametrize("point", ["agent.handed-over", "agent.writing"])
-def test_an_agent_dies_with_a_shard_in_its_hands(cluster: Cluster, point: str) -> None:
-    """Its ranks live: the save is completed, with both copies, and loads bit for bit."""
-    cluster.start_agents({0: {}, 1: {failpoints.ENV: f"{point}=kill"}})
-    calls = [
-        call("async.save", kinds=KINDS, checkpoint_ids=["step-1"]),
-        call("state.load", kinds=KINDS, checkpoint_id="step-1"),
-    ]
-    results = cluster.launch(calls, nodes=[0, 1])
-    assert cluster.agent_code(1) == -signal.SIGKILL, "the shard was not handed over"
-    assert results.digests(1) == [saved[0] for saved in results.of(0)]
+def has_all(node: Node) -> bool:
+    return "step-1" in node.checkpoints() and node.files("step-1") == FILES and not node.staging()
+
+
+def await_all(cluster: Cluster, is_so: Callable[[Node], bool]) -> None:
+    deadline = time.monotonic() + SETTLED_WITHIN_S
+    while not all(map(is_so, cluster.nodes)):
+        assert time.monotonic() < deadline, [(node.checkpoints(), node.staging()) for node in cluster.nodes]
+        time.sleep(0.1)
+
+
+def save(cluster: Cluster, **armed: str) -> Attempt:
+    """An asynchronous save with these failpoints; if a rank is killed all of them are."""
+    points = {node: {failpoints.ENV: armed.get(f"agent{node}", "")} for node in (0, 1)}
+    cluster.start_agents(points, idle_exit_s=AGENTS_STAY_S)
+    for rank, node in enumerate(cluster.nodes):
+        node.environment = {failpoints.ENV: armed.get(f"rank{rank}", "")}
+    attempt = cluster.attempt([call("async.save", kinds=KINDS, checkpoint_ids=["step-1"])], nodes=[0, 1], grace_s=0.0)
     for node in cluster.nodes:
-        assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= node.files("step-1")
+        node.environment = {}
+    return attempt
+
+
+def seed(cluster: Cluster) -> Any:
+    """What the checkpoint loads as, in a new job: 0 if as it was saved."""
+    found = call("fault.seed_of", kinds=KINDS, checkpoint_id="step-1", seeds=[0])
+    litter = call("fault.litter", within_s=SETTLED_WITHIN_S)
+    results = cluster.launch([found, litter], nodes=[0, 1])
+    assert results.of(1) == [[], []]
+    return results.agreed(0)
+
+
+@pytest.mark.parametrize("slow", ["rank0", "agent0", "agent1"])
+def test_all_trainers_die_once_the_save_is_handed_over(cluster: Cluster, slow: str) -> None:
+    """All ranks are killed while agents still have bytes to write: both nodes publish it, whole, and it loads."""
+    armed = {"rank0": "coordinator.handed-over=kill"}
+    attempt = save(cluster, **{**({slow: "agent.writing=sleep:3"} if slow != "rank0" else {}), **armed})
+    assert attempt.codes == [-signal.SIGKILL, None], "the other one is killed with it"
+    await_all(cluster, has_all)
+    assert seed(cluster) == 0
+
+
+@pytest.mark.parametrize(
+    "armed",
+    [
+        {"rank0": "rank.handing-over=kill"},
+        {"rank1": "rank.handed-over=kill"},
+        {"rank0": "rank.handed-over=kill"},
+        {"rank0": "coordinator.metadata-staged=kill"},
+        {"rank0": "coordinator.metadata-staged=kill", "agent1": "agent.writing=sleep:3"},
+    ],
+    ids=str,
+)
+def test_all_trainers_die_before_that(cluster: Cluster, armed: dict[str, str]) -> None:
+    """The save is gone from every node, within seconds and without another save or load."""
+    assert -signal.SIGKILL in save(cluster, **armed).codes
+    await_all(cluster, lambda node: not node.staging() and not node.checkpoints())
+
+
+@pytest.mark.parametrize(
+    ("agent", "point"),
+    [
+        (1, "agent.handed-over"),
+        (1, "agent.writing"),
+        (0, "agent.writing"),
+        (0, "agent.finishing"),
+        (0, "agent.decided"),
+        (0, "agent.finished"),
+    ],
+)
+def test_an_agent_dies_with_a_save_in_its_hands(cluster: Cluster, agent: int, point: str) -> None:
+    """Its ranks live: they start it again and hand over again. The save succeeds, with both copies, bit for bit."""
+    attempt = save(cluster, **{f"agent{agent}": f"{point}=kill"})
+    assert cluster.agent_code(agent) == -signal.SIGKILL, f"{point} was not reached"
+    assert attempt.codes == [0, 0], attempt
+    await_all(cluster, has_all)
+    assert seed(cluster) == 0
+
+
+@pytest.mark.parametrize(("point", "is_whole"), [("agent.finishing", False), ("agent.decided", True)])
+def test_trainers_and_an_agent_die(cluster: Cluster, point: str, is_whole: bool) -> None:
+    """The coordinator's agent goes with all ranks: what it had decided is whole after the next load, else it is gone."""
+    save(cluster, rank0="coordinator.handed-over=kill", agent0=f"{point}=kill")
+    assert cluster.agent_code(0) == -signal.SIGKILL, f"{point} was not reached"
+    assert seed(cluster) == (0 if is_whole else ["CheckpointNotFound"])

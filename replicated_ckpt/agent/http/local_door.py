@@ -13,6 +13,7 @@ from replicated_ckpt.agent.http.server import status_of
 from replicated_ckpt.agent.requests.heartbeat import INTERVAL_S
 from replicated_ckpt.agent.requests.local_messages import check_same_user, listen, receive_message, send_message
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves.orphans import follow_orphan
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.core.one_line import one_line
@@ -69,8 +70,19 @@ class LocalDoor:
         except ReplicatedCkptError as exc:
             send_message(connection, _refusal(exc))
             return
-        send_message(connection, {"state": "taken"})
-        self._tell_end(connection, future)
+        with contextlib.suppress(OSError):  # a rank that is gone is not told
+            send_message(connection, {"state": "taken"})
+            self._tell_end(connection, future)
+        wait([future])
+        self._wait_for_leave(connection)
+        follow_orphan(self._service, str(fields["copies"]["save_id"]))
+
+    def _wait_for_leave(self, connection: socket.socket) -> None:
+        """Returns once the rank has closed its end, or has died."""
+        connection.settimeout(None)
+        with contextlib.suppress(OSError):
+            while connection.recv(1):
+                pass
 
     def _begin(self, fields: dict[str, Any], descriptors: list[int]) -> "Future[WrittenCopies]":
         try:

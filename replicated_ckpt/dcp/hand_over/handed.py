@@ -31,15 +31,18 @@ class HandedOver:
         Raises:
             StoreUnavailable: the agent died or hangs; nobody knows. Others: what kept it from being written.
         """
-        with self._connection:
-            while True:
-                answer = _receive(self._connection)
-                if answer["state"] == "working":
-                    continue
-                try:
-                    return WrittenCopies.from_json(answer["copies"])
-                except (KeyError, TypeError, ValueError) as exc:
-                    raise PeerProtocolError(f"{_AGENT} says of a shard {answer!r}.") from exc
+        while True:
+            answer = _receive(self._connection)
+            if answer["state"] == "working":
+                continue
+            try:
+                return WrittenCopies.from_json(answer["copies"])
+            except (KeyError, TypeError, ValueError) as exc:
+                raise PeerProtocolError(f"{_AGENT} says of a shard {answer!r}.") from exc
+
+    def close(self) -> None:
+        """This rank has nothing more to do with the save: from here on the agent settles what it finds of it."""
+        self._connection.close()
 
 
 def hand_over(store: LocalStore, shard: HandedShard, descriptors: Sequence[int]) -> HandedOver:

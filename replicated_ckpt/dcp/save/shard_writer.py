@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,13 +11,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies, WrittenCopies, write_copies
+from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
 from replicated_ckpt.core.layout import ShardName
-from replicated_ckpt.dcp.hand_over.handed import HandedOver, hand_over
+from replicated_ckpt.dcp.hand_over.follower import Follower
 from replicated_ckpt.dcp.hand_over.layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.decision import SaveDecision, ShardReceipt
-from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter
 from replicated_ckpt.dcp.tensors.tensor_writer import Stream
 from replicated_ckpt.errors import StoreUnavailable
@@ -30,12 +30,16 @@ _LARGE_BYTES = 64 << 10
 
 @dataclass
 class WrittenShard:
-    """One shard: its receipt, DCP's results for its items, the copies that could not be made, and seconds by phase."""
+    """One shard: its receipt, DCP's results for its items, the copies that could not be made, and seconds by phase.
+
+    With a `follower` the shard is in the agent's hands, and its receipt has the name alone.
+    """
 
     receipt: ShardReceipt
     results: list[WriteResult]
     missed: list[str] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
+    follower: Follower | None = None
 
 
 class ShardWriter:
@@ -57,28 +61,60 @@ class ShardWriter:
         *,
         stream_to_peers: bool,
         durable: bool,
-        staged: memoryview | None = None,
     ) -> WrittenShard:
         """Writes all items of the plan as one shard. It is durable in the own store when this returns.
 
-        A buddy that fails is replaced by another node, or, if none can take the copy, listed in `missed`. Where the items
-        lie in the memory `staged`, this node's agent does it all; if it cannot, this rank does.
+        A buddy that fails is replaced by another node, or, if none can take the copy, listed in `missed`.
 
         Raises:
             SaveAborted: the save was given up elsewhere. StoreError: the own store failed. And whatever the planner raises.
         """
         wanted = self._copies_wanted(decision, rank, stream_to_peers=stream_to_peers, durable=durable)
         results: list[WriteResult] = []
-        found = None
-        if staged is not None:
-            found = self._hand_over(plan, planner, wanted, staged, results)
-        if found is None:
-            self._buffers = self._buffers or Buffers()
-            results.clear()
-            lay_out = partial(self._lay_out, plan, planner, wanted.name, results)
-            found = write_copies(self._store, wanted, self._buffers, lay_out)
+        self._buffers = self._buffers or Buffers()
+        lay_out = partial(self._lay_out, plan, planner, wanted.name, results)
+        found = write_copies(self._store, wanted, self._buffers, lay_out)
         receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
         return WrittenShard(receipt, results, list(found.missed), dict(found.phases))
+
+    def hand_over(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        decision: SaveDecision,
+        rank: int,
+        staged: memoryview,
+        start_agent: Callable[[], object],
+        *,
+        stream_to_peers: bool,
+        durable: bool,
+    ) -> WrittenShard | None:
+        """Gives the shard, whose items lie in the memory `staged`, to this node's agent, which has taken it on return.
+
+        None: no agent takes it, or it does not lie there, and it is to be written by this rank.
+
+        Raises:
+            SaveAborted: the save was given up elsewhere. And whatever the planner raises.
+        """
+        wanted = self._copies_wanted(decision, rank, stream_to_peers=stream_to_peers, durable=durable)
+        results: list[WriteResult] = []
+        layout = ShardLayout(staged)
+        try:
+            try:
+                self._lay_out(plan, planner, wanted.name, results, layout)
+                layout.finish()
+            except BaseException:
+                layout.close()
+                raise
+            failpoints.reach("rank.handing-over")
+            follower = Follower(self._store, HandedShard(wanted, layout.pieces), layout, staged, start_agent)
+        except (StoreUnavailable, TooMuchElsewhere) as exc:
+            if not self._has_said_why:
+                log.warning("this rank writes its shards itself: %s", exc.message)
+            self._has_said_why = True
+            return None
+        failpoints.reach("rank.handed-over")
+        return WrittenShard(ShardReceipt(wanted.name, 0, 0, ()), results, follower=follower)
 
     def _copies_wanted(
         self, decision: SaveDecision, rank: int, *, stream_to_peers: bool, durable: bool
@@ -95,41 +131,6 @@ class ShardWriter:
             durable,
             self._direct_io,
         )
-
-    def _hand_over(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        wanted: WantedCopies,
-        staged: memoryview,
-        results: list[WriteResult],
-    ) -> WrittenCopies | None:
-        """What the agent has written; None: this rank is to write the shard itself."""
-        try:
-            return self._hand_out(plan, planner, wanted, staged, results).wait()
-        except (StoreUnavailable, TooMuchElsewhere) as exc:
-            if not self._has_said_why:
-                log.warning("this rank writes its shards itself: %s", exc.message)
-            self._has_said_why = True
-            return None
-
-    def _hand_out(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        wanted: WantedCopies,
-        staged: memoryview,
-        results: list[WriteResult],
-    ) -> HandedOver:
-        layout = ShardLayout(staged)
-        try:
-            self._lay_out(plan, planner, wanted.name, results, layout)
-            layout.finish()
-            failpoints.reach("rank.handing-over")
-            shard = HandedShard(wanted, layout.pieces)
-            return hand_over(self._store, shard, [descriptor_of(staged), layout.between])
-        finally:
-            layout.close()
 
     def _lay_out(
         self, plan: SavePlan, planner: SavePlanner, name: str, results: list[WriteResult], stream: Stream
