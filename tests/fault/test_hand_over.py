@@ -2,6 +2,7 @@
 
 import os
 import signal
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +102,15 @@ def test_an_asynchronous_save_is_a_synchronous_one_bit_for_bit(cluster: Cluster)
     for node in cluster.nodes:
         for name in ("__0_0.distcp", "__1_0.distcp"):
             assert (node.disk / "step-0" / name).read_bytes() == (node.disk / "step-1" / name).read_bytes()
+
+
+def test_the_trainer_spends_no_time_on_the_bytes(cluster: Cluster) -> None:
+    """Once the state is staged its CPU time does not grow with the bytes: a part of what it takes to write them itself."""
+    spent = call("async.cpu_of_saves", mebibytes=256, saves=3)
+    (found, _) = cluster.launch([spent], nodes=[0, 1], timeout_s=280.0).of(0)
+    by_agent, by_rank = (statistics.median(found[by]) for by in ("agent", "rank"))
+    print(f"CPU s of a trainer for 256 MiB: {by_agent:.3f} with the agent, {by_rank:.3f} by itself")  # noqa: T201 - with -s
+    assert by_agent < 0.5 * by_rank
 
 
 def has_all(node: Node) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.finish import Finished, Outline
 from replicated_ckpt.agent.state.endpoint import read_endpoint
-from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, StoreUnavailable
+from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 
@@ -34,6 +34,8 @@ def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[
     for tries_left in reversed(range(_TRIES)):
         try:
             return _finish(store, outline.manifest.save_id, body)
+        except AgentSilent:
+            raise
         except (StoreUnavailable, ObjectMissing) as exc:  # not known any more: it was started again
             if tries_left == 0:
                 raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, exc.message) from exc
@@ -49,9 +51,10 @@ def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
         raise StoreUnavailable("this node's agent", "finish", save_id, "it is not there")
     with AgentClient(endpoint.local_address()) as client:
         client.put("POST", f"/v1/saves/{save_id}/finish", body)
-        failpoints.reach("coordinator.handed-over")
-        answer = client.call("POST", f"/v1/saves/{save_id}/decision")
-    try:
-        return Finished.from_json(answer)
-    except (KeyError, TypeError, ValueError) as exc:
-        raise PeerProtocolError(f"This node's agent tells wrongly how save {save_id} ended: {exc!r}.") from exc
+        try:
+            failpoints.reach("coordinator.handed-over")
+            return Finished.from_json(client.call("POST", f"/v1/saves/{save_id}/decision"))
+        except ReplicatedCkptError:
+            raise  # the agent has given the save up, or is gone
+        except BaseException as exc:  # from here on this rank cannot tell, and must not have the other nodes give it up
+            raise AgentSilent("this node's agent", "finish", save_id, f"{type(exc).__name__}: {exc}") from exc

@@ -30,17 +30,14 @@ class Follower:
         layout: ShardLayout,
         staged: memoryview,
         start_agent: Callable[[], object],
+        handed: HandedOver,
     ) -> None:
-        """Hands the shard over. The layout is closed once it is not needed, or when this raises.
-
-        Raises:
-            StoreUnavailable: no agent takes it. Others: the agent refuses it.
-        """
+        """The layout is closed once it is not needed."""
         self._store, self._shard, self._layout, self._start_agent = store, shard, layout, start_agent
         self._staged: memoryview | None = staged
+        self._handed = handed
         self._left = threading.Event()
         self.end: Future[WrittenCopies] = Future()
-        self._handed = self._hand_over()
         threading.Thread(target=self._follow, name="rckpt-handed-over", daemon=True).start()
 
     def leave(self) -> None:
@@ -48,15 +45,6 @@ class Follower:
         self._left.set()
         if self.end.done():
             self._handed.close()
-
-    def _hand_over(self) -> HandedOver:
-        try:
-            assert self._staged is not None, "it is dropped when the shard has ended"
-            return hand_over(self._store, self._shard, [descriptor_of(self._staged), self._layout.between])
-        except BaseException:
-            if not hasattr(self, "_handed"):
-                self._layout.close()
-            raise
 
     def _follow(self) -> None:
         try:
@@ -88,6 +76,8 @@ class Follower:
         time.sleep(_PAUSE_S)
         try:
             self._start_agent()
-            self._handed = self._hand_over()
+            assert self._staged is not None, "it is dropped when the shard has ended"
+            descriptors = [descriptor_of(self._staged), self._layout.between]
+            self._handed = hand_over(self._store, self._shard, descriptors)
         except StoreUnavailable as exc:  # the closed connection says the same, once more
             log.warning("not handed over again yet: %s", exc)

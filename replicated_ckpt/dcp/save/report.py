@@ -22,7 +22,8 @@ _WAITED_FOR = {
 class SaveReport:
     """What one save did on this rank. `copies_made` is the least over this rank's shards, the own one counted.
 
-    `seconds`: from the begin of the save to its commit; in `ranks`, to the end of the rank's own writing. `phases` are
+    `seconds`: from the begin of the save to its commit; in `ranks`, to the end of the rank's own writing, or of
+    the hand-over to its agent. `phases` are
     seconds, too: `plan` (until this rank may write; others are waited for), `serialise` (the thread that goes through the
     tensors), `write` and `fsync` (the own disk), `send` (the slowest buddy, its fsync included), `commit` (from then on).
     Writing, sending and serialising go on at once, so they add up to more than the time that passed.

@@ -14,9 +14,11 @@ from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.hand_over.follower import Follower
+from replicated_ckpt.dcp.hand_over.handed import hand_over
 from replicated_ckpt.dcp.hand_over.layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.decision import SaveDecision, ShardReceipt
+from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter
 from replicated_ckpt.dcp.tensors.tensor_writer import Stream
 from replicated_ckpt.errors import StoreUnavailable
@@ -103,16 +105,18 @@ class ShardWriter:
             try:
                 self._lay_out(plan, planner, wanted.name, results, layout)
                 layout.finish()
+                failpoints.reach("rank.handing-over")
+                shard = HandedShard(wanted, layout.pieces)
+                handed = hand_over(self._store, shard, [descriptor_of(staged), layout.between])
             except BaseException:
                 layout.close()
                 raise
-            failpoints.reach("rank.handing-over")
-            follower = Follower(self._store, HandedShard(wanted, layout.pieces), layout, staged, start_agent)
         except (StoreUnavailable, TooMuchElsewhere) as exc:
             if not self._has_said_why:
                 log.warning("this rank writes its shards itself: %s", exc.message)
             self._has_said_why = True
             return None
+        follower = Follower(self._store, shard, layout, staged, start_agent, handed)
         failpoints.reach("rank.handed-over")
         return WrittenShard(ShardReceipt(wanted.name, 0, 0, ()), results, follower=follower)
 
