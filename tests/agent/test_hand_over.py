@@ -15,13 +15,17 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.finish import Finished, Outline
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.dcp.hand_over.follower import Follower
 from replicated_ckpt.dcp.hand_over.handed import HandedOver, hand_over
+from replicated_ckpt.dcp.hand_over.layout import ShardLayout
+from replicated_ckpt.dcp.staging.segment import descriptor_of, lease_segment
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted, StoreDenied
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
+from tests.agent.agents import RunningAgent, peers_of, running_agent, stop_agent, wait_for
 
 SAVE, TICKET = "b" * 32, "c" * 32
 METADATA = b"what torch pickles"
@@ -194,6 +198,30 @@ def test_an_agent_and_all_ranks_die(job: Job) -> None:
     assert job.agents[1].process.wait(10) == -signal.SIGKILL
     job.die()
     wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the save is gone")
+
+
+@pytest.mark.parametrize("job", [("agent.writing=kill", "")], indirect=True)
+def test_a_shard_is_handed_over_again_to_a_new_agent(job: Job) -> None:
+    """An agent dies with a shard; its rank starts another one, and gives it the same memory."""
+    store, size = job.stores[0], 1 << 20
+    staged = lease_segment(size, lambda: 1 << 30)
+    staged[:size] = bytes(range(256)) * (size // 256)
+    layout = ShardLayout(staged)
+    layout.write(memoryview(b"head"))
+    layout.refer(staged[:size])
+    layout.finish()
+    shard = HandedShard(WantedCopies(SAVE, str(ShardName(0, 0)), job.nodes[0]), layout.pieces)
+    handed = hand_over(store, shard, [descriptor_of(staged), layout.between])
+    follower = Follower(store, shard, layout, staged, lambda: ensure_agent(store, "127.0.0.1"), handed)
+    try:
+        written = follower.end.result(WITHIN_S)
+        assert job.agents[0].process.wait(10) == -signal.SIGKILL
+        raw = store.path_of_staged(SAVE, str(ShardName(0, 0))).read_bytes()
+        assert raw[: size + 4] == b"head" + bytes(staged[:size])
+        assert (len(raw), crc32c(raw)) == (written.size_bytes, written.crc32c)
+    finally:
+        follower.leave()
+        stop_agent(store.root)
 
 
 def test_a_save_that_was_given_up_is_not_finished(job: Job) -> None:
