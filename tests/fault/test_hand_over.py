@@ -192,9 +192,10 @@ def test_an_agent_dies_with_a_save_in_its_hands(cluster: Cluster, agent: int, po
     assert seed(cluster) == 0
 
 
-@pytest.mark.parametrize(("point", "is_whole"), [("agent.finishing", False), ("agent.decided", True)])
-def test_trainers_and_an_agent_die(cluster: Cluster, point: str, is_whole: bool) -> None:
-    """The coordinator's agent goes with all ranks: what it had decided is whole after the next load, else it is gone."""
+@pytest.mark.parametrize(("point", "is_decided"), [("agent.finishing", False), ("agent.decided", True)])
+def test_trainers_and_an_agent_die(cluster: Cluster, point: str, is_decided: bool) -> None:
+    """The coordinator's agent goes with all ranks: what it had decided is whole after the next load, else whole or gone."""
     save(cluster, rank0="coordinator.handed-over=kill", agent0=f"{point}=kill")
     assert cluster.agent_code(0) == -signal.SIGKILL, f"{point} was not reached"
-    assert seed(cluster) == (0 if is_whole else ["CheckpointNotFound"])
+    gone = [] if is_decided else [["CheckpointNotFound"], ["CheckpointNotCommitted"]]
+    assert seed(cluster) in [0, *gone]

@@ -122,6 +122,7 @@ class Finisher:
             published = self._store.catalog.checkpoint_of(save_id)
             if published is not None:
                 end.set_result(Finished(self._store.catalog.manifest(published).encode().decode(), ()))
+                self._ends[save_id] = end
                 return end
             held = self._store.lock_save(save_id)
             self._ends[save_id] = end

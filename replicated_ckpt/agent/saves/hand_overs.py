@@ -3,6 +3,7 @@
 The memory is read by `preadv` from descriptors, never mapped: what a rank cuts short is an error, and no signal.
 """
 
+import json
 import logging
 import os
 import stat
@@ -10,12 +11,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, WrittenCopies, write_copies
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers, Tee
 
@@ -88,14 +91,33 @@ class HandOvers:
         """What became of these shards, once all of them are written.
 
         Raises:
-            ObjectMissing: one was not handed over, or not since this agent was started. Others: one could not be written.
+            ObjectMissing: one was not handed over, or an agent died before it had written it. Others: one could not be.
         """
         with self._lock:
             futures = {name: self._written.get((save_id, name)) for name in names}
-        for name, future in futures.items():
-            if future is None:
-                raise ObjectMissing("this agent", "write", name, f"no rank has handed it over for save {save_id}")
-        return [future.result() for future in futures.values() if future is not None]
+        return [self._read_note(save_id, name) if each is None else each.result() for name, each in futures.items()]
+
+    def _note(self, save_id: str, found: WrittenCopies) -> None:
+        """For the agent that comes after this one: the rank that handed the shard over may be gone, or be told already."""
+        path = self._note_path(save_id, found.name)
+        path.write_text(json.dumps(found.to_json()))
+        if not self._store.staging(save_id).is_dir():  # it was given up meanwhile, and its notes removed
+            path.unlink(missing_ok=True)
+
+    def _read_note(self, save_id: str, name: str) -> WrittenCopies:
+        with translate_errors("this agent", "read", name):
+            try:
+                found = WrittenCopies.from_json(json.loads(read_plain(self._note_path(save_id, name))))
+                size = self._store.path_of_staged(save_id, name).stat().st_size
+            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as exc:
+                raise _not_handed(save_id, name) from exc
+        if size != found.size_bytes:
+            raise _not_handed(save_id, name)
+        return found
+
+    def _note_path(self, save_id: str, name: str) -> Path:
+        """Beside the intent: what ends the save removes it."""
+        return self._store.intent_path(save_id).with_name(f"{save_id}.{name}.json")
 
     def _forget_old(self) -> None:
         if len(self._written) >= _KEPT:
@@ -112,6 +134,8 @@ class HandOvers:
             with self._slots:
                 failpoints.reach("agent.handed-over")
                 found = write_copies(self._store, shard.copies, Buffers(), lambda tee: _fill(tee, shard, descriptors))
+                with translate_errors("this agent", "note", shard.copies.name):
+                    self._note(shard.copies.save_id, found)
         except BaseException as exc:  # noqa: BLE001 - top of a thread; who waits for the shard gets the error
             log.warning("%s of save %s: %s", shard.copies.name, shard.copies.save_id, exc)
             future.set_exception(exc)
@@ -120,6 +144,10 @@ class HandOvers:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+
+def _not_handed(save_id: str, name: str) -> ObjectMissing:
+    return ObjectMissing("this agent", "write", name, f"no rank has handed it over for save {save_id}")
 
 
 def _fill(tee: Tee, shard: HandedShard, descriptors: Sequence[int]) -> None:
