@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from replicated_ckpt.agent.certificate import open_certificate
+from replicated_ckpt.agent.http.local_door import open_local_door
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.routes import Routes, is_upkeep
 from replicated_ckpt.agent.http.server import AgentServer
@@ -129,6 +130,7 @@ class Agent:
             signal.signal(number, self._on_signal)
         thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="rckpt-accept", daemon=True)
         thread.start()
+        door = open_local_door(directory, self._service)
         try:
             keep_identity(directory, replace(identity, port=self._endpoint.port))
             self._hello = self._greeter.start()
@@ -141,6 +143,8 @@ class Agent:
             self._leave(server)
         finally:
             self._stopping.set()
+            if door is not None:
+                door.close()
             if lock.is_in_place():
                 remove_endpoint(directory)
             server.shutdown()
@@ -190,7 +194,7 @@ class Agent:
         server.shutdown()
         server.server_close()  # else whoever connects now, a peer that leaves too, waits for an answer in vain
         deadline = time.monotonic() + _LEAVE_GRACE_S
-        while not self._activity.is_idle and time.monotonic() < deadline:
+        while (not self._activity.is_idle or self._service.hand_overs.is_busy) and time.monotonic() < deadline:
             time.sleep(_LEAVE_POLL_S)
         self._reprotector.join()
         self._scrubber.join()
@@ -234,7 +238,8 @@ class Agent:
             self._renew_certificate(directory)
             if self.config.idle_exit_s is None:
                 continue
-            if self._reprotector.is_busy or self._uploader.is_busy or has_clients(directory):
+            workers = (self._reprotector, self._uploader, self._service.hand_overs, self._service.finisher)
+            if any(worker.is_busy for worker in workers) or has_clients(directory):
                 self._activity.touch()
             elif self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory):
                 log.info("no client and no work for %.0f s", self.config.idle_exit_s)

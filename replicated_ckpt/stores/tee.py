@@ -145,6 +145,14 @@ class Tee:
             view = view[count:]
         return size
 
+    def fill(self, size_bytes: int, read: Callable[[memoryview], object]) -> None:
+        """Appends so many bytes, which `read` puts where they are wanted, one room after the other."""
+        while size_bytes:
+            room = self._room()[:size_bytes]
+            read(room)
+            self._advance(len(room))
+            size_bytes -= len(room)
+
     def refer(self, data: memoryview) -> None:
         """Appends bytes that stay as they are until `finish` or `discard` returns, without a copy where that pays."""
         if self._copies or len(data) < REFERRED_BYTES_MIN:

@@ -66,12 +66,14 @@ class Case:
         return {failpoints.ENV: ",".join(points)}
 
 
+HANDED_OVER = {"rank.handing-over", "rank.handed-over", "agent.handed-over", "agent.writing", "coordinator.handed-over"}
+HANDED_OVER |= {"agent.finishing", "agent.decided", "agent.finished"}
 RANKS = ["rank0", "rank1"]
 AGENTS = ["agent0", "agent1"]
 COMMIT = [point for point in ORDER if point.startswith("commit.")]
 VICTIMS_BY_POINT: dict[str, list[str]] = {
-    **{point: RANKS for point in ORDER if point.startswith("rank.")},
-    **{point: ["rank0"] for point in ORDER if point.startswith("coordinator.")},
+    **{point: RANKS for point in ORDER if point.startswith("rank.") and point not in HANDED_OVER},
+    **{point: ["rank0"] for point in ORDER if point.startswith("coordinator.") and point not in HANDED_OVER},
     **dict.fromkeys(("store.intent-written", "store.opened", "agent.receiving"), AGENTS),
     **dict.fromkeys(("store.shard-fsynced", "store.shard-named"), RANKS + AGENTS),
     "agent.decision-staged": ["agent1"],
@@ -271,6 +273,7 @@ def test_every_failpoint_has_its_kill() -> None:
     design = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
     elsewhere = {"retire.trashed"}  # tests/agent/test_retention.py
     elsewhere |= {name for name in failpoints.POINTS if name.startswith("adopt.")}  # tests/fault/test_adoption.py
+    elsewhere |= HANDED_OVER  # tests/fault/test_hand_over.py
     killed_at = {case.point for case in NEW_ID + SAME_ID} | elsewhere
     assert killed_at == {name for name in failpoints.POINTS if not is_of_upload(name)}
     assert [name for name in failpoints.POINTS if f"| `{name}` |" not in design] == []

@@ -6,12 +6,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
 from tests.multiprocess.states import State
@@ -105,3 +107,23 @@ def leave_in_flight(context: Context, kinds: list[str], checkpoint_id: str) -> d
     context.leaves_work_behind = True
     future = start(context, states, checkpoint_id, SlowPlanner())
     return {"digests": before, "in_flight": not future.done()}
+
+
+def cpu_of_saves(context: Context, mebibytes: int, saves: int) -> dict[str, list[float]]:
+    """CPU seconds of this process from the end of staging to the end of each save: by the agent, and by the rank itself."""
+    state = {f"rank{context.rank}": torch.ones(mebibytes << 18)}
+    writer = context.writer(overwrite=True)
+    door, away = (context.root / ".agent" / name for name in (SOCKET_NAME, "away"))
+    spent: dict[str, list[float]] = {"agent": [], "rank": []}
+    for number in range(2 * saves + 2):
+        by = ("agent", "rank")[number % 2]
+        if number:
+            (door if by == "rank" else away).rename(away if by == "rank" else door)
+        dist.barrier()
+        future = dcp.async_save(dict(state), checkpoint_id="step-1", storage_writer=writer)
+        assert isinstance(future, Future)
+        began = time.process_time()
+        future.result(timeout=200)
+        if number > 1:
+            spent[by].append(time.process_time() - began)
+    return spent

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from replicated_ckpt.agent.http.hand_over_routes import HandOverRoutes
 from replicated_ckpt.agent.http.metrics import format_metrics
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
 from replicated_ckpt.agent.http.relay import open_metadata, pull_metadata
@@ -62,6 +63,7 @@ class Routes:
         self._repair = RepairRoutes(service, reprotector, checks)
         self._objects = objects
         self._unmanaged = UnmanagedRoutes(service, checks)
+        self._handed = HandOverRoutes(service)
         self._status = status
         self._stop = stop
 
@@ -116,7 +118,7 @@ class Routes:
                 return Answer(b"{}\n", after=self._stop)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")
 
-    def _save(  # noqa: PLR0911 - one return a verb
+    def _save(  # noqa: PLR0911, C901 - one return a verb
         self, request: Request, save_id: str, rest: list[str], settles: str, ticket: str
     ) -> Answer:
         self._require_end(request, save_id, rest)
@@ -140,6 +142,8 @@ class Routes:
                 with request.heartbeat:
                     held = self._service.commit(save_id)
                 return Answer((json.dumps({"held": list(held)}) + "\n").encode(), after=self._committed)
+            case ("POST", "written" | "finish" | "decision" as verb):
+                return self._handed.answer(request, save_id, verb)
             case ("POST", "adopt"):
                 return self._adopt(request, save_id)
             case ("POST", "abort"):

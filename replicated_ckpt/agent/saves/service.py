@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from replicated_ckpt import failpoints
@@ -13,6 +14,8 @@ from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.adoption_locks import AdoptionLocks
 from replicated_ckpt.agent.saves.doubts import Doubts
 from replicated_ckpt.agent.saves.fence import Fence
+from replicated_ckpt.agent.saves.finish import Finisher, Outline
+from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.intake import Intake, taking_metadata
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.pins import Pins
@@ -62,6 +65,9 @@ class NodeService:
         """Held by the thread that completes a save by what others know of it: one at a time, else they undo each other."""
         self._lock = threading.Lock()
         self._intake = Intake(store)
+        self.hand_overs = HandOvers(store)
+        give_up = partial(self.abort, unless_decided=True)
+        self.finisher = Finisher(store, self.peers, self.hand_overs, self.commit, give_up)
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
         self._fence = Fence()
@@ -243,6 +249,15 @@ class NodeService:
         with self._lock:
             self._opened_at.pop(save_id, None)
         return held
+
+    def finish(self, outline: Outline) -> None:
+        """From here on the save is completed, or given up, without any rank.
+
+        Raises:
+            SaveAborted: it is not open, or was given up.
+        """
+        self._fence.check(outline.manifest.save_id, self.node_id)
+        self.finisher.begin(outline)
 
     def adopt(self, save_id: str, names: Sequence[str]) -> Mapping[str, BlockTable]:
         """Stages shards of the checkpoint without a manifest that an open save is to adopt; then it is held for an hour.

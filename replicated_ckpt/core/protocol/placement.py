@@ -101,6 +101,12 @@ def _disjoint_groups(nodes: Sequence[PlacedNode], copies: int, domain_of: Mappin
     return groups
 
 
+def intended_holders(acknowledged: Sequence[str], buddies: Sequence[str], copies: int) -> tuple[str, ...]:
+    """The nodes that are to hold a shard: those that acknowledged it and, if they are too few, buddies that should have."""
+    missing = [node for node in buddies if node not in acknowledged]
+    return (*acknowledged, *missing[: max(0, copies - len(acknowledged))])
+
+
 def _can_stay(left: Mapping[str, list[str]], current: Sequence[str], copies: int, remaining: int) -> bool:
     """Whether one more group from the `current` domains leaves enough distinct domains for the groups after it.
 

@@ -5,7 +5,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,7 +88,7 @@ class SaveAttempt:
         self._held = HeldSave()
         self._cluster: Cluster = LoneNode(parts.store)
         self._keep_report = keep_report
-        self._receipts: list[Receipt] = []
+        self._receipts: Sequence[Receipt] = []
 
     def present(self) -> None:
         """Posts to the coordinator what this rank is asked to save as, and where its node can be reached."""
@@ -135,9 +135,10 @@ class SaveAttempt:
             failpoints.reach("coordinator.placed")
             self._warn(weaknesses(self._decision, config.copies, posts))
 
-    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def write(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None = None) -> list[WriteResult]:
         """Writes this rank's shard here and at its buddies, and posts the receipt for it to the coordinator.
 
+        `staged`: the memory that its tensors lie in, if this node's agent can be given it.
         Afterwards the shard holds at the level of `ack`. If another rank has failed there are no results: DCP names that
         rank, and `commit` refuses the receipt.
         """
@@ -148,7 +149,7 @@ class SaveAttempt:
         save_id = self._decision.save_id
         with self._giving_up_on_error():
             try:
-                results, self._receipt = self._write_shard(plan, planner)
+                results, self._receipt = self._write_shard(plan, planner, staged)
             except SaveAborted as exc:
                 log.warning("rank %d stops writing: %s", self._world.rank, exc)
                 results, self._receipt = [], Receipt(aborted=exc.message)
@@ -179,10 +180,10 @@ class SaveAttempt:
                     board.posts("receipt", DECISION_TIMEOUT_S), decision, own_node
                 )
             check_none_aborted(receipts, decision)
-        self._receipts = receipts
         try:
-            problems = commit_save(
-                self._store, self._cluster, decision, self._config, receipts, metadata, results, self._notes
+            (store, config), notes, start = (self._store, self._config), self._notes, self._start_agent
+            problems, self._receipts = commit_save(
+                store, self._cluster, decision, config, receipts, metadata, results, notes, start
             )
         finally:
             self.close()
@@ -208,9 +209,8 @@ class SaveAttempt:
 
     def _report_committed(self) -> None:
         now = time.monotonic()
-        phases = {**self._report.phases, "commit": now - self._written_at}
         ranks = report_ranks(self._decision, self._receipts, self._config.copies)
-        report = replace(self._report, seconds=now - self._started_at, phases=phases, ranks=ranks)
+        report = self._report.end(now - self._started_at, now - self._written_at, ranks, self._held.find_written())
         self._keep_report(report)
         if self._world.is_coordinator:
             log.info("%s", report)
@@ -220,7 +220,12 @@ class SaveAttempt:
         """This rank works on the save no more."""
         self._held.close()
 
-    def _write_shard(self, plan: SavePlan, planner: SavePlanner) -> tuple[list[WriteResult], Receipt]:
+    def _start_agent(self) -> None:
+        present_again(self._store, self._post.node)
+
+    def _write_shard(
+        self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None
+    ) -> tuple[list[WriteResult], Receipt]:
         decision, rank, config, began = self._decision, self._world.rank, self._config, time.monotonic()
         if decision.node_of(rank).node_id in decision.unreached:
             self._store.begin(decision.intent)
@@ -231,9 +236,13 @@ class SaveAttempt:
         shard: WrittenShard | None = None
         if plan.items:
             how = {"stream_to_peers": config.ack != "local", "durable": config.ack != "peer-memory"}
-            shard = self._parts.shards.write(plan, planner, decision, rank, **how)
+            has_agent = self._world.blackboard is not None and not decision.node_of(rank).silence
+            if staged is not None and has_agent:
+                shard = self._parts.shards.hand_over(plan, planner, decision, rank, staged, self._start_agent, **how)
+            shard = shard or self._parts.shards.write(plan, planner, decision, rank, **how)
         receipt = Receipt(
             (shard.receipt,) if shard else (),
+            is_handed=shard is not None and shard.follower is not None,
             seconds=time.monotonic() - self._started_at,
             phases={"plan": began - self._started_at, **(shard.phases if shard else {})},
         )
@@ -241,6 +250,7 @@ class SaveAttempt:
         self._keep_report(self._report)
         if shard is None:
             return [], receipt
+        self._held.follow(shard.follower)
         if shard.missed and config.on_degraded == "raise":
             have = {shard.receipt.name: len(shard.receipt.holders)}
             raise AckNotReached(decision.placement.copies, have, "; ".join(shard.missed))

@@ -1,7 +1,7 @@
 """The coordinator's last steps of a save: account for every shard, decide durably, have every node publish."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,16 +9,19 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.saves.finish import Finished, Outline
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.bucket.commit_mark import own_prefix
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry, decode_manifest
+from replicated_ckpt.core.protocol.placement import intended_holders
+from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, finish_by_agent
 from replicated_ckpt.dcp.metadata.metadata import encode_metadata
 from replicated_ckpt.dcp.metadata.sharing import share_parts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision
+from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.save.nodes import Cluster, Committed
 from replicated_ckpt.errors import AckNotReached, SaveAborted
 from replicated_ckpt.stores.local.store import LocalStore
@@ -33,36 +36,77 @@ def commit_save(
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
     notes: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """Ends a save whose shards are all written. Returns what is weaker than wanted, in words. The manifest keeps `notes`.
+    start_agent: Callable[[], object] = lambda: None,
+) -> tuple[list[str], Sequence[Receipt]]:
+    """Ends a save whose shards are all written, or in the hands of agents, which this node's agent then waits for.
 
-    Holds afterwards: the checkpoint is committed on every node that is not named in what is returned. If it raises
-    before the decision, the save is given up everywhere; once the decision is durable it is never given up.
+    Returns what is weaker than wanted, in words, and the receipts, with what agents wrote. The manifest keeps `notes`.
+    Holds afterwards: it is committed on every node that is not named in what is returned. If this raises before the
+    decision, the save is given up everywhere; once the decision is durable it is never given up.
 
     Raises:
-        SaveAborted: an item lies in a shard that no rank has written.
+        SaveAborted: an item lies in a shard that no rank has written, or an agent could not write one.
         AckNotReached: the decision is durable here, but no holder of some shard has published it; or, if
         `on_degraded` says so, fewer holders than acknowledged their copies have. It will be completed all the same.
-        StoreError: the decision could not be made durable.
+        StoreError: the decision could not be made durable. StoreUnavailable: nor is it known what this node's agent did.
     """
     try:
         with put_off():
             raw_metadata, manifest = _describe(decision, config.copies, receipts, metadata, results, notes or {})
-        raw_manifest = manifest.encode()
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
         failpoints.reach("coordinator.metadata-staged")
-        store.put_small(decision.save_id, MANIFEST_NAME, raw_manifest)
+        missed: list[str] = []
+        if any(receipt.is_handed for receipt in receipts):
+            finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), start_agent)
+            missed = [what for copies in finished.written for what in copies.missed]
+            manifest = _decided(decision, finished, missed)
+            receipts = [_complete(receipt, manifest, finished) for receipt in receipts]
+        else:
+            store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
+    except AgentSilent:
+        raise  # what it has decided stands: nothing may be given up
     except BaseException as exc:
         cluster.abort(decision.save_id, f"the coordinator failed: {type(exc).__name__}: {exc}")
         raise
     failpoints.reach("coordinator.decided")
-    committed = cluster.commit(decision.save_id, raw_metadata, raw_manifest)
+    committed = cluster.commit(decision.save_id, raw_metadata, manifest.encode())
     failpoints.reach("coordinator.published")
-    _check_reached(manifest, committed, must_have_all=config.must_have_all_copies)
-    return [
+    late = (
         f"node {node} has not published the checkpoint yet: {error}" for node, error in committed.error_by_node.items()
-    ]
+    )
+    _check_reached(manifest, committed, must_have_all=config.must_have_all_copies)
+    return [*missed, *late], receipts
+
+
+def _decided(decision: SaveDecision, finished: Finished, missed: Sequence[str]) -> Manifest:
+    """The manifest that the agent has decided. Raises AckNotReached: it was to do so with all copies only."""
+    if not finished.manifest:
+        have = {copies.name: len(copies.holders) for copies in finished.written if copies.missed}
+        raise AckNotReached(decision.placement.copies, have, "; ".join(missed))
+    return decode_manifest(finished.manifest.encode(), "what this node's agent has decided")
+
+
+def _complete(receipt: Receipt, manifest: Manifest, finished: Finished) -> Receipt:
+    """The receipt of a rank whose shard an agent has written since."""
+    if not receipt.is_handed:
+        return receipt
+    entries = {shard.name: manifest.shards[shard.name] for shard in receipt.shards}
+    shards = (ShardReceipt(name, each.size_bytes, each.crc32c, each.holders) for name, each in entries.items())
+    phases = {
+        name: spent for copies in finished.written if copies.name in entries for name, spent in copies.phases.items()
+    }
+    return replace(receipt, shards=tuple(shards), phases={**receipt.phases, **phases}, is_handed=False)
+
+
+def _outline(decision: SaveDecision, config: WriterConfig, manifest: Manifest, receipts: Sequence[Receipt]) -> Outline:
+    handed = {
+        shard.name: decision.buddies_of(decision.node_of(rank).node_id)
+        for rank, receipt in enumerate(receipts)
+        if receipt.is_handed
+        for shard in receipt.shards
+    }
+    return Outline(manifest, handed, decision.placement.copies, config.on_degraded == "raise")
 
 
 def _describe(
@@ -128,10 +172,7 @@ def _shard_entries(decision: SaveDecision, receipts: Sequence[Receipt]) -> Mappi
     for rank, receipt in enumerate(receipts):
         own = decision.node_of(rank).node_id
         for shard in receipt.shards:
-            wanted = decision.buddies_of(own)
-            missing = [node for node in wanted if node not in shard.holders]
-            lacking = decision.placement.copies - len(shard.holders)
-            holders = (*shard.holders, *missing[: max(0, lacking)])
+            holders = intended_holders(shard.holders, decision.buddies_of(own), decision.placement.copies)
             entries[shard.name] = ShardEntry(shard.size_bytes, shard.crc32c, rank, own, holders)
     return entries
 

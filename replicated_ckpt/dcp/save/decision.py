@@ -238,10 +238,14 @@ class ShardReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a rank wrote, and in which time. `aborted`: the save was given up by somebody else while this rank wrote."""
+    """What a rank wrote, and in which time. `aborted`: the save was given up by somebody else while this rank wrote.
+
+    `is_handed`: its node's agent writes its shards, whose receipts have the name alone.
+    """
 
     shards: tuple[ShardReceipt, ...] = ()
     aborted: str = ""
+    is_handed: bool = False
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
 
@@ -255,4 +259,4 @@ class Receipt:
             for shard in fields["shards"]
         )
         phases = {str(name): float(spent) for name, spent in fields["phases"].items()}
-        return cls(tuple(shards), fields["aborted"], float(fields["seconds"]), phases)
+        return cls(tuple(shards), fields["aborted"], bool(fields["is_handed"]), float(fields["seconds"]), phases)

@@ -4,8 +4,13 @@ import contextlib
 import os
 import weakref
 
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.dcp.hand_over.follower import Follower
+from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import LocalStore
+
+_SAID_WITHIN_S = 1.0
 
 
 class HeldSave:
@@ -16,6 +21,7 @@ class HeldSave:
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
+        self._follower: Follower | None = None
         weakref.finalize(self, self._open.close)
 
     def hold(self, store: LocalStore, save_id: str) -> None:
@@ -26,6 +32,20 @@ class HeldSave:
         """
         with translate_errors(str(store.root), "hold", save_id):
             self._open.callback(os.close, store.lock_save(save_id))
+
+    def follow(self, follower: Follower | None) -> None:
+        """The shard that this node's agent was given; None: this rank has written it."""
+        self._follower = follower
+        if follower is not None:
+            self._open.callback(follower.leave)
+
+    def find_written(self) -> WrittenCopies | None:
+        """What the agent has written, if it was given a shard, and has said so: it does as it tells the coordinator's."""
+        if self._follower is None:
+            return None
+        with contextlib.suppress(ReplicatedCkptError, TimeoutError):
+            return self._follower.end.result(_SAID_WITHIN_S)
+        return None
 
     def close(self) -> None:
         self._open.close()

@@ -1,9 +1,10 @@
 """What one save did: on this rank, and on rank 0 on all of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, ShardReceipt
 from replicated_ckpt.wording import align, describe_bytes, plural
 
@@ -21,7 +22,8 @@ _WAITED_FOR = {
 class SaveReport:
     """What one save did on this rank. `copies_made` is the least over this rank's shards, the own one counted.
 
-    `seconds`: from the begin of the save to its commit; in `ranks`, to the end of the rank's own writing. `phases` are
+    `seconds`: from the begin of the save to its commit; in `ranks`, to the end of the rank's own writing, or of
+    the hand-over to its agent. `phases` are
     seconds, too: `plan` (until this rank may write; others are waited for), `serialise` (the thread that goes through the
     tensors), `write` and `fsync` (the own disk), `send` (the slowest buddy, its fsync included), `commit` (from then on).
     Writing, sending and serialising go on at once, so they add up to more than the time that passed.
@@ -42,6 +44,18 @@ class SaveReport:
     host: str = ""
     phases: Mapping[str, float] = field(default_factory=dict)
     ranks: tuple["SaveReport", ...] = ()
+
+    def end(
+        self, seconds: float, commit_s: float, ranks: tuple["SaveReport", ...], written: WrittenCopies | None
+    ) -> "SaveReport":
+        """The report of a save that is committed. `written`: what this node's agent has written for the rank."""
+        phases = {**self.phases, "commit": commit_s}
+        if written is None:
+            return replace(self, seconds=seconds, phases=phases, ranks=ranks)
+        size, others = written.size_bytes, len(written.holders) - 1
+        phases |= written.phases
+        own = replace(self, bytes_written=size, bytes_replicated=size * others, copies_made=1 + others)
+        return replace(own, seconds=seconds, phases=phases, ranks=ranks)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON takes it."""

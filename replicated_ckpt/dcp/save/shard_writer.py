@@ -1,28 +1,29 @@
-"""Writing this rank's shard: in one pass to the own store and to the buddies, then once more to whoever missed it."""
+"""Writing this rank's shard, or handing it over: to the own store and to the buddies."""
 
 import logging
 import math
-import os
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.integrity.checksum import BlockTable
+from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
 from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.dcp.hand_over.follower import Follower
+from replicated_ckpt.dcp.hand_over.handed import hand_over
+from replicated_ckpt.dcp.hand_over.layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.decision import SaveDecision, ShardReceipt
+from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter
-from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
-from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
-from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.dcp.tensors.tensor_writer import Stream
+from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.copy import PeerSink
-from replicated_ckpt.stores.peer.deadline import is_time_out
-from replicated_ckpt.stores.tee import BUFFER_BYTES, Buffers, Outcome, Sink, Tee
+from replicated_ckpt.stores.tee import Buffers
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +32,16 @@ _LARGE_BYTES = 64 << 10
 
 @dataclass
 class WrittenShard:
-    """One shard: its receipt, DCP's results for its items, the copies that could not be made, and seconds by phase."""
+    """One shard: its receipt, DCP's results for its items, the copies that could not be made, and seconds by phase.
+
+    With a `follower` the shard is in the agent's hands, and its receipt has the name alone.
+    """
 
     receipt: ShardReceipt
     results: list[WriteResult]
     missed: list[str] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
+    follower: Follower | None = None
 
 
 class ShardWriter:
@@ -47,6 +52,7 @@ class ShardWriter:
         self._direct_io = direct_io
         self._buffers: Buffers | None = None
         self._items = ItemWriter()
+        self._has_said_why = False
 
     def write(
         self,
@@ -65,99 +71,79 @@ class ShardWriter:
         Raises:
             SaveAborted: the save was given up elsewhere. StoreError: the own store failed. And whatever the planner raises.
         """
-        if self._buffers is None:
-            self._buffers = Buffers()
-        name = str(ShardName(rank, 0))
+        wanted = self._copies_wanted(decision, rank, stream_to_peers=stream_to_peers, durable=durable)
+        results: list[WriteResult] = []
+        self._buffers = self._buffers or Buffers()
+        lay_out = partial(self._lay_out, plan, planner, wanted.name, results)
+        found = write_copies(self._store, wanted, self._buffers, lay_out)
+        receipt = ShardReceipt(found.name, found.size_bytes, found.crc32c, found.holders)
+        return WrittenShard(receipt, results, list(found.missed), dict(found.phases))
+
+    def hand_over(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        decision: SaveDecision,
+        rank: int,
+        staged: memoryview,
+        start_agent: Callable[[], object],
+        *,
+        stream_to_peers: bool,
+        durable: bool,
+    ) -> WrittenShard | None:
+        """Gives the shard, whose items lie in the memory `staged`, to this node's agent, which has taken it on return.
+
+        None: no agent takes it, or it does not lie there, and it is to be written by this rank.
+
+        Raises:
+            SaveAborted: the save was given up elsewhere. And whatever the planner raises.
+        """
+        wanted = self._copies_wanted(decision, rank, stream_to_peers=stream_to_peers, durable=durable)
+        results: list[WriteResult] = []
+        layout = ShardLayout(staged)
+        try:
+            try:
+                self._lay_out(plan, planner, wanted.name, results, layout)
+                layout.finish()
+                failpoints.reach("rank.handing-over")
+                shard = HandedShard(wanted, layout.pieces)
+                handed = hand_over(self._store, shard, [descriptor_of(staged), layout.between])
+            except BaseException:
+                layout.close()
+                raise
+        except (StoreUnavailable, TooMuchElsewhere) as exc:
+            if not self._has_said_why:
+                log.warning("this rank writes its shards itself: %s", exc.message)
+            self._has_said_why = True
+            return None
+        follower = Follower(self._store, shard, layout, staged, start_agent, handed)
+        failpoints.reach("rank.handed-over")
+        return WrittenShard(ShardReceipt(wanted.name, 0, 0, ()), results, follower=follower)
+
+    def _copies_wanted(
+        self, decision: SaveDecision, rank: int, *, stream_to_peers: bool, durable: bool
+    ) -> WantedCopies:
         own = decision.node_of(rank).node_id
         buddies = decision.buddies_of(own) if stream_to_peers else ()
-        path = self._store.path_of_staged(decision.save_id, name)
-        own_file = FileSink(path, self._direct_io)
-        sinks: list[Sink] = [own_file]
-        sinks += [PeerSink(decision.address_of(node), decision.save_id, name, durable=durable) for node in buddies]
-        tee = Tee(sinks, self._buffers, copies=own_file.is_direct)
-        began = time.perf_counter()
-        try:
-            results = self._items_written(tee, plan, planner, name)
-            phases = {"serialise": time.perf_counter() - began - tee.waited_s}
-            table, outcomes = tee.finish()
-        except BaseException:
-            tee.discard()
-            raise
-        _raise_own(outcomes[0])
-        began = time.perf_counter()
-        holders, missed = self._make_up(name, table, buddies, outcomes[1:], decision, own, durable=durable)
-        phases |= {"write": outcomes[0].write_s, "fsync": outcomes[0].finish_s}
-        phases["send"] = max((sent.write_s + sent.finish_s for sent in outcomes[1:]), default=0.0)
-        phases["send"] += time.perf_counter() - began
-        receipt = ShardReceipt(name, table.file_bytes, table.file_crc(), (own, *holders))
-        return WrittenShard(receipt, results, missed, phases)
+        spares = [node for node in decision.holders_for(own) if node not in buddies]
+        return WantedCopies(
+            decision.save_id,
+            str(ShardName(rank, 0)),
+            own,
+            tuple(map(decision.address_of, buddies)),
+            tuple(map(decision.address_of, spares)),
+            durable,
+            self._direct_io,
+        )
 
-    def _items_written(self, tee: Tee, plan: SavePlan, planner: SavePlanner, name: str) -> list[WriteResult]:
-        results = []
+    def _lay_out(
+        self, plan: SavePlan, planner: SavePlanner, name: str, results: list[WriteResult], stream: Stream
+    ) -> None:
         for item in sorted(plan.items, key=_is_large):
-            offset, length = self._items.write(tee, item, planner)
+            offset, length = self._items.write(stream, item, planner)
             failpoints.reach("rank.writing")
             info = StorageInfo(name, offset, length)
             results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
-        return results
-
-    def _make_up(
-        self,
-        name: str,
-        table: BlockTable,
-        buddies: Sequence[str],
-        outcomes: Sequence[Outcome],
-        decision: SaveDecision,
-        own: str,
-        *,
-        durable: bool,
-    ) -> tuple[list[str], list[str]]:
-        """Nodes that hold a copy, after each failed one was tried once more and then replaced; and what stays missed.
-
-        A node that let a time-out pass is not asked again for this shard.
-        """
-        holders = [node for node, outcome in zip(buddies, outcomes, strict=True) if outcome.error is None]
-        failed = [(node, outcome.error) for node, outcome in zip(buddies, outcomes, strict=True) if outcome.error]
-        missed = []
-        spare = [node for node in decision.holders_for(own) if node not in buddies]
-        silent = {node for node, error in failed if is_time_out(error)}
-        for node, error in failed:
-            _raise_if_aborted_or_bug(error)
-            log.warning("copy of %s to node %s failed: %s", name, node, error)
-            for candidate in (other for other in (node, *spare) if other not in silent):
-                again = self._copy(name, table, decision, candidate, durable=durable)
-                if again is None:
-                    holders.append(candidate)
-                    spare = [other for other in spare if other != candidate]
-                    break
-                log.warning("copy of %s to node %s failed: %s", name, candidate, again)
-                if is_time_out(again):
-                    silent.add(candidate)
-            else:
-                missed.append(f"no copy of {name} was made on node {node}: {error}")
-        return holders, missed
-
-    def _copy(
-        self, name: str, table: BlockTable, decision: SaveDecision, node: str, *, durable: bool
-    ) -> ReplicatedCkptError | None:
-        """Copies a shard that is complete in the own store to one more node; the error if that fails."""
-        path = self._store.path_of_staged(decision.save_id, name)
-        sink = PeerSink(decision.address_of(node), decision.save_id, name, durable=durable)
-        piece = memoryview(bytearray(BUFFER_BYTES))
-        try:
-            with translate_errors(str(path.parent), "read", name):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                for offset in range(0, table.file_bytes, len(piece)):
-                    count = read_exactly(fd, piece, offset)
-                    sink.write(piece[:count])
-                sink.finish(table)
-            finally:
-                os.close(fd)
-        except ReplicatedCkptError as exc:
-            sink.discard()
-            return exc
-        return None
 
 
 def _is_large(item: WriteItem) -> bool:
@@ -169,13 +155,3 @@ def _is_large(item: WriteItem) -> bool:
         return False
     elements = math.prod(item.tensor_data.chunk.sizes)
     return elements * item.tensor_data.properties.dtype.itemsize >= _LARGE_BYTES
-
-
-def _raise_own(outcome: Outcome) -> None:
-    if outcome.error is not None:
-        raise outcome.error
-
-
-def _raise_if_aborted_or_bug(error: BaseException | None) -> None:
-    if error is not None and (isinstance(error, SaveAborted) or not isinstance(error, ReplicatedCkptError)):
-        raise error

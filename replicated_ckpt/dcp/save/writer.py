@@ -228,7 +228,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """
         future: Future[list[WriteResult]] = Future()
         try:
-            future.set_result(self._under_way.write(plan, planner))
+            future.set_result(self._under_way.write(plan, planner, self._stager.memory()))
         finally:
             self._stager.note_written()
         return future

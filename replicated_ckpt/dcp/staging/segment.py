@@ -27,12 +27,10 @@ class Segment:
     """Shared memory without a name, mapped once."""
 
     def __init__(self, size_bytes: int) -> None:
-        fd = os.memfd_create("replicated-ckpt-staging", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, size_bytes)
-            self._memory = mmap.mmap(fd, size_bytes)  # with a descriptor of its own
-        finally:
-            os.close(fd)
+        self.descriptor = os.memfd_create("replicated-ckpt-staging", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, size_bytes)
+        self._memory = mmap.mmap(self.descriptor, size_bytes)  # with a descriptor of its own
         self._ask_for_huge_pages()
 
     @property
@@ -47,7 +45,8 @@ class Segment:
     def lease(self) -> memoryview:
         """All of it, for one save. When the last tensor over this very view is gone, the segment is idle again."""
         view = memoryview(self._memory)
-        weakref.finalize(view, _give_back, self, os.getpid()).atexit = False
+        _leased[id(view)] = self
+        weakref.finalize(view, _give_back, self, os.getpid(), id(view)).atexit = False
         return view
 
     def _ask_for_huge_pages(self) -> None:
@@ -56,6 +55,7 @@ class Segment:
 
 
 _idle: list[Segment] = []
+_leased: dict[int, Segment] = {}
 _taking = threading.Lock()
 
 
@@ -96,17 +96,23 @@ def _prepare(found: Segment | None, size_bytes: int) -> Segment:
     return found
 
 
+def descriptor_of(lease: memoryview) -> int:
+    """The descriptor of the memory that is leased: another process that is given it reads the same bytes."""
+    return _leased[id(lease)].descriptor
+
+
 def drop_idle_segments() -> None:
     """Gives their memory back. Those in use are not touched."""
     with _taking:
         _idle.clear()
 
 
-def _give_back(segment: Segment, pid: int) -> None:
+def _give_back(segment: Segment, pid: int, lease: int) -> None:
     """Runs wherever the last tensor dies, in the middle of anything: so it takes no lock.
 
     After a fork the memory is the parent's: what the child gave back, it would write over.
     """
+    _leased.pop(lease, None)
     if os.getpid() == pid:
         _idle.append(segment)
 

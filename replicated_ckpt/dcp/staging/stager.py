@@ -35,6 +35,7 @@ class Stager:
         self._asked_by: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._is_uncopied = False
+        self._is_staged = False
         self._written = threading.Event()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +45,8 @@ class Stager:
             StagingMemoryShort: it does not fit, and it is not `dcp.async_save` that calls.
         """
         self._wait_for_last()
-        self._asked_by, self._thread, self._lease, self._future, self._is_uncopied = None, None, None, None, False
+        self._asked_by, self._thread, self._lease, self._future = None, None, None, None
+        self._is_uncopied = self._is_staged = False
         self._written.clear()
         call = async_calling()
         staged = self._copy(state_dict, call)
@@ -67,7 +69,7 @@ class Stager:
                 torch.cuda.synchronize()  # the thread that saves does not know the streams of this one
             return state_dict
         staged = state_copy.make(memory)
-        self._lease, self._staged_at = weakref.ref(memory), time.monotonic()
+        self._lease, self._staged_at, self._is_staged = weakref.ref(memory), time.monotonic(), True
         return staged
 
     def synchronize(self) -> None:
@@ -83,8 +85,12 @@ class Stager:
         """This thread saves what was staged; or something else, if it is the one that staged: after the save before."""
         if self._asked_by is threading.current_thread():
             self._wait_for_last()
-            self._asked_by = None
+            self._asked_by, self._is_staged = None, False
         self._thread = threading.current_thread()
+
+    def memory(self) -> memoryview | None:
+        """The memory in which the copy lies that is being saved; None: what is saved is no copy of this stager's."""
+        return self._lease() if self._is_staged and self._lease is not None else None
 
     def note_written(self) -> None:
         """Nothing of what was staged is read any more, whether it was written or that failed."""

@@ -26,7 +26,10 @@ class FileSink:
         with translate_errors(str(path.parent), "create", path.name):
             try:
                 wants_direct = is_worthwhile(path.parent, direct_io)
-                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._part.unlink(
+                    missing_ok=True
+                )  # another process may still write it: it goes on in a file without a name
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._fd = os.open(self._part, flags, 0o640)
                 os.fchmod(self._fd, 0o640)  # whatever the umask: who may come this far is said by the directories
             except FileNotFoundError as exc:
@@ -73,9 +76,12 @@ class FileSink:
 
     def publish(self) -> None:
         with translate_errors(str(self._path.parent), "rename", self._path.name):
+            is_own = self._is_own()
             os.close(self._fd)
             self._fd = -1
             failpoints.reach("store.shard-fsynced")
+            if not is_own:
+                raise SaveAborted(f"{self._path} was aborted, or is written anew by another process.")
             try:
                 self._part.rename(self._path)
                 fsync_directory(self._path.parent)
@@ -83,11 +89,20 @@ class FileSink:
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {self._path} belongs to was aborted.") from exc
 
+    def _is_own(self) -> bool:
+        """Whether the part has its name still: another process that writes the shard anew has taken it."""
+        try:
+            return os.path.samestat(self._part.lstat(), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+
     def discard(self) -> None:
         if self._fd >= 0:
+            is_own = self._is_own()
             os.close(self._fd)
             self._fd = -1
-        self._part.unlink(missing_ok=True)
+            if is_own:
+                self._part.unlink(missing_ok=True)
 
 
 class OpenFile(VerifiedShard):

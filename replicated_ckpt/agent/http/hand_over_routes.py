@@ -1,0 +1,50 @@
+"""The agent's verbs for saves whose shards were handed over: what it has written of them, and how they end."""
+
+import json
+from typing import Any
+
+from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
+from replicated_ckpt.agent.saves.finish import Outline
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.rights import Right
+from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
+from replicated_ckpt.errors import PeerProtocolError
+
+
+class HandOverRoutes:
+    """Maps requests to the node's hand-overs. Safe for concurrent use."""
+
+    def __init__(self, service: NodeService) -> None:
+        self._service = service
+
+    def answer(self, request: Request, save_id: str, verb: str) -> Answer:
+        """Raises ReplicatedCkptError: it is refused, or the save has failed."""
+        if verb == "written":
+            return self._written(request, save_id)
+        if verb == "finish":
+            self._service.finish(self._outline(request, save_id))
+            return json_answer(state="taken")
+        with request.heartbeat:
+            finished = self._service.finisher.end_of(save_id).result()
+        return json_answer(**finished.to_json())
+
+    def _written(self, request: Request, save_id: str) -> Answer:
+        fields = request.document()
+        if not self._service.store.intent_of(save_id).admits(str(fields.get("ticket", ""))):
+            request.require(Right.JOB)
+        names: Any = fields.get("shards")
+        if not isinstance(names, list) or any(ShardName.parse(str(name)) is None for name in names):
+            raise PeerProtocolError("written: no shards are named.")
+        with request.heartbeat:
+            written = self._service.hand_overs.wait(save_id, [str(name) for name in names])
+        return json_answer(written=[copies.to_json() for copies in written])
+
+    def _outline(self, request: Request, save_id: str) -> Outline:
+        try:
+            outline = Outline.from_json(json.loads(request.body.read_all(MANIFEST_BYTES_MAX)))
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise PeerProtocolError(f"A save is not finished with {type(exc).__name__}: {exc}.") from exc
+        if outline.manifest.save_id != save_id:
+            raise PeerProtocolError(f"Save {save_id} is not finished by the outline of another one.")
+        return outline

@@ -1,0 +1,133 @@
+"""The agent's local door: the Unix socket by which the node's own ranks hand their shards over, memory and all."""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from replicated_ckpt.agent.http.server import status_of
+from replicated_ckpt.agent.requests.heartbeat import INTERVAL_S
+from replicated_ckpt.agent.requests.local_messages import check_same_user, listen, receive_message, send_message
+from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves.orphans import follow_orphan
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreError
+from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 256
+
+
+class LocalDoor:
+    """Takes shards from the ranks of this node. One thread for each that is under way."""
+
+    def __init__(self, directory: Path, service: NodeService) -> None:
+        """Raises OSError: the directory's file system has no sockets, say."""
+        self._service = service
+        self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._listener = listen(directory)
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name="rckpt-local-door", daemon=True).start()
+
+    def close(self) -> None:
+        """New shards are refused; those under way are written on."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            self._slots.acquire()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # it was closed
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="rckpt-hand-over", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.settimeout(PROGRESS_TIMEOUT_S)
+                self._take(connection)
+        except (OSError, EOFError) as exc:
+            log.info("a rank that hands a shard over is gone: %s", exc)
+        finally:
+            self._slots.release()
+
+    def _take(self, connection: socket.socket) -> None:
+        try:
+            check_same_user(connection)
+            fields, descriptors = receive_message(connection)
+            future = self._begin(fields, descriptors)
+        except ReplicatedCkptError as exc:
+            send_message(connection, _refusal(exc))
+            return
+        with contextlib.suppress(OSError):  # a rank that is gone is not told
+            send_message(connection, {"state": "taken"})
+            self._tell_end(connection, future)
+        wait([future])
+        self._wait_for_leave(connection)
+        follow_orphan(self._service, str(fields["copies"]["save_id"]))
+
+    def _wait_for_leave(self, connection: socket.socket) -> None:
+        """Returns once the rank has closed its end, or has died."""
+        connection.settimeout(None)
+        with contextlib.suppress(OSError):
+            while connection.recv(1):
+                pass
+
+    def _begin(self, fields: dict[str, Any], descriptors: list[int]) -> "Future[WrittenCopies]":
+        try:
+            try:
+                shard = HandedShard.from_json(fields, len(descriptors))
+            except (KeyError, TypeError, ValueError, AttributeError) as exc:
+                raise PeerProtocolError(f"No shard is handed over with {type(exc).__name__}: {exc}.") from exc
+            self._service.check_open(shard.copies.save_id)
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return self._service.hand_overs.take(shard, descriptors)
+
+    def _tell_end(self, connection: socket.socket, future: "Future[WrittenCopies]") -> None:
+        """Says once a second that it goes on, and then how it ended."""
+        while not wait([future], INTERVAL_S).done:
+            send_message(connection, {"state": "working"})
+        error = future.exception()
+        if error is None:
+            send_message(connection, {"state": "written", "copies": future.result().to_json()})
+        else:
+            send_message(connection, _refusal(error if isinstance(error, ReplicatedCkptError) else _defect(error)))
+
+
+def open_local_door(directory: Path, service: NodeService) -> LocalDoor | None:
+    """Opens the door; None: the directory's file system has no sockets, and ranks write their shards themselves."""
+    try:
+        door = LocalDoor(directory, service)
+    except OSError as exc:
+        log.warning("ranks cannot hand their shards over: %s", exc)
+        return None
+    door.start()
+    return door
+
+
+def _defect(exc: BaseException) -> StoreError:
+    return StoreError("this node's agent", "write", "a shard", one_line(f"{type(exc).__name__}: {exc}"))
+
+
+def _refusal(exc: ReplicatedCkptError) -> dict[str, Any]:
+    return {
+        "state": "refused",
+        "status": status_of(exc),
+        "error": exc.message,
+        "kind": type(exc).__name__,
+        "hint": exc.hint,
+    }

@@ -1,0 +1,205 @@
+"""Finishing a save without its ranks: once every shard is in agents' hands, the coordinator's agent decides and commits.
+
+The coordinator's rank brings `.metadata` and the outline of the manifest. Its agent, and no other process, makes the
+decision; so the order of decision and publication is that of every save.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.saves.hand_overs import HandOvers
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
+from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.core.protocol.placement import intended_holders
+from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+log = logging.getLogger(__name__)
+
+AGAIN_WITHIN_S = 20.0
+"""An agent that does not answer, or has lost its shards, is asked again for so long: its ranks may start it again."""
+_PAUSE_S = 0.3
+_KEPT = 64
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A save of which all is known but what agents are writing: in `manifest` those shards have no bytes yet.
+
+    `buddies_by_shard`: these shards, and the nodes that are to have a copy. `must_have_all`: no copy may be missing.
+    """
+
+    manifest: Manifest
+    buddies_by_shard: Mapping[str, Sequence[str]]
+    copies: int
+    must_have_all: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "manifest": self.manifest.encode().decode()}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Raises ManifestInvalid, ValueError, KeyError, TypeError: it is none."""
+        manifest = decode_manifest(str(fields["manifest"]).encode(), "what a rank brought")
+        buddies = {str(name): tuple(map(str, nodes)) for name, nodes in fields["buddies_by_shard"].items()}
+        if not manifest.shards.keys() >= buddies.keys():
+            raise ValueError("it names shards that are none of the manifest's")
+        return cls(manifest, buddies, int(fields["copies"]), bool(fields["must_have_all"]))
+
+    def complete(self, written: Mapping[str, WrittenCopies]) -> Manifest:
+        shards = dict(self.manifest.shards)
+        for name, copies in written.items():
+            holders = intended_holders(copies.holders, self.buddies_by_shard[name], self.copies)
+            shards[name] = replace(shards[name], size_bytes=copies.size_bytes, crc32c=copies.crc32c, holders=holders)
+        return replace(self.manifest, shards=shards)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a save ended: its manifest, "" if it was given up for missing copies; and what agents have written."""
+
+    manifest: str
+    written: Sequence[WrittenCopies]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Raises ValueError, KeyError, TypeError: they are no such fields."""
+        return cls(str(fields["manifest"]), tuple(map(WrittenCopies.from_json, fields["written"])))
+
+
+class Finisher:
+    """Finishes saves that this node coordinates, each in a thread, and holds them as ranks do. Safe for concurrent use."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        peers: PeerBook,
+        hand_overs: HandOvers,
+        commit: Callable[[str], object],
+        abort: Callable[[str, str], object],
+    ) -> None:
+        """`abort` gives up what is not decided."""
+        self._store, self._peers, self._hand_overs = store, peers, hand_overs
+        self._commit, self._abort = commit, abort
+        self._lock = threading.Lock()
+        self._ends: dict[str, Future[Finished]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        with self._lock:
+            return any(not end.done() for end in self._ends.values())
+
+    def begin(self, outline: Outline) -> "Future[Finished]":
+        """From here on the save needs no rank. Of one that was begun, or has ended: its end.
+
+        Raises:
+            SaveAborted: it is not open.
+        """
+        save_id = outline.manifest.save_id
+        with self._lock:
+            known = self._ends.get(save_id)
+            if known is not None:
+                return known
+            for old in list(self._ends)[: max(0, len(self._ends) - _KEPT)]:
+                if self._ends[old].done():
+                    del self._ends[old]
+            end: Future[Finished] = Future()
+            published = self._store.catalog.checkpoint_of(save_id)
+            if published is not None:
+                end.set_result(Finished(self._store.catalog.manifest(published).encode().decode(), ()))
+                self._ends[save_id] = end
+                return end
+            held = self._store.lock_save(save_id)
+            self._ends[save_id] = end
+        threading.Thread(target=self._run, args=(outline, held, end), name="rckpt-finish", daemon=True).start()
+        return end
+
+    def end_of(self, save_id: str) -> "Future[Finished]":
+        """Raises ObjectMissing: it was not begun here."""
+        with self._lock:
+            if save_id in self._ends:
+                return self._ends[save_id]
+        raise ObjectMissing("this agent", "finish", save_id, "no rank has asked for it")
+
+    def _run(self, outline: Outline, held: int, end: "Future[Finished]") -> None:
+        save_id = outline.manifest.save_id
+        try:
+            failpoints.reach("agent.finishing")
+            end.set_result(self._finish(save_id, outline))
+        except BaseException as exc:  # noqa: BLE001 - top of a thread; the rank that waits gets the error
+            log.warning("save %s is not finished: %s", save_id, one_line(exc))
+            end.set_exception(exc)
+        finally:
+            os.close(held)
+
+    def _finish(self, save_id: str, outline: Outline) -> Finished:
+        try:
+            written = self._collect(save_id, outline)
+            if outline.must_have_all and any(copies.missed for copies in written.values()):
+                self._abort(save_id, "copies are missing, and the save does without none")
+                return Finished("", tuple(written.values()))
+            raw = outline.complete(written).encode()
+            decode_manifest(raw, "what agents have written")
+            self._store.put_small(save_id, MANIFEST_NAME, raw)
+        except BaseException as exc:
+            self._abort(save_id, f"its shards are not all written: {one_line(exc)}")
+            if isinstance(exc, StoreUnavailable | ObjectMissing):  # of another node: this one's agent is there
+                raise SaveAborted(f"Save {save_id} was given up: {exc.message}", exc.hint) from exc
+            raise
+        failpoints.reach("agent.decided")
+        try:
+            self._commit(save_id)
+        except ReplicatedCkptError as exc:  # it is decided: it is published later, as one whose node was away
+            log.warning("save %s is decided, and not published here yet: %s", save_id, exc)
+        failpoints.reach("agent.finished")
+        return Finished(raw.decode(), tuple(written.values()))
+
+    def _collect(self, save_id: str, outline: Outline) -> Mapping[str, WrittenCopies]:
+        names_by_node: dict[str, list[str]] = {}
+        for name in outline.buddies_by_shard:
+            names_by_node.setdefault(outline.manifest.shards[name].owner_node, []).append(name)
+        outcome = FanOut[str, Sequence[WrittenCopies]]().run(
+            names_by_node, lambda node: self._patiently(save_id, node, names_by_node[node])
+        )
+        return {copies.name: copies for found in outcome.raise_first().values() for copies in found}
+
+    def _patiently(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
+        failing_since: float | None = None
+        while True:
+            try:
+                if node == self._store.node_id():
+                    return self._hand_overs.wait(save_id, names)
+                return self._ask(save_id, node, names)
+            except (StoreUnavailable, ObjectMissing):
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() > failing_since + AGAIN_WITHIN_S:
+                    raise
+                os.close(self._store.lock_save(save_id))  # raises SaveAborted: it was given up meanwhile
+                time.sleep(_PAUSE_S)
+
+    def _ask(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
+        ticket = self._store.intent_of(save_id).ticket
+        with AgentClient(self._peers.address_of(node)) as client:
+            answer = client.call("POST", f"/v1/saves/{save_id}/written", {"shards": list(names), "ticket": ticket})
+        try:
+            found = tuple(map(WrittenCopies.from_json, answer["written"]))
+        except (KeyError, TypeError, ValueError) as exc:
+            raise PeerProtocolError(f"Node {node} says wrongly what it has written: {exc!r}.") from exc
+        if sorted(copies.name for copies in found) != sorted(names):
+            raise PeerProtocolError(f"Node {node} tells of other shards than {sorted(names)}.")
+        return found

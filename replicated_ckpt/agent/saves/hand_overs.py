@@ -1,0 +1,182 @@
+"""Shards that ranks hand over: the agent reads them from the ranks' memory, and writes, hashes and sends them.
+
+The memory is read by `preadv` from descriptors, never mapped: what a rank cuts short is an error, and no signal.
+"""
+
+import json
+import logging
+import os
+import stat
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.agent.saves.shard_copies import WantedCopies, WrittenCopies, write_copies
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.tee import Buffers, Tee
+
+log = logging.getLogger(__name__)
+
+WRITES_AT_ONCE = 4
+"""More shards wait: each that is written takes four buffers of 4 MiB."""
+_KEPT = 64
+
+
+@dataclass(frozen=True)
+class HandedShard:
+    """A shard as a rank hands it over: `pieces` follow each other in it, each (number of a descriptor, offset, bytes).
+
+    The rank changes nothing of what they name until the shard is written, or that has failed.
+    """
+
+    copies: WantedCopies
+    pieces: Sequence[tuple[int, int, int]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"copies": self.copies.to_json(), "pieces": self.pieces}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any], sources: int) -> Self:
+        """Raises ValueError, KeyError, TypeError: it is none that lies in so many descriptors."""
+        pieces = [(int(source), int(offset), int(size)) for source, offset, size in fields["pieces"]]
+        if any(not 0 <= source < sources or offset < 0 or size < 0 for source, offset, size in pieces):
+            raise ValueError("a piece lies outside of what was handed over")
+        return cls(WantedCopies.from_json(fields["copies"]), pieces)
+
+
+class HandOvers:
+    """Writes the shards that are handed over, a few at once. Safe for concurrent use."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(WRITES_AT_ONCE)
+        self._written: dict[tuple[str, str], Future[WrittenCopies]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        with self._lock:
+            return any(not future.done() for future in self._written.values())
+
+    def take(self, shard: HandedShard, descriptors: Sequence[int]) -> "Future[WrittenCopies]":
+        """Begins to write a shard of an open save; closes the descriptors. Of one that is being written: what comes of it.
+
+        The future has what the rank's receipt needs, or the error of the first thing that kept the shard from being
+        durable in the own store.
+        """
+        key = shard.copies.save_id, shard.copies.name
+        with self._lock:
+            known = self._written.get(key)
+            if known is not None and not (known.done() and known.exception()):
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                return known
+            self._forget_old()
+            future: Future[WrittenCopies] = Future()
+            self._written[key] = future
+        thread = threading.Thread(
+            target=self._write, args=(shard, descriptors, future), name=f"rckpt-write-{shard.copies.name}", daemon=True
+        )
+        thread.start()
+        return future
+
+    def wait(self, save_id: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
+        """What became of these shards, once all of them are written.
+
+        Raises:
+            ObjectMissing: one was not handed over, or an agent died before it had written it. Others: one could not be.
+        """
+        with self._lock:
+            futures = {name: self._written.get((save_id, name)) for name in names}
+        return [self._read_note(save_id, name) if each is None else each.result() for name, each in futures.items()]
+
+    def _note(self, save_id: str, found: WrittenCopies) -> None:
+        """For the agent that comes after this one: the rank that handed the shard over may be gone, or be told already."""
+        path = self._note_path(save_id, found.name)
+        path.write_text(json.dumps(found.to_json()))
+        if not self._store.staging(save_id).is_dir():  # it was given up meanwhile, and its notes removed
+            path.unlink(missing_ok=True)
+
+    def _read_note(self, save_id: str, name: str) -> WrittenCopies:
+        with translate_errors("this agent", "read", name):
+            try:
+                found = WrittenCopies.from_json(json.loads(read_plain(self._note_path(save_id, name))))
+                size = self._store.path_of_staged(save_id, name).stat().st_size
+            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as exc:
+                raise _not_handed(save_id, name) from exc
+        if size != found.size_bytes:
+            raise _not_handed(save_id, name)
+        return found
+
+    def _note_path(self, save_id: str, name: str) -> Path:
+        """Beside the intent: what ends the save removes it."""
+        return self._store.intent_path(save_id).with_name(f"{save_id}.{name}.json")
+
+    def _forget_old(self) -> None:
+        if len(self._written) >= _KEPT:
+            over = [
+                key
+                for key, future in self._written.items()
+                if future.done() and not self._store.staging(key[0]).is_dir()
+            ]
+            for key in over:
+                del self._written[key]
+
+    def _write(self, shard: HandedShard, descriptors: Sequence[int], future: "Future[WrittenCopies]") -> None:
+        try:
+            with self._slots:
+                failpoints.reach("agent.handed-over")
+                found = write_copies(self._store, shard.copies, Buffers(), lambda tee: _fill(tee, shard, descriptors))
+                with translate_errors("this agent", "note", shard.copies.name):
+                    self._note(shard.copies.save_id, found)
+        except BaseException as exc:  # noqa: BLE001 - top of a thread; who waits for the shard gets the error
+            log.warning("%s of save %s: %s", shard.copies.name, shard.copies.save_id, exc)
+            future.set_exception(exc)
+        else:
+            future.set_result(found)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _not_handed(save_id: str, name: str) -> ObjectMissing:
+    return ObjectMissing("this agent", "write", name, f"no rank has handed it over for save {save_id}")
+
+
+def _fill(tee: Tee, shard: HandedShard, descriptors: Sequence[int]) -> None:
+    name = shard.copies.name
+    with translate_errors("the rank's memory", "read", name):
+        sizes = [_size_of(descriptor) for descriptor in descriptors]
+        for source, offset, size in shard.pieces:
+            if offset + size > sizes[source]:
+                raise _cut_short(name)
+            tee.fill(size, _Reader(descriptors[source], offset, name))
+
+
+class _Reader:
+    """Reads what follows each other in one descriptor."""
+
+    def __init__(self, fd: int, offset: int, name: str) -> None:
+        self._fd, self._offset, self._name = fd, offset, name
+
+    def __call__(self, room: memoryview) -> None:
+        if read_exactly(self._fd, room, self._offset) != len(room):
+            raise _cut_short(self._name)
+        self._offset += len(room)
+        failpoints.reach("agent.writing")
+
+
+def _size_of(descriptor: int) -> int:
+    status = os.fstat(descriptor)
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def _cut_short(name: str) -> ObjectCorrupt:
+    return ObjectCorrupt("the rank's memory", "read", name, "it is shorter than the rank said")

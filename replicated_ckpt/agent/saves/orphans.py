@@ -1,0 +1,29 @@
+"""Orphans: saves whose ranks on this node are gone after they handed their shards over; they are settled at once."""
+
+import logging
+import time
+
+from replicated_ckpt.agent.saves.leftover import Leftover
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.settle import settle
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 0.3
+FOLLOW_S = 60.0
+"""From then on re-protection settles it, as any save that was left behind."""
+
+
+def follow_orphan(service: NodeService, save_id: str) -> None:
+    """Returns once nothing of the save is staged here: it was published, or given up. Or after a while, without either.
+
+    While a rank, or the agent that finishes the save, holds it, nothing is asked.
+    """
+    until = time.monotonic() + FOLLOW_S
+    while service.store.staging(save_id).is_dir() and time.monotonic() < until:
+        if service.store.is_held(save_id):
+            until = time.monotonic() + FOLLOW_S
+        else:
+            intent = service.store.intent_of(save_id)
+            settle(service, [Leftover(intent, "its ranks are gone")], service.peers.read_all())
+        time.sleep(_PAUSE_S)

@@ -1,0 +1,83 @@
+"""Following a shard that was handed over: its memory is kept until it is written, and a new agent gets it again."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.dcp.hand_over.handed import HandedOver, hand_over
+from replicated_ckpt.dcp.hand_over.layout import ShardLayout
+from replicated_ckpt.dcp.staging.segment import descriptor_of
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.local.store import LocalStore
+
+log = logging.getLogger(__name__)
+
+_TRIES = 3
+_PAUSE_S = 0.3
+
+
+class Follower:
+    """One shard in the agent's hands. `end` is what became of it; `leave` says that this rank works on the save no more."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        shard: HandedShard,
+        layout: ShardLayout,
+        staged: memoryview,
+        start_agent: Callable[[], object],
+        handed: HandedOver,
+    ) -> None:
+        """The layout is closed once it is not needed."""
+        self._store, self._shard, self._layout, self._start_agent = store, shard, layout, start_agent
+        self._staged: memoryview | None = staged
+        self._handed = handed
+        self._left = threading.Event()
+        self.end: Future[WrittenCopies] = Future()
+        threading.Thread(target=self._follow, name="rckpt-handed-over", daemon=True).start()
+
+    def leave(self) -> None:
+        """The agent learns it once it does not need the memory any more."""
+        self._left.set()
+        if self.end.done():
+            self._handed.close()
+
+    def _follow(self) -> None:
+        try:
+            found, error = self._wait(), None
+        except BaseException as exc:  # noqa: BLE001 - top of a thread; who asks for the end gets the error
+            found, error = None, exc
+        self._layout.close()
+        self._staged = None
+        if found is not None:
+            self.end.set_result(found)
+        else:
+            self.end.set_exception(error)
+        if self._left.is_set():
+            self._handed.close()
+
+    def _wait(self) -> WrittenCopies:
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return self._handed.wait()
+            except StoreUnavailable as exc:
+                self._handed.close()
+                if tries_left == 0:
+                    raise
+                log.warning("%s; it is handed over again", exc)
+                self._again()
+        raise AssertionError("the last try returns or raises")
+
+    def _again(self) -> None:
+        time.sleep(_PAUSE_S)
+        try:
+            self._start_agent()
+            assert self._staged is not None, "it is dropped when the shard has ended"
+            descriptors = [descriptor_of(self._staged), self._layout.between]
+            self._handed = hand_over(self._store, self._shard, descriptors)
+        except StoreUnavailable as exc:  # the closed connection says the same, once more
+            log.warning("not handed over again yet: %s", exc)

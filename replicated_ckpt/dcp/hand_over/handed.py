@@ -1,0 +1,87 @@
+"""A shard in the hands of this node's agent, as its rank follows it."""
+
+import json
+import logging
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from replicated_ckpt.agent.requests.local_messages import connect, receive_message, send_message
+from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import refusal
+from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
+
+log = logging.getLogger(__name__)
+
+_AGENT = "this node's agent"
+
+
+class HandedOver:
+    """A shard that the agent has taken. The memory stays as it is until `wait` has returned or raised. One thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def wait(self) -> WrittenCopies:
+        """What became of the shard: it is durable in the own store.
+
+        Raises:
+            StoreUnavailable: the agent died or hangs; nobody knows. Others: what kept it from being written.
+        """
+        while True:
+            answer = _receive(self._connection)
+            if answer["state"] == "working":
+                continue
+            try:
+                return WrittenCopies.from_json(answer["copies"])
+            except (KeyError, TypeError, ValueError) as exc:
+                raise PeerProtocolError(f"{_AGENT} says of a shard {answer!r}.") from exc
+
+    def close(self) -> None:
+        """This rank has nothing more to do with the save: from here on the agent settles what it finds of it."""
+        self._connection.close()
+
+
+def hand_over(store: LocalStore, shard: HandedShard, descriptors: Sequence[int]) -> HandedOver:
+    """Gives a shard to this node's agent, which has taken it when this returns.
+
+    Raises:
+        StoreUnavailable: there is no agent that takes shards. Others: it refuses this one. Nothing of it was written.
+    """
+    try:
+        connection = connect(store.root_agent_directory(), PROGRESS_TIMEOUT_S)
+    except OSError as exc:
+        raise _unavailable(exc) from exc
+    try:
+        try:
+            send_message(connection, shard.to_json(), descriptors)
+        except OSError as exc:
+            raise _unavailable(exc) from exc
+        _receive(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return HandedOver(connection)
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    try:
+        answer, descriptors = receive_message(connection)
+    except (OSError, EOFError) as exc:
+        raise _unavailable(exc) from exc
+    if descriptors or "state" not in answer:
+        raise PeerProtocolError(f"{_AGENT} says of a shard {answer!r}.")
+    if answer["state"] == "refused":
+        raise _error_in(answer)
+    return answer
+
+
+def _error_in(answer: dict[str, Any]) -> ReplicatedCkptError:
+    return refusal(int(answer.get("status", 500)), json.dumps(answer).encode(), _AGENT, "hand over", "the shard")
+
+
+def _unavailable(exc: Exception) -> StoreUnavailable:
+    return StoreUnavailable(_AGENT, "hand over", "the shard", f"{type(exc).__name__}: {exc}")

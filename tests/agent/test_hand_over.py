@@ -1,0 +1,246 @@
+"""Saves that agents finish: ranks hand over memory and outline, and may be gone from then on. Real agents, no torch."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.agent.saves.finish import Finished, Outline
+from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import METADATA_NAME, ShardName
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.dcp.hand_over.follower import Follower
+from replicated_ckpt.dcp.hand_over.handed import HandedOver, hand_over
+from replicated_ckpt.dcp.hand_over.layout import ShardLayout
+from replicated_ckpt.dcp.staging.segment import descriptor_of, lease_segment
+from replicated_ckpt.errors import ObjectCorrupt, SaveAborted, StoreDenied
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import RunningAgent, peers_of, running_agent, stop_agent, wait_for
+
+SAVE, TICKET = "b" * 32, "c" * 32
+METADATA = b"what torch pickles"
+FILES = {".metadata", ".manifest.json", str(ShardName(0, 0)), str(ShardName(1, 0))}
+WITHIN_S = 40.0
+
+
+@dataclass
+class Job:
+    """Two ranks, one on each node, as their agents see them: what they hold, and their connections."""
+
+    agents: list[RunningAgent]
+    held: list[int] = field(default_factory=list)
+    handed: list[HandedOver] = field(default_factory=list)
+
+    @property
+    def stores(self) -> list[LocalStore]:
+        return [LocalStore(agent.root) for agent in self.agents]
+
+    @property
+    def nodes(self) -> list[str]:
+        return [agent.endpoint.node_id for agent in self.agents]
+
+    def open(self) -> None:
+        document = {
+            "checkpoint_id": "step-1",
+            "session": "s",
+            "overwrite": False,
+            "coordinator": self.nodes[0],
+            "ticket": TICKET,
+            "peers": peers_of(*self.agents),
+        }
+        for agent, store in zip(self.agents, self.stores, strict=True):
+            with agent.client() as client:
+                client.call("POST", f"/v1/saves/{SAVE}", document)
+            self.held.append(store.lock_save(SAVE))
+
+    def hand_over(self, rank: int, says_bytes: int = 500_000) -> HandedOver:
+        content = b"0123456789" * 50_000
+        buddy = self.agents[1 - rank].endpoint.address()
+        copies = WantedCopies(SAVE, str(ShardName(rank, 0)), self.nodes[rank], (buddy,))
+        fd = os.memfd_create("staged")
+        try:
+            os.write(fd, content)
+            handed = hand_over(self.stores[rank], HandedShard(copies, [(0, 0, says_bytes)]), [fd])
+        finally:
+            os.close(fd)
+        self.handed.append(handed)
+        return handed
+
+    def outline(self) -> Outline:
+        shards = {str(ShardName(rank, 0)): ShardEntry(0, 0, rank, node, ()) for rank, node in enumerate(self.nodes)}
+        manifest = Manifest(
+            SAVE,
+            "step-1",
+            1,
+            time.time(),
+            world_size=2,
+            copies=2,
+            metadata_bytes=len(METADATA),
+            metadata_crc32c=crc32c(METADATA),
+            nodes=tuple(NodeEntry(node, "host", None, (rank,)) for rank, node in enumerate(self.nodes)),
+            shards=shards,
+            lineage="a" * 16,
+        )
+        buddies = {str(ShardName(rank, 0)): [self.nodes[1 - rank]] for rank in (0, 1)}
+        return Outline(manifest, buddies, 2, must_have_all=True)
+
+    def finish(self) -> None:
+        self.stores[0].put_small(SAVE, METADATA_NAME, METADATA)
+        self.ask("finish", self.outline().to_json())
+
+    def ask(self, verb: str, document: Any = None) -> dict[str, Any]:
+        with self.agents[0].client() as client:
+            return client.call("POST", f"/v1/saves/{SAVE}/{verb}", document)
+
+    def die(self) -> None:
+        """All ranks are gone: their locks, and their ends of the connections."""
+        while self.held:
+            os.close(self.held.pop())
+        while self.handed:
+            self.handed.pop().close()
+
+    def files(self) -> list[set[str]]:
+        places = [store.final("step-1") for store in self.stores]
+        return [{path.name for path in place.iterdir()} if place.is_dir() else set() for place in places]
+
+    def is_gone(self) -> bool:
+        return self.files() == [set(), set()] and all(store.list_staged() == () for store in self.stores)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Job]:
+    """Two nodes and an open save; the test's parameter arms failpoints of their agents."""
+    with ExitStack() as stack:
+        agents = []
+        for rank, points in enumerate(getattr(request, "param", ("", ""))):
+            monkeypatch.setenv(failpoints.ENV, points)
+            agents.append(stack.enter_context(running_agent(tmp_path / f"node{rank}", "--idle-exit-s", "300")))
+        monkeypatch.delenv(failpoints.ENV)
+        job = Job(agents)
+        job.open()
+        stack.callback(job.die)
+        yield job
+
+
+@pytest.mark.parametrize(
+    "job",
+    [("", ""), ("agent.handed-over=sleep:2", ""), ("", "agent.writing=sleep:2"), ("agent.decided=sleep:2", "")],
+    indirect=True,
+)
+def test_a_save_that_is_handed_over_needs_no_rank(job: Job) -> None:
+    """All ranks die once the outline is there, however slow an agent is: both nodes publish the same whole save."""
+    for rank in (0, 1):
+        job.hand_over(rank)
+    job.finish()
+    job.die()
+    wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "both nodes have the save")
+    first, second = (store.catalog.manifest("step-1") for store in job.stores)
+    assert first == second
+    for name, entry in first.shards.items():
+        assert set(entry.holders) == set(job.nodes)
+        for store in job.stores:
+            raw = (store.final("step-1") / name).read_bytes()
+            assert (len(raw), crc32c(raw)) == (entry.size_bytes, entry.crc32c)
+
+
+@pytest.mark.parametrize("job", [("", ""), ("", "agent.writing=sleep:2")], indirect=True)
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=str)
+def test_without_the_outline_nothing_is_left(job: Job, ranks: tuple[int, ...]) -> None:
+    """All ranks die after their hand-overs, the coordinator before it knew of all: nodes with a part of it drop it."""
+    for rank in ranks:
+        job.hand_over(rank)
+    job.die()
+    with_part = [job.stores[rank] for rank in ranks]
+    wait_for(lambda: all(store.list_staged() == () for store in with_part), WITHIN_S, "the save is gone")
+    assert job.files() == [set(), set()]
+
+
+def test_a_living_rank_learns_the_decision(job: Job) -> None:
+    """The manifest that the coordinator's agent has published, and how many copies each shard has."""
+    for rank in (0, 1):
+        job.hand_over(rank)
+    job.finish()
+    finished = Finished.from_json(job.ask("decision"))
+    assert finished.manifest == job.stores[0].catalog.manifest("step-1").encode().decode()
+    assert [len(copies.holders) for copies in finished.written] == [2, 2]
+    assert [handed.wait().size_bytes for handed in job.handed] == [copies.size_bytes for copies in finished.written]
+
+
+def test_a_shard_that_cannot_be_written_ends_the_save(job: Job) -> None:
+    """Its rank has cut its memory short: the save is given up, the rank that waits hears why, and nothing is left."""
+    job.hand_over(0)
+    job.hand_over(1, says_bytes=1 << 20)
+    job.finish()
+    with pytest.raises(ObjectCorrupt, match="shorter than the rank said"):
+        job.ask("decision")
+    job.die()
+    wait_for(job.is_gone, WITHIN_S, "the save is gone")
+
+
+@pytest.mark.parametrize("job", [("", "agent.writing=kill")], indirect=True)
+def test_an_agent_and_all_ranks_die(job: Job) -> None:
+    """A node is lost with its shard: the coordinator's agent gives the save up, and nothing of it is left there."""
+    job.hand_over(0)
+    job.hand_over(1)
+    job.finish()
+    with pytest.raises(SaveAborted, match="was given up"):
+        job.ask("decision")
+    assert job.agents[1].process.wait(10) == -signal.SIGKILL
+    job.die()
+    wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the save is gone")
+
+
+@pytest.mark.parametrize("job", [("agent.writing=kill", "")], indirect=True)
+def test_a_shard_is_handed_over_again_to_a_new_agent(job: Job) -> None:
+    """An agent dies with a shard; its rank starts another one, and gives it the same memory."""
+    store, size = job.stores[0], 1 << 20
+    staged = lease_segment(size, lambda: 1 << 30)
+    staged[:size] = bytes(range(256)) * (size // 256)
+    layout = ShardLayout(staged)
+    layout.write(memoryview(b"head"))
+    layout.refer(staged[:size])
+    layout.finish()
+    shard = HandedShard(WantedCopies(SAVE, str(ShardName(0, 0)), job.nodes[0]), layout.pieces)
+    handed = hand_over(store, shard, [descriptor_of(staged), layout.between])
+    follower = Follower(store, shard, layout, staged, lambda: ensure_agent(store, "127.0.0.1"), handed)
+    try:
+        written = follower.end.result(WITHIN_S)
+        assert job.agents[0].process.wait(10) == -signal.SIGKILL
+        raw = store.path_of_staged(SAVE, str(ShardName(0, 0))).read_bytes()
+        assert raw[: size + 4] == b"head" + bytes(staged[:size])
+        assert (len(raw), crc32c(raw)) == (written.size_bytes, written.crc32c)
+    finally:
+        follower.leave()
+        stop_agent(store.root)
+
+
+def test_a_save_that_was_given_up_is_not_finished(job: Job) -> None:
+    """An outline that comes after another rank has given the save up is refused."""
+    job.hand_over(0)
+    with job.agents[0].client() as client:
+        client.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "a rank failed", "ticket": TICKET})
+    with pytest.raises(SaveAborted, match="a rank failed"):
+        job.ask("finish", job.outline().to_json())
+
+
+def test_what_was_written_is_told_to_nodes_of_the_save(job: Job) -> None:
+    """A peer needs the save's ticket, and only the node's own user ends a save."""
+    job.hand_over(0).wait()
+    names = {"shards": [str(ShardName(0, 0))]}
+    with job.agents[0].peer() as peer:
+        with pytest.raises(StoreDenied):
+            peer.call("POST", f"/v1/saves/{SAVE}/written", names)
+        told = peer.call("POST", f"/v1/saves/{SAVE}/written", {**names, "ticket": TICKET})
+        with pytest.raises(StoreDenied):
+            peer.call("POST", f"/v1/saves/{SAVE}/finish", job.outline().to_json())
+    assert told["written"][0]["holders"] == job.nodes
