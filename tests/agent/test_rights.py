@@ -19,6 +19,7 @@ from tests.docs.test_docs import AGENT_ROUTES, ROOT, quoted, rows, section
 SAVE = "9" * 32
 FILLED = {"{save_id}": SAVE, "{name}": "__0_0.distcp"}
 OPENING = {"checkpoint_id": "step-1", "session": "s", "overwrite": False, "peers": []}
+WRITTEN = "POST /v1/saves/{save_id}/written"
 TICKETED = ("GET /v1/saves/{save_id}", "POST /v1/saves/{save_id}/abort")
 ENDINGS = ("POST /v1/saves/{save_id}/commit", "POST /v1/saves/{save_id}/pull")
 
@@ -131,6 +132,8 @@ def test_a_ticket_is_good_for_its_own_save_alone(agent: RunningAgent, two_saves:
     others, own = (ask(agent, peer, verb, fields, two_saves[save_id]) for save_id in ("8" * 32, SAVE))
     if verb in TICKETED:
         assert (others, own) == (403, 200)
+    elif verb == WRITTEN:
+        assert (others, own) == (403, 400)  # 400: it names no shard
     else:
         is_refused = listed > Right.PEER or verb in ENDINGS
         assert (others == 403, own == 403) == (is_refused, is_refused)

@@ -21,9 +21,11 @@ from tests.marks import long
 SAVES = [
     STOCK,
     "ours, 1 copy",
+    "ours, 1 copy, plans kept",
     "ours, 2 copies, ack=local",
     "ours, 2 copies, ack=peer-memory",
     "ours, 2 copies, ack=peer",
+    "ours, 2 copies, ack=peer, plans kept",
 ]
 CASES = {
     "save": set(SAVES),
