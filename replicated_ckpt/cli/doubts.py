@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
@@ -43,6 +45,46 @@ def list_staged_saves(store: LocalStore, node_id: str) -> list[StagedSave]:
         for intent in store.list_staged()
         if not store.is_held(intent.save_id)
     ]
+
+
+@dataclass(frozen=True)
+class WaitingSave:
+    """A save in doubt with the nodes whose answers its end waits for."""
+
+    save_id: str
+    checkpoint_id: str
+    nodes: tuple[str, ...]
+
+
+def list_waiting(store: LocalStore, node_id: str, told: Sequence[Mapping[str, Any]] | None) -> list[WaitingSave]:
+    """The saves in doubt as this node's agent told them; as the disk shows them where no agent did (None)."""
+    if told is None:
+        return [WaitingSave(one.save_id, one.checkpoint_id, one.nodes) for one in list_staged_saves(store, node_id)]
+    return [WaitingSave(one["save_id"], one["checkpoint_id"], tuple(one["waits_for"])) for one in told]
+
+
+def describe_wait(nodes: Sequence[str], seen: NodesSeen) -> str:
+    """Which of the nodes of a save in doubt its end waits for."""
+    missing = _find_missing(nodes, seen)
+    if not missing:
+        return "all its nodes answer: the next save, load or round of re-protection settles it"
+    how = {node: "not reached" if node in seen.unreached else "never met" for node in missing}
+    return "waits for " + ", ".join(f"{seen.label(node)}, {how[node]}" for node in missing)
+
+
+def advise_on_doubt(checkpoint_id: str, nodes: Sequence[str], seen: NodesSeen, root: Path) -> list[str]:
+    """The next step for a save in doubt, where a node that it waits for does not answer."""
+    missing = _find_missing(nodes, seen)
+    lost = " ".join(f"--lost {node}" for node in missing)
+    step = (
+        f"next step for the save of {checkpoint_id} in doubt: bring back {seen.list_names(missing)}; if that cannot be, "
+        f"`replicated-ckpt repair --root {root} {lost} --dry-run` says what would be lost; without --dry-run it is given up"
+    )
+    return [step] if missing else []
+
+
+def _find_missing(nodes: Sequence[str], seen: NodesSeen) -> list[str]:
+    return sorted(node for node in nodes if node not in seen.held)
 
 
 def _sum_staged_bytes(store: LocalStore, intent: Intent) -> int:

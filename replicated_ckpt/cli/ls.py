@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.cli import unmanaged
-from replicated_ckpt.cli.doubts import list_staged_saves
+from replicated_ckpt.cli.doubts import advise_on_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import HEADER, CheckpointSeen, advise, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_table
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
@@ -64,18 +65,20 @@ def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSee
         for node, error in sorted(seen.unreached.items())
     ]
     staged = [save.to_json() for save in list_staged_saves(store, seen.own_node)]
-    document = {"node_id": seen.own_node, "nodes": nodes, "staged": staged}
+    document = {"node_id": seen.own_node, "nodes": nodes, "staged": staged, "rivals": describe_rivals(rows, seen)}
     print(json.dumps({**document, "checkpoints": [row.to_json() for row in rows]}, indent=2))
 
 
 def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> None:
     print(format_table(HEADER, [row.cells(seen) for row in rows]))
     print(describe_totals(rows, seen))
-    for save in list_staged_saves(store, seen.own_node):
-        print(f"in doubt: {save}")
+    staged = list_staged_saves(store, seen.own_node)
+    for save in staged:
+        print(f"in doubt: {save}; {describe_wait(save.nodes, seen)}")
     listed = {row.checkpoint_id for row in rows if row.save_id}
     for one in seen.remains:
         if one.is_ours and one.checkpoint_id in listed:
             print(f"{seen.label(one.node_id)}: its manifest of {one.checkpoint_id} is damaged; `repair` restores it")
-    for line in [*seen.describe_unreached(), *advise(rows, seen, store.root)]:
+    steps = [step for save in staged for step in advise_on_doubt(save.checkpoint_id, save.nodes, seen, store.root)]
+    for line in [*describe_rivals(rows, seen), *seen.describe_unreached(), *steps, *advise(rows, seen, store.root)]:
         print(line)

@@ -17,7 +17,14 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, Standing, merge_policies, pending, scope_of
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
-from replicated_ckpt.core.upkeep.retention import Candidate, RetentionPlan, judge, plan_retention, without_retired
+from replicated_ckpt.core.upkeep.retention import (
+    Candidate,
+    RetentionPlan,
+    judge,
+    plan_retention,
+    whole_versions,
+    without_retired,
+)
 from replicated_ckpt.errors import ConfigInvalid
 
 UP, ASSUMED, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
@@ -231,6 +238,23 @@ def test_what_is_not_whole_does_not_count() -> None:
     assert plan_retention(by_save(FOUR), [broken], [policy(Retention(keep_last=3))]).removals == ()
     damaged = replace(broken, holdings=tuple(replace(h, damaged=NAMES[:1]) for h in broken.holdings or ()))
     assert plan_retention(by_save(FOUR), [damaged], [policy(Retention(keep_last=1))]).removals == ()
+
+
+def test_a_copy_is_seen_intact_by_its_size_until_a_read_finds_damage() -> None:
+    """What an older version gives way to: one copy of each shard without damage that is known; a shorter file is none."""
+    new = manifest(1)
+
+    def is_whole(*holdings: Holding) -> bool:
+        views = [NodeView(held.node_id, UP, (held,)) for held in holdings]
+        return bool(whole_versions(by_save([new]), views))
+
+    first, second = holding("a", new), holding("b", new)
+    noted = replace(first, damaged=NAMES[:1])
+    shorter = replace(second, sizes={**second.sizes, NAMES[0]: second.sizes[NAMES[0]] - 1})
+    assert is_whole(first)
+    assert is_whole(noted, second)
+    assert not is_whole(noted)
+    assert not is_whole(noted, shorter)
 
 
 def test_copies_on_nodes_that_do_not_answer_do_not_count() -> None:

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 
+from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.protocol.placement import Placement
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.rendezvous import meet
-from replicated_ckpt.dcp.find.survey import Surveyor
+from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Surveyor
 from replicated_ckpt.dcp.node.node import NodePost, SeenStore
 from replicated_ckpt.dcp.save.decision import SaveDecision
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
@@ -27,7 +29,7 @@ from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, shard
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(100)]
-SILENT = "0" * 11 + "5"
+SILENT, ABSENT = "0" * 11 + "5", "0" * 11 + "6"
 SAVE = "a" * 32
 
 
@@ -95,6 +97,39 @@ def test_a_peer_that_is_silent_when_a_load_begins_is_not_asked_again(tmp_path: P
     assert [asked for asked in silent.asked if "upkeep" not in asked] == ["POST /v1/peers"]
     assert [held.node_id for held in survey.holdings] == [store.node_id()]
     assert any(SILENT in place and "not reached" in place for place in survey.searched)
+
+
+def test_silent_nodes_of_the_load_and_of_the_book_cost_one_time_out(tmp_path: Path, silent: SilentPeer) -> None:
+    """One takes part, one is only known from before; both drop what they are sent: the load waits once, and names both."""
+    store = LocalStore(tmp_path / "root")
+    checkpointed([store], 1, {shard(0): [0]}, copies=1)
+    board = dist.HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as server, running_agent(store.root):
+        absent = replace(SilentPeer(server).address, node_id=ABSENT)
+        PeerBook(store.root_agent_directory()).learn([absent])
+        Blackboard(board, 1, 2).post("load", {"checkpoint_id": "step-1", "node": post_of(silent.address).to_json()})
+        started = time.monotonic()
+        survey = meet(store, World(0, 2, Blackboard(board, 0, 2), "test"), "step-1")
+        assert time.monotonic() - started < PROGRESS_TIMEOUT_S + SURVEY_TIMEOUT_S - 0.5
+        server.shutdown(socket.SHUT_RDWR)
+    assert [held.node_id for held in survey.holdings] == [store.node_id()]
+    assert {
+        node for node in (SILENT, ABSENT) for place in survey.searched if node in place and "not reached" in place
+    } == {
+        SILENT,
+        ABSENT,
+    }
+
+
+def test_an_absent_node_that_answers_is_surveyed_after_the_introduction(tmp_path: Path) -> None:
+    """A shard that a node of the book alone holds is found by a load of the others."""
+    here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
+    checkpointed([here, there], 1, {shard(0): [0], shard(1): [1]}, copies=1)
+    board = dist.HashStore()
+    with running_agent(here.root), running_agent(there.root) as known:
+        PeerBook(here.root_agent_directory()).learn([known.endpoint.address("127.0.0.1")])
+        survey = meet(here, World(0, 1, Blackboard(board, 0, 1), "test"), "step-1")
+    assert survey.is_whole
 
 
 def test_what_ranks_see_without_a_manifest_counts(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from replicated_ckpt.cli.doubts import WaitingSave, describe_wait
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
@@ -60,12 +61,19 @@ _WORDS = {
 
 
 def judge_health(
-    seen: NodesSeen, rows: Sequence[CheckpointSeen], agent: Mapping[str, Any] | None, why_down: str
+    seen: NodesSeen,
+    rows: Sequence[CheckpointSeen],
+    agent: Mapping[str, Any] | None,
+    why_down: str,
+    doubts: Sequence[WaitingSave],
 ) -> Health:
     """`agent` is the status of this node's agent; None: it gave none, and `why_down` says why."""
     lost = tuple(f"{row.checkpoint_id}: {row.describe_copies(seen)}" for row in rows if row.state == LOST)
     down = () if agent is not None else (f"this node's agent gives no answer: {why_down}",)
-    failing = () if agent is None else tuple(_failing(agent))
+    failing = [
+        *(f"in doubt: save {one.save_id} of {one.checkpoint_id}: {describe_wait(one.nodes, seen)}" for one in doubts),
+        *(() if agent is None else _failing(agent)),
+    ]
     return Health(lost, down, (*_short(seen, rows), *seen.describe_unreached(), *_crowded(seen), *failing))
 
 
@@ -90,9 +98,6 @@ def _failing(agent: Mapping[str, Any]) -> Iterator[str]:
     protection = agent["protection"]
     for problem in protection["failed"]:
         yield f"re-protection: {problem}"
-    for doubt in agent["in_doubt"]:
-        nodes = ", ".join(doubt.get("waits_for", ())) or "other nodes"
-        yield f"in doubt: save {doubt.get('save_id')} of {doubt.get('checkpoint_id')}: waits for {nodes}"
     for upload in agent["object_store"]["pending"].values():
         if upload["error"]:
             since = format_duration(upload["failing_s"])

@@ -12,8 +12,10 @@ from typing import Any
 from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.agent.state.log_file import LOG_NAME
+from replicated_ckpt.cli.doubts import WaitingSave, advise_on_doubt, list_waiting
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
+from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_duration, format_table
 from replicated_ckpt.cli.nodes.health import Health, describe_protection, describe_room, describe_uploads, judge_health
@@ -71,6 +73,7 @@ class _State:
     agent: Mapping[str, Any] | None
     errors: Sequence[str]
     health: Health
+    doubts: Sequence[WaitingSave]
 
     def to_json(self) -> dict[str, Any]:
         nodes = [
@@ -91,6 +94,7 @@ class _State:
             "checkpoints": [row.to_json() for row in self.rows],
             "agent": self.agent,
             "last_errors": list(self.errors),
+            "rivals": describe_rivals(self.rows, self.seen),
         }
 
     def text(self, store: LocalStore) -> str:
@@ -99,11 +103,14 @@ class _State:
         if self.agent is not None:
             lines += [f"re-protection: {describe_protection(self.agent)}", f"uploads: {describe_uploads(self.agent)}"]
         lines += [f"in the agent's log: {line}" for line in self.errors]
-        return "\n".join([*lines, *self.health.lines, *self._next_steps(store)])
+        return "\n".join([*lines, *self.health.lines, *describe_rivals(self.rows, self.seen), *self._next_steps(store)])
 
     def _next_steps(self, store: LocalStore) -> list[str]:
         start = [] if self.agent is not None else ["next step: --start-agents starts this node's agent, as does a load"]
-        return [*start, *advise(self.rows, self.seen, store.root)]
+        steps = [
+            step for one in self.doubts for step in advise_on_doubt(one.checkpoint_id, one.nodes, self.seen, store.root)
+        ]
+        return [*start, *steps, *advise(self.rows, self.seen, store.root)]
 
     def _nodes(self) -> list[str]:
         own = self.seen.own_node
@@ -133,7 +140,9 @@ def _look(store: LocalStore) -> _State:
         why_down = str(exc)
     seen = look_at_nodes(store)
     rows = list_checkpoints(seen)
-    return _State(seen, rows, agent, _read_last_errors(store), judge_health(seen, rows, agent, why_down))
+    doubts = list_waiting(store, seen.own_node, None if agent is None else agent["in_doubt"])
+    health = judge_health(seen, rows, agent, why_down, doubts)
+    return _State(seen, rows, agent, _read_last_errors(store), health, doubts)
 
 
 def _read_last_errors(store: LocalStore) -> list[str]:

@@ -20,7 +20,7 @@ from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import LINGER_S
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.dcp.find.survey import Survey, Surveyor
+from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Survey, Surveyor
 from replicated_ckpt.dcp.node.node import NodePost, SeenStore, reading_post
 from replicated_ckpt.dcp.node.seen_lineage import remember
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid, MeetingFailed, RankFailed, ReplicatedCkptError
@@ -229,8 +229,8 @@ def _survey(
     own = posts[world.rank]["node"]["node_id"] if posts[world.rank]["node"] else store.read_node_id()
     known = [node.address for node in nodes.values() if node.address.port]
     openers = [node.opener() for node in nodes.values() if not node.silence]
-    silent = _introduce(known, openers, world.session)
     absent = [peer for peer in _known_peers(store) if peer.node_id not in nodes]
+    silent = _introduce(known, openers, world.session, absent)
     survey = Surveyor(store, own, [*addresses, *absent], bucket, nodes, lineage, seen, silent).survey(ids[0])
     tell_load(survey.addresses, survey, world)
     return survey
@@ -272,17 +272,24 @@ def tell_load(addresses: Iterable[AgentAddress], survey: Survey, world: World) -
 
 
 def _introduce(
-    known: Sequence[AgentAddress], openers: Sequence[AgentAddress], session: str
+    known: Sequence[AgentAddress], openers: Sequence[AgentAddress], session: str, absent: Sequence[AgentAddress]
 ) -> Mapping[str, ReplicatedCkptError]:
     """Tells every agent that answers who takes part, upon which each settles what earlier saves left behind.
 
-    Returns the nodes that let a time-out pass, and how.
+    The agents of `absent` nodes are greeted meanwhile, so that all silent nodes together cost one time-out. What they
+    hold is asked later: the settling may have an absent node publish what it has decided.
+    Returns the nodes of the load that let a time-out pass, and absent ones that gave no answer, and how.
     """
     body = json.dumps({"peers": [address.to_json() for address in known], "session": session}).encode()
+    away = {address.node_id for address in absent}
 
     def told(address: AgentAddress) -> None:
+        if address.node_id in away:
+            with AgentClient(address, SURVEY_TIMEOUT_S) as client:
+                client.call("GET", "/v1/hello")
+            return
         with AgentClient(address) as client:
             client.put("POST", "/v1/peers", body)
 
-    errors = FanOut[AgentAddress, None]().run(openers, told).errors
-    return {address.node_id: error for address, error in errors.items() if is_time_out(error)}
+    errors = FanOut[AgentAddress, None]().run([*openers, *absent], told).errors
+    return {node.node_id: error for node, error in errors.items() if node.node_id in away or is_time_out(error)}

@@ -99,7 +99,7 @@ class Surveyor:
         seen: Mapping[str, SeenStore] = MappingProxyType({}),
         silent: Mapping[str, ReplicatedCkptError] = MappingProxyType({}),
     ) -> None:
-        """`silent`: the peers that let a time-out pass a moment ago, and how; they are not asked."""
+        """`silent`: the peers that gave no answer a moment ago, and how; they are not asked."""
         self._silent = silent
         self._seen = {node: store for node, store in seen.items() if node != own_node}
         self._lineage = lineage

@@ -1,0 +1,103 @@
+"""`ls` and `status` say why there are two of something, which one a load takes, and what to do next."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.agent.checkpoints import METADATA, checkpointed, introduced, shard
+from tests.cli.commands import as_json, command
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+AWAY, STRANGER = "0" * 11 + "a", "0" * 11 + "b"
+SAVE = "c" * 32
+
+
+def save_as(store: LocalStore, manifest: Manifest, *, number: int, lineage: str, checkpoint_id: str = "step-1") -> str:
+    """The same shards published once more, as another save."""
+    held = {name: (store.final(manifest.checkpoint_id) / name).read_bytes() for name in manifest.shards}
+    changed = replace(
+        manifest,
+        save_id=f"{number:032x}",
+        sequence=number,
+        lineage=lineage,
+        checkpoint_id=checkpoint_id,
+        created_unix_s=1_700_000_000.0 + number,
+    )
+    store.begin(Intent(changed.save_id, checkpoint_id, "by hand", overwrite=True))
+    for name, content in held.items():
+        store.path_of_staged(changed.save_id, name).write_bytes(content)
+    store.put_small(changed.save_id, ".metadata", METADATA)
+    store.put_small(changed.save_id, ".manifest.json", changed.encode())
+    store.commit(changed.save_id)
+    return changed.save_id
+
+
+def shown(store: LocalStore) -> tuple[str, str]:
+    """What `ls` and `status` print."""
+    ls, status = (command(verb, "--root", store.root) for verb in ("ls", "status"))
+    assert ls.returncode == ExitCode.OK, ls.stderr
+    assert not status.stderr
+    return ls.stdout, status.stdout
+
+
+def test_a_save_in_doubt_names_the_nodes_that_it_waits_for(tmp_path: Path) -> None:
+    """Without an agent, too: which node is not reached, which was never met, and the command that gives the save up."""
+    store = LocalStore(tmp_path / "node0")
+    own = store.node_id()
+    introduced(store, [AgentAddress(AWAY, "127.0.0.1", 1, "token")])
+    store.begin(Intent(SAVE, "step-9", "by hand", overwrite=True, nodes=(own, AWAY, STRANGER), coordinator=AWAY))
+    for said in shown(store):
+        (line,) = (line for line in said.splitlines() if "in doubt: save" in line)
+        assert SAVE in line
+        assert f"{AWAY}), not reached" in line
+        assert f"{STRANGER}, never met" in line or f"{STRANGER}), never met" in line
+        assert f"`replicated-ckpt repair --root {store.root} --lost {AWAY} --lost {STRANGER} --dry-run`" in said
+    _, found = as_json("status", "--root", store.root)
+    assert any(f"in doubt: save {SAVE} of step-9" in reason for reason in found["reasons"])
+
+
+def test_a_version_that_is_kept_says_what_it_waits_for(tmp_path: Path) -> None:
+    """The newer save lacks a shard that a silent node may have: which version a load takes, and why the older one stays."""
+    nodes = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
+    old = checkpointed(nodes, 1, {shard(0): (0, 1)})
+    new = checkpointed(nodes, 2, {shard(0): (0, 1), shard(1): (1,)})
+    introduced(nodes[0], [AgentAddress(nodes[1].node_id(), "127.0.0.1", 1, "token")])
+    for said in shown(nodes[0]):
+        assert f"step-1: 2 versions; a load of this name takes save {old.save_id}" in said
+        assert "1 file not seen: host1 not reached; has the name on host0" in said
+        assert "kept, as replaced, on host0" in said
+        wait = f"the older stay until every shard of save {new.save_id} is seen"
+        assert f"step-1: {wait}; the nodes that were not reached can show it" in said
+    _, found = as_json("ls", "--root", nodes[0].root)
+    assert found["rivals"][0].startswith("step-1: 2 versions")
+
+
+def test_two_runs_in_one_directory_are_told_apart(tmp_path: Path) -> None:
+    """Each lineage with its newest checkpoint, the one that a load takes first, and how to load the other."""
+    store = LocalStore(tmp_path / "node0")
+    stock = checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="seed", copies=1)
+    ours, theirs = "a" * 16, "b" * 16
+    save_as(store, stock, number=9, lineage=theirs, checkpoint_id="run/step-9")
+    save_as(store, stock, number=12, lineage=ours, checkpoint_id="run/step-2")
+    for said in shown(store):
+        lines = said.splitlines()
+        first = next(index for index, line in enumerate(lines) if line.startswith("2 runs in directory run, of which"))
+        assert lines[first + 1].startswith(f"  lineage '{ours}': newest run/step-2, saved at ")
+        assert lines[first + 2].startswith(f"  lineage '{theirs}': newest run/step-9, saved at ")
+        assert f"`ReplicatedReader(lineage='{theirs}')`" in lines[first + 3]
+    assert "runs in the root" not in said
+
+
+def test_one_run_and_one_version_say_nothing_of_rivals(tmp_path: Path) -> None:
+    """A quiet store is told as before."""
+    store = LocalStore(tmp_path / "node0")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1)
+    for said in shown(store):
+        assert not [word for word in ("version", "runs in", "in doubt") if word in said]
+    assert as_json("status", "--root", store.root)[1]["rivals"] == []
