@@ -35,6 +35,7 @@ class ReplicatedCheckpointManager(CheckpointManager):
     """
 
     async_mode: AsyncMode
+    _has_none = False  # while all ranks know that there is no checkpoint
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
@@ -126,7 +127,11 @@ class ReplicatedCheckpointManager(CheckpointManager):
         """
         found = self._find_load_step() if step == -1 else step
         if found == -1:
-            return bool(super()._load(-1))
+            self._has_none = True  # torchtitan asks again on nodes that have its folder, and other nodes may not
+            try:
+                return bool(super()._load(-1))
+            finally:
+                self._has_none = False
         checkpoint_id = self._create_checkpoint_id(found)
         if self._checkpoints.find(self._name(checkpoint_id)) is None:
             raise CheckpointNotFound(
@@ -139,6 +144,8 @@ class ReplicatedCheckpointManager(CheckpointManager):
         """The step of this run's newest whole checkpoint, the same on all ranks; -1: there is none."""
         if folder and folder != self.folder:
             return int(super()._find_load_step(folder))
+        if self._has_none:
+            return -1
         newest = self._checkpoints.find(LATEST)
         if newest is None:
             return -1

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.checkpoints import LOST, WHOLE, CheckpointSeen, advise
+from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import checkpointed, introduced, shard
@@ -136,6 +138,35 @@ def test_a_manifest_that_no_node_can_restore_has_a_next_step(tmp_path: Path, wor
     assert f"`rm -r step-1` in the root of {node.node_id()}" in done.stdout
 
 
+def test_a_name_in_a_next_step_is_one_word_of_a_shell(tmp_path: Path) -> None:
+    """Any peer may have chosen it: what is copied into a shell removes that checkpoint, and runs nothing else."""
+    (node,) = stores(tmp_path, 1)
+    checkpointed([node], 1, {shard(0): (0,)}, copies=1, checkpoint_id="a b; reboot")
+    (node.root / "a b; reboot" / ".manifest.json").write_text("{}")
+    assert "`rm -r 'a b; reboot'` in the root of" in command("ls", "--root", node.root).stdout
+    refused = command("rm", "a b; reboot", "--root", node.root, "--force")
+    assert f"`rm -r '{node.root}/a b; reboot'`" in refused.stderr
+    stop_agent(node.root)
+
+
+def seen_as(state: str, bucket: str = "") -> CheckpointSeen:
+    return CheckpointSeen("step-1", state, ("n",), bucket=bucket)
+
+
+@pytest.mark.parametrize(
+    ("rows", "step"),
+    [
+        ([seen_as(LOST), seen_as(WHOLE)], "which `rm` would remove with it"),
+        ([seen_as(LOST, bucket="there")], "load it with the object_store that it went to"),
+    ],
+)
+def test_what_is_still_there_is_not_given_up(rows: list[CheckpointSeen], step: str) -> None:
+    """A version under the same name that is whole, or one in a bucket, is pointed out before anything is removed."""
+    (line,) = advise(rows, NodesSeen("n", {}, {}, {}, {}), Path("/r"))
+    assert step in line
+    assert len(rows) == 1 or "`replicated-ckpt rm" not in line
+
+
 def test_files_that_are_lost_have_a_next_step(tmp_path: Path) -> None:
     """No node that is known holds the shard: what to load instead, and what gives the checkpoint up."""
     (node,) = stores(tmp_path, 1)
@@ -146,6 +177,7 @@ def test_files_that_are_lost_have_a_next_step(tmp_path: Path) -> None:
     step = f"replicated-ckpt rm step-1 --root {node.root}"
     assert f"`{step}`" in done.stdout
     assert command(*step.split()[1:], "--force").returncode == ExitCode.OK
+    stop_agent(node.root)
 
 
 def test_nothing_to_do_is_said_of_the_nodes_that_answered(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor import distribute_tensor
 
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.dcp.staging import segment, stager
@@ -245,6 +245,18 @@ def test_the_memory_is_used_again(tmp_path: Path, made: list[int]) -> None:
     descriptors = count_descriptors()
     writer.close()
     assert count_descriptors() == descriptors - 2  # the one that an agent is given, and the mapping's own
+
+
+def test_a_planner_that_goes_on_keeps_no_copy(tmp_path: Path, made: list[int]) -> None:
+    """Saves of one CheckpointManager, whose planner outlives each of them, use one segment."""
+    with CheckpointManager(tmp_path, preempt_on=()) as manager:
+        for step in range(3):
+            manager.async_save(step, {"t": torch.full((5000,), float(step))})
+            manager.wait()
+            until = time.monotonic() + 5
+            while segment._leased and time.monotonic() < until:  # the thread that saved ends
+                time.sleep(0.01)
+    assert made == [20_480]
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, made: list[int]) -> None:

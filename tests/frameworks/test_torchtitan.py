@@ -1,9 +1,12 @@
 """torchtitan's checkpoint manager over our storage: after the loss of a node the bits are the undisturbed run's."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from torch import nn
 
+from replicated_ckpt import ReplicatedReader
 from tests.frameworks.jobs import check_same, run_both
 from tests.frameworks.running import require
 
@@ -19,3 +22,26 @@ def test_torchtitan_goes_on_from_a_lost_node(tmp_path: Path, mode: str) -> None:
         for job in (undisturbed, disturbed):
             kept = [{path.name for path in job.root(node).glob("step-*")} for node in (0, 1)]
             assert kept == [{"step-10", "step-12"}] * 2
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_ranks_look_as_often_with_and_without_a_folder(tmp_path: Path, has_folder: bool) -> None:
+    """A fresh start is agreed on once by all ranks: torchtitan's own folder, which some nodes may lack, changes nothing."""
+    require("torchtitan")
+    from replicated_ckpt.integrations.torchtitan import ReplicatedCheckpointManager
+
+    if has_folder:
+        (tmp_path / "dump" / "checkpoint").mkdir(parents=True)
+    manager = ReplicatedCheckpointManager.Config(enable=True, root=str(tmp_path / "root")).build(
+        dataloader=None,
+        model_parts=[nn.Linear(2, 2)],
+        optimizers=None,
+        lr_schedulers=None,
+        states={},
+        sd_adapter=None,
+        base_folder=str(tmp_path / "dump"),
+    )
+    with mock.patch.object(ReplicatedReader, "latest", return_value=None) as look:
+        assert not manager.load()
+    manager.close()
+    assert look.call_count == 1

@@ -1,9 +1,11 @@
 """Each checkpoint that was seen as one line: when it was saved, how large it is, where its copies are, what it lacks."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from replicated_ckpt.agent.repair.audit import is_removed_everywhere
@@ -213,22 +215,31 @@ def describe_totals(rows: Iterable[CheckpointSeen], seen: NodesSeen) -> str:
     )
 
 
-def advise(rows: Iterable[CheckpointSeen], seen: NodesSeen, root: Path) -> list[str]:
+def advise(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Path) -> list[str]:
     """The next step for each checkpoint that no node which answered can mend, and for nodes that did not answer."""
-    steps = []
-    for row in rows:
-        if row.state == DAMAGED:
-            steps.append(
-                f"next step for {row.checkpoint_id}: start the agent of another node that has it, then `replicated-ckpt "
-                f"repair --root {root}`; if its files are not needed: `rm -r {row.checkpoint_id}` in the root of "
-                f"{seen.list_names(row.nodes)}"
-            )
-        elif row.state == LOST:
-            steps.append(
-                f'next step for {row.checkpoint_id}: load an older checkpoint, as "latest" does; bring back a disk that '
-                f"has the lost files, or give it up: `replicated-ckpt rm {row.checkpoint_id} --root {root}`"
-            )
-    return [*steps, *advise_on_silence(seen, root)]
+    by_id = Counter(row.checkpoint_id for row in rows)
+    damaged = [_advise_on_damaged(row, seen, root) for row in rows if row.state == DAMAGED]
+    lost = [_advise_on_lost(row, by_id[row.checkpoint_id] > 1, root) for row in rows if row.state == LOST]
+    return [*damaged, *lost, *advise_on_silence(seen, root)]
+
+
+def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:
+    """A peer may have chosen the name, and a shell reads it: so it is quoted."""
+    return (
+        f"next step for {row.checkpoint_id}: start the agent of another node that has it, then `replicated-ckpt "
+        f"repair --root {quote(str(root))}`; if its files are not needed: `rm -r {quote(row.checkpoint_id)}` in the root "
+        f"of {seen.list_names(row.nodes)}"
+    )
+
+
+def _advise_on_lost(row: CheckpointSeen, has_other_version: bool, root: Path) -> str:
+    step = f"next step for {row.checkpoint_id}: "
+    if row.bucket in ("there", "unknown"):
+        step += "load it with the object_store that it went to; or "
+    step += 'load an older checkpoint, as "latest" does; bring back a disk that has the lost files'
+    if has_other_version:
+        return f"{step}; another version has this name, too, which `rm` would remove with it"
+    return f"{step}, or give it up: `replicated-ckpt rm {quote(row.checkpoint_id)} --root {quote(str(root))}`"
 
 
 _NOT_GOOD = {

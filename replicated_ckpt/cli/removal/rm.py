@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from shlex import quote
 
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen
 from replicated_ckpt.cli.look.root import open_store
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     listed = [row for row in remover.rows if row.checkpoint_id == arguments.id]
     chosen = [row for row in listed if row.save_id]
     if listed and not chosen:
-        path = store.root / arguments.id
+        path = quote(str(store.root / arguments.id))
         hint = f"`repair` restores the manifest where another node has it; if the files are not needed: `rm -r {path}`."
         raise ConfigInvalid(f"{arguments.id!r} has no manifest that is believed: its save cannot be told.", hint)
     if not chosen:

@@ -108,6 +108,13 @@ class CachedSavePlanner(DefaultSavePlanner):
         self.plan = self._final
         return self._final
 
+    def forget_state(self) -> None:
+        """Lets go of what was saved, which DCP leaves here until the next save: a copy of it in memory stays taken so long.
+
+        By ReplicatedWriter, once this rank's part is written, or that failed.
+        """
+        self.state_dict = {}
+
     def _find_whole(self, rank: int, plan: SavePlan) -> SavePlan:
         if not isinstance(plan, KeptPlan):
             return plan

@@ -16,6 +16,7 @@ from replicated_ckpt.config import Ack, BestIs, CheckpointIdFrom, DirectIO, OnDe
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
+from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.save.attempt import SaveAttempt, WriterParts
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
@@ -230,6 +231,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         try:
             future.set_result(self._under_way.write(plan, planner, self._stager.memory()))
         finally:
+            if isinstance(planner, CachedSavePlanner):
+                planner.forget_state()
             self._stager.note_written()
         return future
 

@@ -100,7 +100,9 @@ class S3Client:
                 sizes.update({_below(start, entry["Key"]): entry["Size"] for entry in page.get("Contents", ())})
                 directories += [_below(start, entry["Prefix"])[:-1] for entry in page.get("CommonPrefixes", ())]
                 if len(sizes) + len(directories) > LISTED_MAX:
-                    raise StoreError(self.target.url, "list", directory, f"it has more than {LISTED_MAX} names")
+                    raise StoreError(
+                        self.target.url, "list", directory, f"it has more than {LISTED_MAX} names", _OWN_PREFIX_HINT
+                    )
         return Listing(sizes, tuple(directories))
 
     def read(self, key: str, offset: int, target: memoryview) -> None:
@@ -258,6 +260,7 @@ class S3Client:
 
 
 _DENIED_HINT = "Check the bucket's name, the credentials and their permissions; local and peer copies are not affected."
+_OWN_PREFIX_HINT = "Give the checkpoints a prefix of their own: s3://bucket/prefix."
 _AWAY_HINT = "It is tried again by itself; local and peer copies are not affected."
 
 
