@@ -182,9 +182,9 @@ class LocalStore:
         return False
 
     def put_small(self, save_id: str, name: str, data: bytes) -> None:
-        """Writes a small file into a staged save, durably."""
+        """Writes a small file into a staged save, durably, and never into one that has just been published."""
         path = self.path_of_staged(save_id, name)
-        with translate_errors(str(self.root), "write", name):
+        with translate_errors(str(self.root), "write", name), exclusive(self.root / STAGING_DIR):
             if not path.parent.is_dir():
                 raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
             write_file(path, data)
