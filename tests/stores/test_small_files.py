@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.errors import StoreFull
+from replicated_ckpt.errors import SaveAborted, StoreFull
 from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.stores.test_local import METADATA, SHARD, staged
 
@@ -53,3 +55,16 @@ def test_a_small_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monk
     with pytest.raises(StoreFull):
         store.put_small(save, METADATA_NAME, METADATA)
     assert sorted(store.staging(save).iterdir()) == before
+
+
+def test_a_file_that_comes_while_its_save_is_published_leaves_nothing(tmp_path: Path) -> None:
+    """A peer begins to bring `.metadata` at the last moment: it is refused, and no part of it lies in the version."""
+    store = LocalStore(tmp_path)
+    save = staged(store, 1, b"bytes")
+    begun: list[FileSink] = []
+    path = store.path_of_staged(save, METADATA_NAME)
+    with failpoints.arm("commit.staging-fsynced", lambda _: begun.append(FileSink(path))):
+        store.commit(save)
+    with pytest.raises(SaveAborted):
+        begun[0].finish_durably()
+    assert {path.name for path in store.final("step-1").iterdir()} == {MANIFEST_NAME, METADATA_NAME, SHARD}
