@@ -194,7 +194,7 @@ class Agent:
         server.shutdown()
         server.server_close()  # else whoever connects now, a peer that leaves too, waits for an answer in vain
         deadline = time.monotonic() + _LEAVE_GRACE_S
-        while (not self._activity.is_idle or self._service.hand_overs.is_busy) and time.monotonic() < deadline:
+        while (not self._activity.is_idle or self._service.is_saving) and time.monotonic() < deadline:
             time.sleep(_LEAVE_POLL_S)
         self._reprotector.join()
         self._scrubber.join()
@@ -238,8 +238,8 @@ class Agent:
             self._renew_certificate(directory)
             if self.config.idle_exit_s is None:
                 continue
-            workers = (self._reprotector, self._uploader, self._service.hand_overs, self._service.finisher)
-            if any(worker.is_busy for worker in workers) or has_clients(directory):
+            is_working = self._reprotector.is_busy or self._uploader.is_busy or self._service.is_saving
+            if is_working or has_clients(directory):
                 self._activity.touch()
             elif self._activity.idle_s() > self.config.idle_exit_s and shut_out_clients(directory):
                 log.info("no client and no work for %.0f s", self.config.idle_exit_s)

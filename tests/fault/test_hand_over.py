@@ -120,7 +120,9 @@ def has_all(node: Node) -> bool:
 def await_all(cluster: Cluster, is_so: Callable[[Node], bool]) -> None:
     deadline = time.monotonic() + SETTLED_WITHIN_S
     while not all(map(is_so, cluster.nodes)):
-        assert time.monotonic() < deadline, [(node.checkpoints(), node.staging()) for node in cluster.nodes]
+        assert time.monotonic() < deadline, [
+            (node.checkpoints(), node.files("step-1"), node.staging()) for node in cluster.nodes
+        ]
         time.sleep(0.1)
 
 

@@ -1,8 +1,10 @@
 """Steps: `dcp.async_save`, in a thread or in a process of its own."""
 
+import gc
 import tempfile
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
@@ -107,6 +110,23 @@ def leave_in_flight(context: Context, kinds: list[str], checkpoint_id: str) -> d
     context.leaves_work_behind = True
     future = start(context, states, checkpoint_id, SlowPlanner())
     return {"digests": before, "in_flight": not future.done()}
+
+
+def descriptors_of_saves(context: Context, saves: int) -> list[int]:
+    """How many descriptors this process has open after each save, with a writer of its own for each."""
+    counts = []
+    for number in range(saves):
+        future = dcp.async_save(
+            {f"rank{context.rank}": torch.ones(1 << 18)},
+            checkpoint_id=f"step-{number}",
+            storage_writer=ReplicatedWriter(context.root),
+        )
+        assert isinstance(future, Future)
+        future.result(timeout=60)
+        del future
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return counts
 
 
 def cpu_of_saves(context: Context, mebibytes: int, saves: int) -> dict[str, list[float]]:

@@ -70,3 +70,9 @@ def test_a_save_in_flight_at_exit_is_waited_for(cluster_of: ClusterOf) -> None:
     assert [left["in_flight"] for left in leaving.of(0)] == [True, True]
     loaded = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
     assert loaded.digests(0) == leaving.digests(0)
+
+
+def test_a_writer_for_each_save_leaves_nothing_open(cluster_of: ClusterOf) -> None:
+    """What a rank holds of a save that its agent writes goes with the writer, on every rank."""
+    for counts in cluster_of(2).launch([call("async.descriptors_of_saves", saves=8)], nodes=[0, 1]).of(0):
+        assert counts[-1] <= counts[2] + 2, counts

@@ -23,6 +23,7 @@ from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 256
+_PAUSE_S = 0.3
 
 
 class LocalDoor:
@@ -32,6 +33,7 @@ class LocalDoor:
         """Raises OSError: the directory's file system has no sockets, say."""
         self._service = service
         self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._stopping = threading.Event()
         self._listener = listen(directory)
 
     def start(self) -> None:
@@ -39,6 +41,7 @@ class LocalDoor:
 
     def close(self) -> None:
         """New shards are refused; those under way are written on."""
+        self._stopping.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -48,8 +51,12 @@ class LocalDoor:
             self._slots.acquire()
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # it was closed
-                return
+            except OSError as exc:
+                self._slots.release()
+                if self._stopping.wait(_PAUSE_S):
+                    return
+                log.warning("a rank that hands a shard over has to wait: %s", exc)  # too many files are open, say
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="rckpt-hand-over", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:

@@ -121,7 +121,9 @@ class Finisher:
             end: Future[Finished] = Future()
             published = self._store.catalog.checkpoint_of(save_id)
             if published is not None:
-                end.set_result(Finished(self._store.catalog.manifest(published).encode().decode(), ()))
+                # a newer one may have its name
+                place = self._store.catalog.directory_of(published, save_id) or published
+                end.set_result(Finished(self._store.catalog.manifest(place).encode().decode(), ()))
                 self._ends[save_id] = end
                 return end
             held = self._store.lock_save(save_id)

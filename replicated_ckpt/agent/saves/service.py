@@ -259,6 +259,11 @@ class NodeService:
         self._fence.check(outline.manifest.save_id, self.node_id)
         self.finisher.begin(outline)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether saves that were handed over are being written, or finished."""
+        return self.hand_overs.is_busy or self.finisher.is_busy
+
     def adopt(self, save_id: str, names: Sequence[str]) -> Mapping[str, BlockTable]:
         """Stages shards of the checkpoint without a manifest that an open save is to adopt; then it is held for an hour.
 

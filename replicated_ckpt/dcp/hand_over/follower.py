@@ -65,7 +65,8 @@ class Follower:
             try:
                 return self._handed.wait()
             except StoreUnavailable as exc:
-                self._handed.close()
+                assert self._staged is not None, "it is dropped when the shard has ended"
+                self._handed.give_up(self._staged)
                 if tries_left == 0:
                     raise
                 log.warning("%s; it is handed over again", exc)
@@ -78,6 +79,6 @@ class Follower:
             self._start_agent()
             assert self._staged is not None, "it is dropped when the shard has ended"
             descriptors = [descriptor_of(self._staged), self._layout.between]
-            self._handed = hand_over(self._store, self._shard, descriptors)
+            self._handed = hand_over(self._store, self._shard, descriptors, self._staged)
         except StoreUnavailable as exc:  # the closed connection says the same, once more
             log.warning("not handed over again yet: %s", exc)

@@ -1,8 +1,10 @@
 """A shard in the hands of this node's agent, as its rank follows it."""
 
+import contextlib
 import json
 import logging
 import socket
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,13 +42,21 @@ class HandedOver:
             except (KeyError, TypeError, ValueError) as exc:
                 raise PeerProtocolError(f"{_AGENT} says of a shard {answer!r}.") from exc
 
+    def give_up(self, memory: memoryview) -> None:
+        """As `close`, and if the agent only hangs, `memory` is kept until it cannot read it any more."""
+        _keep_while_read(self._connection, memory)
+
     def close(self) -> None:
         """This rank has nothing more to do with the save: from here on the agent settles what it finds of it."""
         self._connection.close()
 
 
-def hand_over(store: LocalStore, shard: HandedShard, descriptors: Sequence[int]) -> HandedOver:
+def hand_over(
+    store: LocalStore, shard: HandedShard, descriptors: Sequence[int], memory: memoryview | None = None
+) -> HandedOver:
     """Gives a shard to this node's agent, which has taken it when this returns.
+
+    `memory`: what must stay as it is as long as the agent may read it, also if this raises.
 
     Raises:
         StoreUnavailable: there is no agent that takes shards. Others: it refuses this one. Nothing of it was written.
@@ -62,9 +72,30 @@ def hand_over(store: LocalStore, shard: HandedShard, descriptors: Sequence[int])
             raise _unavailable(exc) from exc
         _receive(connection)
     except BaseException:
-        connection.close()
+        _keep_while_read(connection, memory)
         raise
     return HandedOver(connection)
+
+
+def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> None:
+    """Gives the connection up, and holds the memory until the agent has, too: it is done with the shard, or dead.
+
+    An agent that was stopped and goes on reads what it was sent before. By then the next save would lie there.
+    """
+    fd = connection.detach()  # for who still has `connection` it is closed
+    if fd < 0:
+        return  # given up before
+    kept = socket.socket(fileno=fd)
+    threading.Thread(target=_wait_for_end, args=(kept, memory), name="rckpt-kept", daemon=True).start()
+
+
+def _wait_for_end(connection: socket.socket, memory: memoryview | None) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(None)
+        connection.shutdown(socket.SHUT_WR)  # for the agent this rank has left
+        while connection.recv(1 << 16):
+            pass
+    del memory
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:

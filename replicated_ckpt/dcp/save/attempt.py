@@ -181,7 +181,7 @@ class SaveAttempt:
                 )
             check_none_aborted(receipts, decision)
         try:
-            (store, config), notes, start = (self._store, self._config), self._notes, self._start_agent
+            (store, config), notes, start = (self._store, self._config), self._notes, self._agent_starter()
             problems, self._receipts = commit_save(
                 store, self._cluster, decision, config, receipts, metadata, results, notes, start
             )
@@ -220,8 +220,9 @@ class SaveAttempt:
         """This rank works on the save no more."""
         self._held.close()
 
-    def _start_agent(self) -> None:
-        present_again(self._store, self._post.node)
+    def _agent_starter(self) -> Callable[[], object]:
+        """It does not hold this attempt: what a follower holds lives until the save is closed, and this closes it."""
+        return partial(present_again, self._store, self._post.node)
 
     def _write_shard(
         self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None
@@ -238,7 +239,8 @@ class SaveAttempt:
             how = {"stream_to_peers": config.ack != "local", "durable": config.ack != "peer-memory"}
             has_agent = self._world.blackboard is not None and not decision.node_of(rank).silence
             if staged is not None and has_agent:
-                shard = self._parts.shards.hand_over(plan, planner, decision, rank, staged, self._start_agent, **how)
+                start = self._agent_starter()
+                shard = self._parts.shards.hand_over(plan, planner, decision, rank, staged, start, **how)
             shard = shard or self._parts.shards.write(plan, planner, decision, rank, **how)
         receipt = Receipt(
             (shard.receipt,) if shard else (),

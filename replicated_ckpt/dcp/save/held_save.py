@@ -3,10 +3,10 @@
 import contextlib
 import os
 import weakref
+from concurrent.futures import wait
 
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.hand_over.follower import Follower
-from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -41,11 +41,10 @@ class HeldSave:
 
     def find_written(self) -> WrittenCopies | None:
         """What the agent has written, if it was given a shard, and has said so: it does as it tells the coordinator's."""
-        if self._follower is None:
-            return None
-        with contextlib.suppress(ReplicatedCkptError, TimeoutError):
-            return self._follower.end.result(_SAID_WITHIN_S)
-        return None
+        end = None if self._follower is None else self._follower.end
+        if end is None or not wait([end], _SAID_WITHIN_S).done or end.exception() is not None:
+            return None  # whatever kept this rank from learning it: the save is committed
+        return end.result()
 
     def close(self) -> None:
         self._open.close()

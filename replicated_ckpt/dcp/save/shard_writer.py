@@ -107,7 +107,7 @@ class ShardWriter:
                 layout.finish()
                 failpoints.reach("rank.handing-over")
                 shard = HandedShard(wanted, layout.pieces)
-                handed = hand_over(self._store, shard, [descriptor_of(staged), layout.between])
+                handed = hand_over(self._store, shard, [descriptor_of(staged), layout.between], staged)
             except BaseException:
                 layout.close()
                 raise

@@ -117,16 +117,23 @@ def make_root(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replaces `path` by `data` at once: afterwards, and after a crash at any point, it holds the old or the new bytes."""
+    """Replaces `path` by `data` at once: afterwards, and after a crash at any point, it holds the old or the new bytes.
+
+    If this raises, nothing else is left.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
-        os.fchmod(fd, mode)
-        write_all(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    temporary.replace(path)
+        try:
+            os.fchmod(fd, mode)
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     fsync_directory(path.parent)
 
 

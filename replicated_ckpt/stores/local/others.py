@@ -48,12 +48,17 @@ def bring_others(root: Path, final: Path, staging: Path) -> None:
 
     What cannot have a second name is moved once the new version has the checkpoint's name.
     """
-    for path in list(staging.iterdir()):
-        if is_broken_off(path.name):
-            path.unlink()
+    remove_broken_off(staging)
     if final.is_dir():
         with contextlib.suppress(OSError):
             link_others(root, final, staging)
+
+
+def remove_broken_off(directory: Path) -> None:
+    """Removes what was left of files that somebody began to write, in a save that needs no more of them."""
+    for path in list(directory.iterdir()):
+        if is_broken_off(path.name):
+            path.unlink(missing_ok=True)
 
 
 def link_others(root: Path, directory: Path, staging: Path) -> None:
@@ -110,7 +115,10 @@ def give_back_others(root: Path, directory: Path, checkpoint_id: str) -> None:
 
 
 def remove_carried(root: Path, directory: Path, checkpoint_id: str) -> None:
-    """Removes a version that was carried from, if it is there. What came late and is not ours is given back."""
+    """Removes a version that was carried from, if it is there. What came late and is not ours is given back.
+
+    A part of it that came back under the name of the save that is staged would be no decision of that.
+    """
     if directory.is_dir():
         give_back_others(root, directory, checkpoint_id)
         remove_tree(directory)

@@ -182,9 +182,9 @@ class LocalStore:
         return False
 
     def put_small(self, save_id: str, name: str, data: bytes) -> None:
-        """Writes a small file into a staged save, durably."""
+        """Writes a small file into a staged save, durably, and never into one that has just been published."""
         path = self.path_of_staged(save_id, name)
-        with translate_errors(str(self.root), "write", name):
+        with translate_errors(str(self.root), "write", name), exclusive(self.root / STAGING_DIR):
             if not path.parent.is_dir():
                 raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
             write_file(path, data)
@@ -224,7 +224,7 @@ class LocalStore:
                 is_kept, is_version, carry = not is_over, before is not None, partial(others.move_others, self.root)
                 publish_directory(staging, final, place, is_kept=is_kept, is_version=is_version, carry=carry)
             failpoints.reach("commit.durable")
-            # a part of it that came back under this save's staged name would be no decision of it
+            others.remove_broken_off(final)  # of who began to write while the save was being published
             others.remove_carried(self.root, trash, name)
             self._forget(save_id)
         failpoints.reach("commit.done")
