@@ -115,7 +115,7 @@ class Node:
     def _status(self, *, is_brief: bool) -> dict[str, Any]:
         del is_brief
         who = {"node_id": self.endpoint.node_id, "incarnation": self.endpoint.incarnation}
-        return {**who, "is_leaving": self.is_leaving, "greeted": True}
+        return {**who, "is_leaving": self.is_leaving, "tls_sha256": self.endpoint.tls_sha256, "greeted": True}
 
     def _carry_out(self, part: RepairPlan, *, may_replace: bool) -> list[Outcome]:
         order: Future[list[Outcome]] = Future()
