@@ -96,7 +96,9 @@ def test_uploads_at_once_are_counted_together(agent: RunningAgent) -> None:
         client.call("POST", f"/v1/saves/{SAVE}", {**OPENING, "announced": announced})
     part = agent.root / ".staging" / SAVE / f"{shard(3)}.part"
     with agent.peer() as first, agent.peer() as second:
-        uploads = [client.start_upload(f"/v1/saves/{SAVE}/{shard(3)}", {}) for client in (first, second)]
+        uploads = [
+            client.start_upload(f"/v1/saves/{SAVE}/{shard(rank)}", {}) for rank, client in ((3, first), (4, second))
+        ]
         uploads[0].send(piece)
         wait_for(lambda: part.exists() and part.stat().st_size >= 4 << 20, 40, "the first bytes")
         uploads[1].send(piece)
