@@ -65,7 +65,9 @@ def main(spec_path: Path) -> int:
         report["failure"] = f"step {len(report['values'])} ({call}):\n{traceback.format_exc()}"
         raise
     finally:
-        (folder / f"rank{rank}.json").write_text(json.dumps(report, indent=1))
+        written = folder / f"rank{rank}.json.part"  # a rank that is killed meanwhile has said nothing
+        written.write_text(json.dumps(report, indent=1))
+        written.rename(folder / f"rank{rank}.json")
         if spec["quick_exit"]:
             exit_quickly(is_failed=report["failure"] is not None)
     if dist.is_initialized() and not context.leaves_work_behind:
