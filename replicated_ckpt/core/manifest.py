@@ -186,7 +186,7 @@ def _shard(fields: Mapping[str, Any]) -> ShardEntry:
 
 
 def _text(value: object) -> str:
-    """A text that goes onto terminals and into logs: whoever writes a store has chosen it."""
+    """A text that goes onto terminals and into logs: the writer of a store has chosen it."""
     if not isinstance(value, str):
         raise TypeError(f"expected text, found {value!r}")
     return one_line(value, _TEXT_CHARS_MAX)

@@ -1,4 +1,4 @@
-"""A rank's own item that somebody else has written: a typed error, no code, and no memory read that is not its own."""
+"""A rank's own item that another user has written: a typed error, no code, and no memory read that is not its own."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The copies of one shard: in one pass to the own store and to the buddies, then once more to whoever missed it."""
+"""The copies of one shard: in one pass to the own store and to the buddies, then once more where that failed."""
 
 import logging
 import os

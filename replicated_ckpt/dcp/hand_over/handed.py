@@ -31,7 +31,7 @@ class HandedOver:
         """What became of the shard: it is durable in the own store.
 
         Raises:
-            StoreUnavailable: the agent died or hangs; nobody knows. Others: what kept it from being written.
+            StoreUnavailable: the agent died or hangs: what it did is unknown. Others: what kept it from being written.
         """
         while True:
             answer = _receive(self._connection)

@@ -181,9 +181,9 @@ class SaveAttempt:
                 )
             check_none_aborted(receipts, decision)
         try:
-            (store, config), notes, start = (self._store, self._config), self._notes, self._agent_starter()
+            start = self._agent_starter()
             problems, self._receipts = commit_save(
-                store, self._cluster, decision, config, receipts, metadata, results, notes, start
+                self._store, self._cluster, decision, self._config, receipts, metadata, results, self._notes, start
             )
         finally:
             self.close()

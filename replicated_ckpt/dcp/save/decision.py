@@ -238,7 +238,7 @@ class ShardReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a rank wrote, and in which time. `aborted`: the save was given up by somebody else while this rank wrote.
+    """What a rank wrote, and in which time. `aborted`: another process gave the save up meanwhile.
 
     `is_handed`: its node's agent writes its shards, whose receipts have the name alone.
     """

@@ -55,7 +55,7 @@ def bring_others(root: Path, final: Path, staging: Path) -> None:
 
 
 def remove_broken_off(directory: Path) -> None:
-    """Removes what was left of files that somebody began to write, in a save that needs no more of them."""
+    """Removes what was left of files that were begun, in a save that needs no more of them."""
     for path in list(directory.iterdir()):
         if is_broken_off(path.name):
             path.unlink(missing_ok=True)

@@ -26,9 +26,8 @@ class FileSink:
         with translate_errors(str(path.parent), "create", path.name):
             try:
                 wants_direct = is_worthwhile(path.parent, direct_io)
-                self._part.unlink(
-                    missing_ok=True
-                )  # another process may still write it: it goes on in a file without a name
+                # Another process may still write it: that goes on in a file without a name.
+                self._part.unlink(missing_ok=True)
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._fd = os.open(self._part, flags, 0o640)
                 os.fchmod(self._fd, 0o640)  # whatever the umask: who may come this far is said by the directories
