@@ -61,6 +61,11 @@ def no_agent_survives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     assert not agents, f"agents {agents} of stores under {base} outlived the tests that started them"
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are named by their argument: what gzip makes holds the time, and all workers must collect the same names."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files begin first: what is left at the end is short, so several at once end together."""
     items.sort(key=_turn)
