@@ -10,6 +10,7 @@ from typing import Any
 from tests.fault.torture.contents import contents
 
 MANIFEST, METADATA, SHARD = ".manifest.json", ".metadata", ".distcp"
+STAGING = ".staging"
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Lying:
     """One directory of one save on one node: the hashes of its files by name.
 
     `is_named`: it has its checkpoint's name; `is_published`: it has, or had and is set aside. `checkpoint_id` is "" for a
-    save that is staged: its manifest says it, once there is one. `save_id` is "" where no manifest is read.
+    save that is staged: its manifest says it, once there is one. `save_id` is "" where no manifest is read, but for a
+    staged save, which has it as its directory's name. (A replaced version that nothing else names has its replacer's.)
     """
 
     node: int
@@ -45,7 +47,7 @@ class Disks:
                     yield from self._in(node, place, place.name, is_published=True)
             for place in sorted((root / ".replaced").glob("*/")):
                 yield from self._in(node, place, "", is_published=True)
-            for place in sorted((root / ".staging").glob("*/")):
+            for place in sorted((root / STAGING).glob("*/")):
                 yield from self._in(node, place, "", is_published=False)
 
     def _in(self, node: int, place: Path, checkpoint_id: str, *, is_published: bool) -> Iterator[Lying]:
@@ -57,7 +59,7 @@ class Disks:
         if manifest is not None and not checkpoint_id:
             checkpoint_id = str(manifest["checkpoint_id"])
         is_named = not place.parent.name.startswith(".")
-        save_id = save_id or ("" if is_named else place.name)
+        save_id = save_id or (place.name if place.parent.name == STAGING else "")
         yield Lying(node, place, checkpoint_id, save_id, is_published, is_named, files, manifest)
 
     def _hash(self, path: Path) -> str:

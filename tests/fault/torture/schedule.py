@@ -180,9 +180,10 @@ class Schedule:
         if not is_done and is_mended:
             self._check_rivals(audits)
         copied = self._find_published()
+        lost = {found.save_id for found in current if found.parts and not found.has_all_parts()}
         for node in course.cluster.nodes:
             for name in (*PASSING, *[REPLACED] * is_mended):
-                if left := _left_in(node.root / name, copied):
+                if left := _left_in(node.root / name, copied, lost):
                     raise Violation(f"left on node {node.index}: {left}")
 
     def _is_left(self, attempt: Attempt) -> bool:
@@ -208,11 +209,13 @@ class Schedule:
         self.course.counts["rivals"] += 1
 
 
-def _left_in(directory: Path, published: Collection[str]) -> list[str]:
+def _left_in(directory: Path, published: Collection[str], lost: Collection[str]) -> list[str]:
     """What lies there but for versions that an agent keeps for a load: for minutes, which no real schedule waits.
 
-    A replaced version of which another node has the name is a copy of what lies there.
+    A replaced version of which another node has the name is a copy of what lies there. A decided save of which the
+    schedule destroyed the last copy of a part stays staged where it waits for that part: a person may have it.
     """
     replaced = directory.glob("*") if directory.name == REPLACED else ()
     kept = [path for path in replaced if path.name in published or is_read(path)]
+    kept += [path for path in directory.glob("*") if path.name.partition(".")[0] in lost]
     return [str(path) for path in directory.rglob("*") if not any(path.is_relative_to(one) for one in kept)]
