@@ -20,10 +20,12 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_DIR
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.errors import PeerProtocolError
 from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.agent.agents import running_agent
 
 OTHER = "0" * 11 + "a"
 RUN, ANOTHER = "a" * 16, "b" * 16
@@ -155,6 +157,37 @@ def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> 
         settle(service, service.find_abandoned(0.0), [address])
     assert [len(call.args[2]) for call in asked.call_args_list] == [1, 0, 0, 0]
     assert all(is_staged(service, save_id) for save_id in saves)
+
+
+def test_a_decision_comes_from_the_first_node_that_gives_it_intact(tmp_path: Path) -> None:
+    """Two nodes have published, and one's `.metadata` has a flipped bit: the node that waits takes the other's."""
+    services = [NodeService(LocalStore(tmp_path / name)) for name in ("bad", "good", "waiting")]
+    nodes, stores = tuple(service.node_id for service in services), [service.store for service in services]
+    manifest = manifest_of(NEW, 2, RUN, nodes)
+    for store in stores:
+        store.begin(Intent(NEW, "step-10", "s" + NEW, overwrite=True, nodes=nodes, coordinator=nodes[0]))
+        for shard in SHARDS:
+            (store.staging(NEW) / shard).write_bytes(b"x" * 10)
+    for service in services[:2]:
+        decide(service.store, manifest)
+        service.commit(NEW)
+    damage(stores[0].root / "step-10" / METADATA_NAME, 3)
+    waiting = services[2]
+    with running_agent(stores[0].root) as bad, running_agent(stores[1].root) as good:
+        peers = [bad.endpoint.address(), good.endpoint.address()]
+        settle(waiting, [Leftover(waiting.store.intent_of(NEW), "its processes are gone")], peers)
+    assert (stores[2].root / "step-10" / METADATA_NAME).read_bytes() == METADATA
+
+
+def test_why_a_save_is_not_settled_is_logged_once(service: NodeService, caplog: pytest.LogCaptureFixture) -> None:
+    """Each round tries again; the log has a line when the reason is another one."""
+    stage(service, NEW, 2, RUN, OTHER, is_decided=False)
+    leftover = Leftover(service.store.intent_of(NEW), "its processes are gone")
+    for why in ("a bad bit", "a bad bit", "no answer"):
+        with mock.patch.object(settling, "_answers", side_effect=PeerProtocolError(why)):
+            settle(service, [leftover], [])
+    said = [record.getMessage() for record in caplog.records if "could not settle" in record.getMessage()]
+    assert [why in line for why, line in zip(("a bad bit", "no answer"), said, strict=True)] == [True, True]
 
 
 AS_ANOTHER_USER = """

@@ -74,8 +74,9 @@ class Forker:
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._lifeline.fileno():
-                    self._path.unlink()
-                    self._path.parent.rmdir()  # a harness that was killed does not
+                    self._path.unlink(missing_ok=True)
+                    if self._path.parent.is_dir():
+                        self._path.parent.rmdir()  # a harness that was killed does not
                     return 0
                 if fd == self._listener.fileno():
                     self._accept()

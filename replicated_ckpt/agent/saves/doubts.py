@@ -33,6 +33,7 @@ class Doubts:
         self._clock = clock
         self._lock = threading.Lock()
         self._by_save: dict[str, Doubt] = {}
+        self._failure_by_save: dict[str, str] = {}
 
     def note(self, intent: Intent, waits_for: Sequence[str]) -> bool:
         """Keeps that a save is in doubt; whether that, or the nodes waited for, is news."""
@@ -42,10 +43,18 @@ class Doubts:
             self._by_save[intent.save_id] = Doubt(intent, tuple(waits_for), since)
             return known is None or known.waits_for != tuple(waits_for)
 
+    def note_failure(self, intent: Intent, why: str) -> bool:
+        """Keeps why the last try to settle a save failed; whether that is news."""
+        with self._lock:
+            known = self._failure_by_save.get(intent.save_id)
+            self._failure_by_save[intent.save_id] = why
+            return known != why
+
     def settle(self, save_id: str) -> None:
         """The save is not in doubt, or not any more."""
         with self._lock:
             self._by_save.pop(save_id, None)
+            self._failure_by_save.pop(save_id, None)
 
     def read_all(self) -> tuple[Doubt, ...]:
         with self._lock:

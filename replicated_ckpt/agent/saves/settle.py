@@ -9,11 +9,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.core.protocol.settlement import Answer, Fate, Settlement, settle_staged
 from replicated_ckpt.errors import (
     ConfigInvalid,
+    ObjectCorrupt,
     ObjectMissing,
     PeerProtocolError,
     ReplicatedCkptError,
@@ -43,7 +45,8 @@ def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[
             with service.completing:
                 _settle_one(service, leftover, peers, silent=silent)
         except ReplicatedCkptError as exc:
-            log.error("could not settle save %s: %s", leftover.intent.save_id, exc)  # noqa: TRY400 - it explains itself
+            if service.doubts.note_failure(leftover.intent, str(exc)):
+                log.error("could not settle save %s: %s", leftover.intent.save_id, exc)  # noqa: TRY400 - it explains itself
 
 
 def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> Sequence[str]:
@@ -153,7 +156,7 @@ def _carry_out(
 
 
 def _stage_decision(service: NodeService, save_id: str, sources: Sequence[AgentAddress]) -> None:
-    """Stages manifest and metadata of a save from the first of the nodes that have published it and give both.
+    """Stages manifest and metadata of a save from the first of the nodes that have published it and give both intact.
 
     Raises:
         ReplicatedCkptError: none of them does; what is staged stays as it was.
@@ -163,7 +166,7 @@ def _stage_decision(service: NodeService, save_id: str, sources: Sequence[AgentA
         try:
             decision = _fetch_decision(source, save_id)
         except ReplicatedCkptError as exc:
-            log.warning("asked %s for the decision of save %s: %s", source.label, save_id, exc)
+            log.info("asked %s for the decision of save %s: %s", source.label, save_id, exc)
             last = exc
             continue
         for name, raw in decision.items():
@@ -176,6 +179,9 @@ def _fetch_decision(source: AgentAddress, save_id: str) -> dict[str, bytes]:
     with AgentClient(source) as client:
         checkpoint_id = str(client.call("GET", f"/v1/saves/{save_id}").get("checkpoint_id"))
         raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
-        size = decode_manifest(raw, source.label).metadata_bytes
-        metadata = client.fetch_file(file_path(checkpoint_id, save_id, METADATA_NAME), size)
-        return {METADATA_NAME: metadata, MANIFEST_NAME: raw}
+        manifest = decode_manifest(raw, source.label)
+        metadata = client.fetch_file(file_path(checkpoint_id, save_id, METADATA_NAME), manifest.metadata_bytes)
+    if (found := crc32c(metadata)) != manifest.metadata_crc32c:
+        detail = f"expected CRC32C {manifest.metadata_crc32c:08x}, found {found:08x}"
+        raise ObjectCorrupt(source.label, "read", f"{checkpoint_id}/{METADATA_NAME}", detail)
+    return {METADATA_NAME: metadata, MANIFEST_NAME: raw}

@@ -66,6 +66,8 @@ Action: TypeAlias = RestoreManifest | CopyShard | SetAside
 
 _KEEP_BOTH = "to keep both, rename its directory on each node that has it; else save over both with overwrite=True"
 
+_SAVE_AGAIN = "every node has answered: load what can be had, and save it again over both with overwrite=True"
+
 
 @dataclass(frozen=True)
 class ShortShard:
@@ -98,6 +100,8 @@ class ShortShard:
             f"; a save of another run has its name on node {' and node '.join(self.taken_on)}" if self.taken_on else ""
         )
         advice = f"; {_KEEP_BOTH}" if self.taken_on else ""
+        if self.is_in_doubt and not self.waits_for and not self.taken_on:
+            advice = f"; {_SAVE_AGAIN}"
         have = f"{self.have} of {self.wanted} copies"
         return f"{self.checkpoint_id}/{self.shard} (owner {self.owner}){doubt}: {have}{waits}{taken}{advice}"
 
