@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 
 from replicated_ckpt.agent.start import launch
 from tests.multiprocess.forked import spawner
@@ -15,6 +16,9 @@ from tests.multiprocess.zygote import stop_the_zygotes, the_light_zygote
 
 pytest_plugins = ["tests.buckets.fixtures"]
 
+
+settings.register_profile("no test is timed", deadline=None)
+settings.load_profile("no test is timed")
 
 HERE = Path(__file__).parent
 LONGEST = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.repair.fetch import fetch_manifest, fetch_metadata
+from replicated_ckpt.agent.peers.fetch import fetch_manifest, fetch_metadata
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, ShardName
@@ -141,7 +141,9 @@ class Mender:
             if not directory.names() or (own is not None and own.save_id != action.save_id):
                 return False
             manifest, raw_manifest = (
-                fetch_manifest(action, self._addresses(action.sources)) if own is None else (own, b"")
+                fetch_manifest(action.checkpoint_id, action.save_id, self._addresses(action.sources))
+                if own is None
+                else (own, b"")
             )
             problem = self._restore_metadata(directory, action, manifest)
             if own is None:
@@ -160,7 +162,7 @@ class Mender:
         if self._examine(directory, manifest, METADATA_NAME) is None:
             return None
         try:
-            metadata = fetch_metadata(action, manifest, self._addresses(action.sources))
+            metadata = fetch_metadata(manifest, self._addresses(action.sources))
         except ReplicatedCkptError as exc:
             return exc
         directory.put_small(METADATA_NAME, metadata)
@@ -169,8 +171,8 @@ class Mender:
 
     def _take_over(self, action: RestoreManifest) -> None:
         """Puts the save here as one that was published; one that is here and newer stays."""
-        manifest, raw_manifest = fetch_manifest(action, self._addresses(action.sources))
-        metadata = fetch_metadata(action, manifest, self._addresses(action.sources))
+        manifest, raw_manifest = fetch_manifest(action.checkpoint_id, action.save_id, self._addresses(action.sources))
+        metadata = fetch_metadata(manifest, self._addresses(action.sources))
         own = self._store.read_published(action.checkpoint_id)
         if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
             return

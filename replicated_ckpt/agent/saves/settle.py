@@ -7,29 +7,26 @@ import logging
 import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
 
+from replicated_ckpt.agent.peers.fetch import fetch_first, fetch_manifest, fetch_metadata
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
-from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.core.protocol.settlement import Answer, Fate, Settlement, settle_staged
 from replicated_ckpt.errors import (
     ConfigInvalid,
-    ObjectCorrupt,
     ObjectMissing,
     PeerProtocolError,
     ReplicatedCkptError,
     StoreUnavailable,
 )
 from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
 SETTLE_TIMEOUT_S = 3.0
 _END_JOB = "End the job that saves, then repair again."
-_INTRODUCE = "Bring back a node that has it; a job with ranks on both nodes introduces them."
 
 
 def settle(service: NodeService, leftovers: Sequence[Leftover], peers: Sequence[AgentAddress]) -> None:
@@ -141,7 +138,7 @@ def _carry_out(
 ) -> None:
     save_id, checkpoint_id = leftover.intent.save_id, leftover.intent.checkpoint_id
     if settlement.fate is Fate.COMPLETE:
-        _stage_decision(service, save_id, [addresses[node] for node in settlement.sources])
+        _stage_decision(service, leftover.intent, [addresses[node] for node in settlement.sources])
         service.complete(save_id)
         log.warning("completed save %s of %r, which a peer had committed", save_id, checkpoint_id)
     elif settlement.fate is Fate.DROP:
@@ -155,33 +152,24 @@ def _carry_out(
         service.doubts.settle(save_id)
 
 
-def _stage_decision(service: NodeService, save_id: str, sources: Sequence[AgentAddress]) -> None:
-    """Stages manifest and metadata of a save from the first of the nodes that have published it and give both intact.
+def _stage_decision(service: NodeService, intent: Intent, sources: Sequence[AgentAddress]) -> None:
+    """Stages manifest and metadata of a save, each from the first of the nodes that published it to have it intact.
 
     Raises:
-        ReplicatedCkptError: none of them does; what is staged stays as it was.
+        ReplicatedCkptError: none of them has; what is staged stays as it was.
     """
-    last: ReplicatedCkptError | None = None
-    for source in sources:
-        try:
-            decision = _fetch_decision(source, save_id)
-        except ReplicatedCkptError as exc:
-            log.info("asked %s for the decision of save %s: %s", source.label, save_id, exc)
-            last = exc
-            continue
-        for name, raw in decision.items():
-            service.store.put_small(save_id, name, raw)
-        return
-    raise last or PeerProtocolError(f"No node that has published save {save_id} is known.", _INTRODUCE)
+    checkpoint_id = intent.checkpoint_id or _ask_name(intent.save_id, sources)
+    manifest, raw = fetch_manifest(checkpoint_id, intent.save_id, sources)
+    metadata = fetch_metadata(manifest, sources)
+    service.store.put_small(intent.save_id, METADATA_NAME, metadata)
+    service.store.put_small(intent.save_id, MANIFEST_NAME, raw)
 
 
-def _fetch_decision(source: AgentAddress, save_id: str) -> dict[str, bytes]:
-    with AgentClient(source) as client:
-        checkpoint_id = str(client.call("GET", f"/v1/saves/{save_id}").get("checkpoint_id"))
-        raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
-        manifest = decode_manifest(raw, source.label)
-        metadata = client.fetch_file(file_path(checkpoint_id, save_id, METADATA_NAME), manifest.metadata_bytes)
-    if (found := crc32c(metadata)) != manifest.metadata_crc32c:
-        detail = f"expected CRC32C {manifest.metadata_crc32c:08x}, found {found:08x}"
-        raise ObjectCorrupt(source.label, "read", f"{checkpoint_id}/{METADATA_NAME}", detail)
-    return {METADATA_NAME: metadata, MANIFEST_NAME: raw}
+def _ask_name(save_id: str, sources: Sequence[AgentAddress]) -> str:
+    """Of which checkpoint a save is whose intent cannot be read here."""
+
+    def ask(client: AgentClient) -> str | None:
+        name = client.call("GET", f"/v1/saves/{save_id}").get("checkpoint_id")
+        return name if isinstance(name, str) and name else None
+
+    return fetch_first(sources, ask, f"the name of save {save_id}")

@@ -6,14 +6,13 @@ from typing import TypeVar
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
-from replicated_ckpt.core.upkeep.repair_plan import RestoreManifest
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
 
 T = TypeVar("T")
 
 
-def fetch_manifest(action: RestoreManifest, sources: Sequence[AgentAddress]) -> tuple[Manifest, bytes]:
+def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddress]) -> tuple[Manifest, bytes]:
     """The manifest of the save, and its bytes, from the first source that has it intact.
 
     Raises:
@@ -21,36 +20,37 @@ def fetch_manifest(action: RestoreManifest, sources: Sequence[AgentAddress]) -> 
     """
 
     def fetch(client: AgentClient) -> tuple[Manifest, bytes] | None:
-        raw = client.fetch("GET", file_path(action.checkpoint_id, action.save_id, MANIFEST_NAME))
+        raw = client.fetch("GET", file_path(checkpoint_id, save_id, MANIFEST_NAME))
         manifest = decode_manifest(raw, client.address.label)
-        return (manifest, raw) if manifest.save_id == action.save_id else None
+        return (manifest, raw) if manifest.save_id == save_id else None
 
-    return _fetch_first(sources, fetch, _no_source(action, MANIFEST_NAME))
+    return fetch_first(sources, fetch, f"{checkpoint_id}/{MANIFEST_NAME}")
 
 
-def fetch_metadata(action: RestoreManifest, manifest: Manifest, sources: Sequence[AgentAddress]) -> bytes:
-    """The metadata of the save from the first source that has it intact.
+def fetch_metadata(manifest: Manifest, sources: Sequence[AgentAddress]) -> bytes:
+    """The metadata of the manifest's save from the first source that has it intact.
 
     Raises:
         ReplicatedCkptError: none has; what the last one answered.
     """
 
     def fetch(client: AgentClient) -> bytes:
-        metadata = client.fetch_file(
-            file_path(action.checkpoint_id, action.save_id, METADATA_NAME), manifest.metadata_bytes
-        )
+        path = file_path(manifest.checkpoint_id, manifest.save_id, METADATA_NAME)
+        metadata = client.fetch_file(path, manifest.metadata_bytes)
         if crc32c(metadata) != manifest.metadata_crc32c:
             raise ObjectCorrupt(client.address.label, "take over", METADATA_NAME, "it does not match the manifest")
         return metadata
 
-    return _fetch_first(sources, fetch, _no_source(action, METADATA_NAME))
+    return fetch_first(sources, fetch, f"{manifest.checkpoint_id}/{METADATA_NAME}")
 
 
-def _fetch_first(
-    sources: Sequence[AgentAddress], fetch: Callable[[AgentClient], T | None], missing: ReplicatedCkptError
-) -> T:
-    """What the first source gives; `missing`, or else the last error, is raised if none gives anything."""
-    last = missing
+def fetch_first(sources: Sequence[AgentAddress], fetch: Callable[[AgentClient], T | None], what: str) -> T:
+    """What the first source gives that gives any.
+
+    Raises:
+        ObjectMissing: there is no source, or all gave None. ReplicatedCkptError: what the last one that failed answered.
+    """
+    last: ReplicatedCkptError = ObjectMissing("the peers", "take over", what, "no source is known")
     for address in sources:
         try:
             with AgentClient(address) as client:
@@ -61,7 +61,3 @@ def _fetch_first(
         if found is not None:
             return found
     raise last
-
-
-def _no_source(action: RestoreManifest, name: str) -> ObjectMissing:
-    return ObjectMissing("the peers", "take over", f"{action.checkpoint_id}/{name}", "no source is known")
