@@ -114,10 +114,16 @@ class Course:
     def island(self) -> list[int]:
         """Nodes that are switched on and reach each other; the mainland, most of the time."""
         on = [node.index for node in self.cluster.nodes if not node.is_off]
-        cut = [node for node in on if node in self.cluster.network.cut]
+        network = self.cluster.network
+        cut = [node for node in on if node in network.cut]
         main = [node for node in on if node not in cut]
-        if cut and (not main or self.random.random() < 0.3):
-            return [node for node in cut if self.cluster.network.is_reached(node, cut[0])]
+        island = [node for node in cut if network.is_reached(node, cut[0])]
+        if island and (not main or self.random.random() < 0.3):
+            return island
+        if cut and not main:
+            self.say("every agent is stopped, and goes on")
+            network.cut = set()
+            return on
         return main
 
     def up(self) -> list[int]:

@@ -112,7 +112,7 @@ class RealNode:
 
 
 class RealNetwork:
-    """A node that is cut off is one whose agent is stopped: it accepts connections and answers nothing."""
+    """A node that is cut off is one whose agent is stopped: it accepts connections, and answers not even its own ranks."""
 
     def __init__(self, cluster: "RealCluster") -> None:
         self._cluster = cluster
@@ -133,7 +133,7 @@ class RealNetwork:
         self.cut = set(island)
 
     def is_reached(self, node: int, by: int) -> bool:
-        return node == by or not {node, by} & self._cut
+        return not {node, by} & self._cut
 
     def apply(self) -> None:
         for index in self._cut:
