@@ -43,7 +43,7 @@ test: $(STAMP)
 	@$(PYTEST) -m "not long" $(ARGS)
 
 test-all: $(STAMP)
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) -o faulthandler_timeout=7500 $(ARGS)
 
 drill: $(STAMP)
 	@$(BIN)/replicated-ckpt drill $(ARGS)
