@@ -5,8 +5,8 @@ from pathlib import Path
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.saves.adoption_locks import HELD_S
+from replicated_ckpt.cli.checkpoints.verify import exit_code
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.verify import exit_code
 from replicated_ckpt.stores.local.replaced import is_read
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.fault.torture.cluster import AWAY_AFTER_S

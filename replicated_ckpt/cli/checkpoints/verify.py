@@ -17,7 +17,7 @@ from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.look.progress import ReadingProgress
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import count, format_bytes, format_duration
-from replicated_ckpt.cli.unmanaged import print_audits, worst_code
+from replicated_ckpt.cli.look.unmanaged import print_audits, worst_code
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.repair_plan import ShortShard
 from replicated_ckpt.errors import CheckpointNotFound
