@@ -38,7 +38,7 @@ from replicated_ckpt.stores.bucket_client.client import ObjectClient
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-from replicated_ckpt.stores.local import catalog, committed
+from replicated_ckpt.stores.local.directories import catalog, committed
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer import client as agent_client
 from replicated_ckpt.stores.peer import fan_out as fanout
