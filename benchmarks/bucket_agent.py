@@ -7,9 +7,9 @@ from benchmarks.shard_on_disk import written_shard
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.url import ObjectTarget
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.buckets.servers import Server

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.client import ObjectClient
-from replicated_ckpt.stores.bucket.fsspec import FsspecClient
-from replicated_ckpt.stores.bucket.s3 import S3Client
 from replicated_ckpt.stores.bucket.shard import ObjectShard
-from replicated_ckpt.stores.bucket.upload_source import UploadSource
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.client import ObjectClient
+from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket_client.s3 import S3Client
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.verified import Expected
 
 RANGE_BYTES = 16 << 20

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from benchmarks.planning_world import address
 from replicated_ckpt.dcp.save.nodes import AgentCluster
 from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 
 ANSWER_AFTER_S = 0.01
 _ANSWER = b'{"histories": {}, "replaces": false, "held": [], "state": "staged"}\n'

@@ -14,7 +14,7 @@ from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, ShardReceipt
 from replicated_ckpt.dcp.save.nodes import Committed, OnOpen, Opened
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 SHARD_BYTES = 1 << 30

@@ -3,7 +3,9 @@
 import gc
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -45,6 +47,31 @@ LONGEST = (
     "multiprocess/test_examples.py",
 )
 """Files that take longest, in `make test`, the longest first. Then come those that wait for processes, then all others."""
+WAITING = (
+    "agent/test_hand_over.py",
+    "object_tier/test_bucket_faults.py",
+    "fault/test_hand_over.py",
+    "fault/test_two_histories.py",
+    "object_tier/test_loads_with_bucket_faults.py",
+    "object_tier/test_half_uploaded.py",
+    "agent/test_retention.py",
+    "cli/test_removal.py",
+    "fault/test_saves_over_another_run.py",
+    "agent/test_agent.py",
+    "stores/test_peer_sink.py",
+    "cli/test_status.py",
+    "multiprocess/test_peers.py",
+    "multiprocess/test_hung_agent.py",
+    "object_tier/test_takeover.py",
+    "fault/test_greetings.py",
+    "fault/test_front_door.py",
+    "dcp/test_silent_peers.py",
+    "stores/test_object_body.py",
+    "object_tier/test_frozen_share.py",
+    "fault/test_hostile_connections.py",
+    "agent/test_reprotect.py",
+)
+"""Files that mostly wait for time-outs: of several workers, one takes these first, while the others compute."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,6 +104,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if needs_gpu and not Path("/dev/nvidiactl").exists():
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files to a worker, as `--dist loadfile` gives them: the files that wait to one worker, one after another."""
+    scheduler: Any = import_module("xdist.scheduler").LoadFileScheduling(config, log)
+    assign = scheduler._assign_work_unit
+
+    def assign_fitting(worker: Any) -> None:
+        queue, waits = scheduler.workqueue, worker is scheduler.nodes[-1]
+        fitting = (file for file in queue if (file.removeprefix("tests/") in WAITING) == waits)
+        queue.move_to_end(next(fitting, next(iter(queue))), last=False)
+        assign(worker)
+
+    scheduler._assign_work_unit = assign_fitting
+    return scheduler
 
 
 def pytest_collection_finish() -> None:

@@ -13,18 +13,18 @@ from replicated_ckpt.version import __version__
 VERBS = {
     "agent": "agent",
     "drill": "drill",
-    "ls": "ls",
-    "show": "show",
+    "ls": "checkpoints.ls",
+    "show": "checkpoints.show",
     "status": "nodes.status",
-    "upload": "upload",
-    "verify": "verify",
-    "repair": "repair",
+    "upload": "checkpoints.upload",
+    "verify": "checkpoints.verify",
+    "repair": "checkpoints.repair",
     "rm": "removal.rm",
     "prune": "removal.prune",
     "forget": "nodes.forget",
     "drain": "nodes.drain",
-    "export": "export",
-    "import": "import_",
+    "export": "convert.export",
+    "import": "convert.import_",
 }
 """The module of each."""
 

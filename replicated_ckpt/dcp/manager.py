@@ -1,36 +1,28 @@
 """What every training script would write around `dcp.save` and `dcp.load`: when, which one, and what if told to leave."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
-from replicated_ckpt.dcp.c10d.lent_group import borrow_group
 from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
-from replicated_ckpt.dcp.load.reader import ReplicatedReader
 from replicated_ckpt.dcp.load.report import LoadReport
-from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.preemption import Preemption
-from replicated_ckpt.dcp.rank.planner import RankStatePlanner
-from replicated_ckpt.dcp.removal import agree, delete_everywhere
+from replicated_ckpt.dcp.removal import agree
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
-from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.dcp.step_ids import find_step, id_of, step_of
 from replicated_ckpt.dcp.step_notes import StepNotes, notes_of
 from replicated_ckpt.dcp.told_saves import ToldSaves
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed
-
-T = TypeVar("T")
 
 
 class CheckpointManager:
@@ -96,19 +88,19 @@ class CheckpointManager:
         how: dict[str, Any] = {"overwrite": True, "retention": retention, "object_every": object_every}
         how |= {"on_save": on_save, "copies": copies, "ack": ack, "domain": domain, **(writer_options or {})}
         how["on_save"] = self._told = ToldSaves(how["on_save"])
-        self._writer = ReplicatedWriter(root, **where, **how)
-        self._preemption = Preemption(self.config.preempt_on)
-        self._lent = borrow_group()
-        self._group = None if self._lent is None else self._lent.group
         load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial, "on_load": on_load}
-        self._reader = ReplicatedReader(root, process_group=self._group, **load, **where)
-        self._planner = CachedSavePlanner()
+        self._checkpoints = NamedCheckpoints(root, {**where, **how}, load)
+        try:
+            self._preemption = Preemption(self.config.preempt_on)
+        except ConfigInvalid:
+            self._checkpoints.close()
+            raise
         self._announced = False
         self._is_closed = False
         self._in_flight: Future[Any] | None = None
 
     def __repr__(self) -> str:
-        used, state = self._writer.config, "closed" if self._is_closed else "open"
+        used, state = self._checkpoints.writer.config, "closed" if self._is_closed else "open"
         bucket = "" if used.object_store is None else f", object_store={used.object_store!r}"
         return (
             f"<CheckpointManager({used.root!r}, every={self.config.every}, copies={used.copies}, ack={used.ack!r}, "
@@ -131,12 +123,12 @@ class CheckpointManager:
     @property
     def last_save(self) -> SaveReport | None:
         """What this rank's last save wrote; None before the first."""
-        return self._writer.last_save
+        return self._checkpoints.writer.last_save
 
     @property
     def last_load(self) -> LoadReport | None:
         """Where the bytes of this rank's last load came from; None before the first."""
-        return self._reader.last_load
+        return self._checkpoints.reader.last_load
 
     # Saving ------------------------------------------------------------------------------------------------------
 
@@ -168,16 +160,8 @@ class CheckpointManager:
                 nothing was saved now. The checkpoints before stand. ConfigInvalid: the step is no whole number from 0,
                 or the notes cannot be kept; nothing was saved.
         """
-        checkpoint_id = self._prepare("save", step, metrics, metadata)
-        with self._use_group() as group:
-            dcp.save(
-                dict(state),
-                checkpoint_id=checkpoint_id,
-                storage_writer=self._writer,
-                planner=self._planner,
-                process_group=group,
-                no_dist=group is None,
-            )
+        checkpoint_id, notes = self._prepare("save", step, metrics, metadata)
+        self._checkpoints.save(checkpoint_id, state, notes)
 
     def async_save(
         self,
@@ -195,25 +179,18 @@ class CheckpointManager:
             CheckpointException, ReplicatedCkptError: the asynchronous save before it failed; nothing was saved now.
             ConfigInvalid: as `save`.
         """
-        checkpoint_id = self._prepare("async_save", step, metrics, metadata)
-        # No stager is given, so this is a future and no AsyncSaveResponse.
-        self._in_flight = dcp.async_save(  # type: ignore[assignment]
-            dict(state),
-            checkpoint_id=checkpoint_id,
-            storage_writer=self._writer,
-            planner=self._planner,
-            process_group=self._group,
-        )
+        checkpoint_id, notes = self._prepare("async_save", step, metrics, metadata)
+        self._in_flight = self._checkpoints.save_later(checkpoint_id, state, notes)
 
     def _prepare(
         self, call: str, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None
-    ) -> str:
+    ) -> tuple[str, Mapping[str, Any]]:
+        """The id and the notes of the next save, once the one before has ended."""
         self._check_open(call)
         checkpoint_id, notes = id_of(step), encode_notes(metrics, metadata)
         self._settle()
         self._told.begin()
-        self._writer.note(notes)
-        return checkpoint_id
+        return checkpoint_id, notes
 
     def keep_best(self, metric: str, *, best_is: BestIs = "min") -> None:
         """From the next save on retention keeps the checkpoint with the smallest (or largest) `metric`, however old.
@@ -225,12 +202,13 @@ class CheckpointManager:
             ConfigInvalid: there is no retention, so everything is kept; or an argument cannot work.
         """
         self._check_open("keep_best")
-        if self._writer.config.retention is None and self._writer.config.object_retention is None:
+        used = self._checkpoints.writer.config
+        if used.retention is None and used.object_retention is None:
             raise ConfigInvalid(
                 "keep_best is about retention, and this manager has none: every checkpoint is kept.",
                 "Pass retention=Retention(keep_last=3), say.",
             )
-        self._writer.keep_best(metric, best_is)
+        self._checkpoints.writer.keep_best(metric, best_is)
 
     # Restoring ---------------------------------------------------------------------------------------------------
 
@@ -251,21 +229,12 @@ class CheckpointManager:
         checkpoint_id = LATEST if step is None else id_of(step)
         self._settle()
         if step is None:
-            newest = self._reader.latest()
+            newest = self._checkpoints.reader.latest()
             if newest is None:
                 return None
             step_of(newest)  # before anything is loaded
-        with self._use_group() as group:
-            dcp.load(
-                state,
-                checkpoint_id=checkpoint_id,  # LATEST: by its name alone, another run's of that name might be chosen
-                storage_reader=self._reader,
-                planner=planner or RankStatePlanner(),
-                process_group=group,
-                no_dist=group is None,
-            )
-        assert self._reader.last_load is not None
-        return step_of(self._reader.last_load.checkpoint_id)
+        # LATEST: by its name alone, another run's of that name might be chosen
+        return step_of(self._checkpoints.load(checkpoint_id, state, planner))
 
     def restore_latest(self, state: dict[str, Any], *, planner: LoadPlanner | None = None) -> int | None:
         """`restore` of the newest whole checkpoint, under the name that it had first."""
@@ -279,7 +248,7 @@ class CheckpointManager:
         """
         self._check_open("latest_step")
         self._settle()
-        found = self._reader.latest()
+        found = self._checkpoints.reader.latest()
         return None if found is None else step_of(found)
 
     def all_steps(self) -> tuple[int, ...]:
@@ -332,15 +301,15 @@ class CheckpointManager:
         self._check_open("delete")
         checkpoint_id = id_of(step)
         self._settle()
-        with self._use_group() as group:
-            return delete_everywhere(self._reader, self._writer.store, group, checkpoint_id)
+        return self._checkpoints.delete(checkpoint_id)
 
     def _listed(self) -> dict[int, Listed]:
         """The manager's whole checkpoints of this run, newest first, by step: what rank 0 sees, once all have met."""
         self._settle()
-        if self._reader.latest() is None:
+        if self._checkpoints.reader.latest() is None:
             return {}
-        listed = self._agreed(lambda: self._reader.look_alone(list_checkpoints))
+        with self._checkpoints.use_group() as group:
+            listed = agree(group, lambda: self._checkpoints.reader.look_alone(list_checkpoints))
         whole = {find_step(each.checkpoint_id): each for each in reversed(listed) if each.is_whole}
         return {step: whole[step] for step in reversed(whole) if step is not None}
 
@@ -354,7 +323,7 @@ class CheckpointManager:
         """
         self._check_open("wait")
         self._settle()
-        return self._writer.wait(timeout_s)
+        return self._checkpoints.writer.wait(timeout_s)
 
     def close(self) -> None:
         """Waits for the save in flight, and gives the signals back. Uploads go on in the agents; `wait` waits for them.
@@ -368,31 +337,17 @@ class CheckpointManager:
         self._is_closed = True
         self._preemption.close()
         try:
-            try:
-                self._settle()
-            finally:
-                self._writer.close()
+            self._settle()
         finally:
-            if self._lent is not None:
-                self._lent.close()
+            self._checkpoints.close()
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
             raise ManagerClosed(f"CheckpointManager.{call} was called after close().")
         self._told.check_not_inside(call)
 
-    def _agreed(self, look: Callable[[], T]) -> T:
-        """What rank 0 finds, or raises, on every rank."""
-        with self._use_group() as group:
-            return agree(group, look)
-
-    @contextlib.contextmanager
-    def _use_group(self) -> Iterator[Any]:
-        with contextlib.nullcontext() if self._lent is None else self._lent.use():
-            yield self._group
-
     def _settle(self) -> None:
         future, self._in_flight = self._in_flight, None
         if future is not None:
-            with self._use_group():
+            with self._checkpoints.use_group():
                 future.result()

@@ -1,1 +1,1 @@
-"""Several nodes on one machine, broken on purpose. Only `launcher`, `worker`, `workload` and `dataset` import torch."""
+"""Several nodes on one machine, broken on purpose. Only `job` imports torch."""

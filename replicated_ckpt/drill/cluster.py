@@ -184,9 +184,9 @@ class Cluster:
 
 
 def _torchrun(node: int, nodes: int, ranks_per_node: int, port: int, spec_path: Path) -> tuple[str, ...]:
-    worker = Path(__file__).with_name("worker.py")
+    worker = Path(__file__).parent / "job" / "worker.py"
     return (
-        *(sys.executable, "-m", "replicated_ckpt.drill.launcher"),
+        *(sys.executable, "-m", "replicated_ckpt.drill.job.launcher"),
         *("--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks_per_node)),
         *("--master-addr", "127.0.0.1", "--master-port", str(port), "--local-addr", "127.0.0.1"),
         *("--start-method", "fork", "--run-path", str(worker), str(spec_path)),

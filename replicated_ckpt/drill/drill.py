@@ -91,7 +91,7 @@ class Drill:
     def _prepare(self) -> _Dataset:
         out = self._workdir / "data"
         given = () if self._data is None else ("--data", str(self._data.resolve()))
-        command = (sys.executable, "-m", "replicated_ckpt.drill.dataset", "--out", str(out), *given)
+        command = (sys.executable, "-m", "replicated_ckpt.drill.job.dataset", "--out", str(out), *given)
         self._cluster.run_alone("dataset", command, DATASET_LIMIT_S)
         about = json.loads((out / "about.json").read_text())
         self._progress(f"data: {about['source']}")

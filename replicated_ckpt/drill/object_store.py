@@ -19,9 +19,9 @@ from replicated_ckpt.drill.cluster import PACKAGE_PARENT
 from replicated_ckpt.drill.errors import MotoFailed
 from replicated_ckpt.drill.plan import MOTO
 from replicated_ckpt.errors import ConfigInvalid, StoreError
-from replicated_ckpt.stores.bucket.client import ObjectClient
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.client import ObjectClient
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 MOTO_START_LIMIT_S = 30.0
 MOTO_END_LIMIT_S = 5.0

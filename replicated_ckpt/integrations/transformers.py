@@ -23,11 +23,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from replicated_ckpt.config import BestIs, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
+from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.rank.by_rank import entries_of, values_in, wanted_entries
 from replicated_ckpt.dcp.rank.rank_state import rank_and_world
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.integrations.named_checkpoints import NamedCheckpoints, collect_files, put_files
+from replicated_ckpt.integrations.directory_files import collect_files, put_files
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")

@@ -8,7 +8,7 @@ import pytest
 
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.client import PART_BYTES, ObjectClient
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES, ObjectClient
 from replicated_ckpt.testing.saved_checkpoints import METADATA, save_to_bucket
 from replicated_ckpt.testing.shard_files import add_footer, expect, flip_bit, make_data, open_source
 

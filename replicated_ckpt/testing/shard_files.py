@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES, BlockTable, crc32c, table_of
-from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.verified import Expected
 
 DATA_BYTES = 2 * BLOCK_BYTES + 12345

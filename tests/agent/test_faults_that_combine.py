@@ -21,9 +21,9 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_D
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import PeerProtocolError
-from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.retire import retire
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import running_agent
 

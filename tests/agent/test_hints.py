@@ -31,8 +31,8 @@ from replicated_ckpt.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import store_error_of
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import refusal
@@ -191,8 +191,8 @@ import sys
 sys.modules[{package!r}] = None
 sys.modules["botocore"] = None
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 try:
     open_client(ObjectTarget("s3://bucket/x"))
 except ConfigInvalid as exc:

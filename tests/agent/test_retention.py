@@ -12,8 +12,8 @@ from replicated_ckpt import Retention, failpoints
 from replicated_ckpt.agent.state.policies import PolicyBook
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.errors import StoreDenied
-from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.retire import retire
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.marks import mark_long

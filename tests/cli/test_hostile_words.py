@@ -12,7 +12,7 @@ from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, UploadEntry, decode_manifest
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import METADATA, checkpointed, shard
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from replicated_ckpt.cli.checkpoints.repair import list_failures
 from replicated_ckpt.cli.look.nodes import NodesSeen
-from replicated_ckpt.cli.repair import list_failures
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.errors import PeerProtocolError, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient

@@ -17,9 +17,9 @@ from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.removals import REMOVALS_MAX, RemovalBook
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.stores.local.replaced import lock_version
-from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaced import lock_version
+from replicated_ckpt.stores.local.versions.retire import retire
 from tests.agent.agents import peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.agent.test_reprotect import PAIR, agents, stores

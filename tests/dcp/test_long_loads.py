@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.load import attempt
-from replicated_ckpt.stores.local.replaced import is_read
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaced import is_read
 from tests.agent.agents import RunningAgent, running_agent
 from tests.agent.checkpoints import introduced
 

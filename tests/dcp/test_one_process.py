@@ -36,10 +36,10 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.local import shard_file
-from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.replaced import lock_version
-from replicated_ckpt.stores.local.retire import retire
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaced import lock_version
+from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 pytestmark = [

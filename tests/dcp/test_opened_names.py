@@ -6,7 +6,7 @@ import pytest
 
 from replicated_ckpt.core.lineage import Named
 from replicated_ckpt.dcp.save.nodes import AgentCluster
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 
 OTHER = Named("f" * 32, "b" * 16)

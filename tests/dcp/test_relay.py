@@ -16,7 +16,7 @@ from replicated_ckpt.dcp.save import nodes as cluster
 from replicated_ckpt.dcp.save.nodes import AgentCluster
 from replicated_ckpt.dcp.save.relay_tree import SENDS_AT_ONCE, Relay
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError, SaveAborted, StoreUnavailable
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import PARALLEL_MAX, FanOut

@@ -112,6 +112,7 @@ def test_a_bucket_needs_what_the_extra_declares(tmp_path: Path) -> None:
     check_bucket(alone, server=environment_with(tmp_path / "drill", declared(NAME, {"drill"})))
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_a_package_that_is_not_declared_is_missed(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from replicated_ckpt.drill import marked, object_store
 from replicated_ckpt.drill.errors import MotoFailed
 from replicated_ckpt.drill.plan import MOTO
 from replicated_ckpt.errors import ConfigInvalid, StoreError
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from tests.buckets.servers import Server
 
 HOLDER = """

@@ -11,7 +11,7 @@ from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges, needed_bytes
 from replicated_ckpt.core.unmanaged.survey import UnmanagedSave, manifest_of, rank_of, unmanaged_checkpoints
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 

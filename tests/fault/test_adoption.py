@@ -20,7 +20,7 @@ from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
 from replicated_ckpt.errors import CheckpointExists, ReplicatedCkptError, SaveAborted
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import HOME

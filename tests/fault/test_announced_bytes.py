@@ -16,7 +16,7 @@ from replicated_ckpt.core.integrity.checksum import table_of
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.dcp.save.announcement import OBJECTS_BYTES_MAX, announce
 from replicated_ckpt.errors import PeerProtocolError
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import shard
 from tests.fault.test_peers_token import OPENING, SAVE, said_of

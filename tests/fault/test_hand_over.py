@@ -15,7 +15,7 @@ from replicated_ckpt.agent.saves.hand_overs import HandedShard, HandOvers
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.multiprocess.cluster import Attempt, Cluster, call

@@ -13,14 +13,14 @@ import pytest
 import s3fs
 
 from replicated_ckpt.errors import ReplicatedCkptError, StoreError
-from replicated_ckpt.stores.bucket import body as bodies
-from replicated_ckpt.stores.bucket import fsspec as fsspec_client
-from replicated_ckpt.stores.bucket import s3
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.client import Listing, ObjectClient
-from replicated_ckpt.stores.bucket.fsspec import FsspecClient
-from replicated_ckpt.stores.bucket.s3 import S3Client
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client import body as bodies
+from replicated_ckpt.stores.bucket_client import fsspec as fsspec_client
+from replicated_ckpt.stores.bucket_client import s3
+from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient
+from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket_client.s3 import S3Client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from tests.buckets.servers import Server
 from tests.buckets.wire import Head, read_head
 from tests.fault.test_hostile_peers import memory_at_most

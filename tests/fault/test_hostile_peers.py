@@ -31,8 +31,8 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.local.committed import open_directory
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.committed import open_directory
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import refusal

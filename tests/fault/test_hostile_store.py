@@ -16,11 +16,11 @@ from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.upkeep.finding import Problem
 from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
-from replicated_ckpt.stores.bucket.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector
-from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore

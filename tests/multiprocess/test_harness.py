@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.agents import wait_for
+from tests.marks import mark_long
 from tests.multiprocess.cluster import Launcher, call
 from tests.multiprocess.conftest import ClusterOf
 from tests.multiprocess.forked import Forked
@@ -31,7 +32,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("launcher", ["direct", "torchrun"])
+@pytest.mark.parametrize("launcher", mark_long(["direct", "torchrun"], keep=["direct"]))
 def test_a_world_has_the_shape_that_was_asked_for(cluster_of: ClusterOf, launcher: Launcher) -> None:
     """Ranks are numbered along the nodes as listed, torchrun or not, and end with their launch."""
     cluster = cluster_of(2, quick_exit=False)
@@ -127,6 +128,7 @@ def test_a_forked_agent_is_as_a_started_one(tmp_path: Path) -> None:
     assert "ONLY_HERE=yes" in str(started["environment"])
 
 
+@pytest.mark.long
 def test_no_rank_outlives_the_harness(tmp_path: Path) -> None:
     """However pytest ends, with SIGKILL even: what forks its processes ends, and every rank that was forked."""
     command = [sys.executable, "-c", HARNESS_THAT_IS_KILLED, str(tmp_path)]

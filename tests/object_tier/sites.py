@@ -8,8 +8,8 @@ from typing import Any
 
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.s3 import S3Client
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.s3 import S3Client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import wait_for
 from tests.buckets.faulty_bucket import FaultyBucket

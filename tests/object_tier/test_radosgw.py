@@ -2,7 +2,7 @@
 
 import pytest
 
-from replicated_ckpt.stores.bucket.client import PART_BYTES
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES
 from tests.agent.agents import wait_for
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server

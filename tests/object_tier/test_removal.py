@@ -11,8 +11,8 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from tests.agent.agents import stop_agent
 from tests.object_tier.test_one_node import assert_loads, save
 

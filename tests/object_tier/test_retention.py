@@ -14,8 +14,8 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import stop_agent, wait_for
 from tests.object_tier.test_one_node import assert_loads, contents, save

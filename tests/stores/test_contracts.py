@@ -11,13 +11,13 @@ import fsspec
 import pytest
 
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.client import ObjectClient
-from replicated_ckpt.stores.bucket.fsspec import FsspecClient
-from replicated_ckpt.stores.bucket.retry import RetryingClient
-from replicated_ckpt.stores.bucket.s3 import S3Client
 from replicated_ckpt.stores.bucket.shard import ObjectShard
-from replicated_ckpt.stores.bucket.url import ObjectTarget
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.bucket_client.client import ObjectClient
+from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket_client.retry import RetryingClient
+from replicated_ckpt.stores.bucket_client.s3 import S3Client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.copy import PeerShard, PeerSink

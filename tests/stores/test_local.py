@@ -29,7 +29,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.files.durable import store_error_of
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected

@@ -21,15 +21,15 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, manifest_in
-from replicated_ckpt.stores.bucket.client import PART_BYTES, ObjectClient
-from replicated_ckpt.stores.bucket.fsspec import FsspecClient
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.retry import RetryingClient
-from replicated_ckpt.stores.bucket.s3 import S3Client
 from replicated_ckpt.stores.bucket.shard import ObjectShard, UncheckedShard
-from replicated_ckpt.stores.bucket.upload_source import UploadSource
-from replicated_ckpt.stores.bucket.url import ObjectTarget
-from replicated_ckpt.stores.local.committed import open_directory
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES, ObjectClient
+from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.retry import RetryingClient
+from replicated_ckpt.stores.bucket_client.s3 import S3Client
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
 from tests.agent.checkpoints import METADATA, checkpointed, shard

@@ -9,8 +9,8 @@ import pytest
 
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.bucket.environment import with_environment
-from replicated_ckpt.stores.bucket.url import SCHEMES, ObjectTarget
+from replicated_ckpt.stores.bucket_client.environment import with_environment
+from replicated_ckpt.stores.bucket_client.url import SCHEMES, ObjectTarget
 
 KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_SESSION_TOKEN": "t"}
 FOLDED = {"key": "k", "secret": "s", "token": "t"}

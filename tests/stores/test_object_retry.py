@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from replicated_ckpt.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.retry import READ_WITHIN_S, RetryingClient
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.retry import READ_WITHIN_S, RetryingClient
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 
 class Failing:

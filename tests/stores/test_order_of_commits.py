@@ -10,12 +10,12 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import ObjectMissing, SaveSuperseded
-from replicated_ckpt.stores.local.committed import open_committed_save
-from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.replaced import lock_version
-from replicated_ckpt.stores.local.retire import retire
+from replicated_ckpt.stores.local.directories.committed import open_committed_save
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaced import lock_version
+from replicated_ckpt.stores.local.versions.retire import retire
 
 RUN, OTHER = "a" * 16, "b" * 16
 HERE, ELSEWHERE = "__0_0.distcp", "__1_0.distcp"

@@ -12,9 +12,9 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files import durable
-from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.retire import retire
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.retire import retire
 from tests.stores.test_local import SHARD, content, save_id, staged
 
 COMMITTING = [

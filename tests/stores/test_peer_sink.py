@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -20,14 +19,15 @@ PIECE = memoryview(bytes(1 << 20))
 
 
 @contextmanager
-def listening(behave: Callable[[socket.socket], None]) -> Iterator[PeerSink]:
-    """A sink to a peer on this host that does with its one connection what it likes."""
+def listening(behave: Callable[[socket.socket, threading.Event], None]) -> Iterator[PeerSink]:
+    """A sink to a peer on this host that does with its one connection what it likes, until it is told the end."""
+    ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             connection, _ = server.accept()
             with connection, suppress(OSError):
-                behave(connection)
+                behave(connection, ended)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
@@ -37,24 +37,24 @@ def listening(behave: Callable[[socket.socket], None]) -> Iterator[PeerSink]:
             yield sink
         finally:
             sink.discard()
+            ended.set()
             thread.join(10)
     assert not thread.is_alive()
 
 
-def dawdles(connection: socket.socket) -> None:
+def dawdles(connection: socket.socket, ended: threading.Event) -> None:
     """Takes 64 KiB every tenth of a second: there is always progress, and never enough."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     while connection.recv(1 << 16):
-        time.sleep(0.1)
+        ended.wait(0.1)
 
 
-def lives_and_never_answers(connection: socket.socket) -> None:
+def lives_and_never_answers(connection: socket.socket, ended: threading.Event) -> None:
     """Reads everything, then says once a moment that it is at work."""
     while b"0\r\n\r\n" not in connection.recv(1 << 16):
         pass
-    while True:
+    while not ended.wait(0.1):
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        time.sleep(0.1)
 
 
 def written(sink: PeerSink, times: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from replicated_ckpt.stores.files.durable import hash_file
 from replicated_ckpt.stores.files.plain import read_plain
-from replicated_ckpt.stores.local.catalog import Catalog
+from replicated_ckpt.stores.local.directories.catalog import Catalog
 
 WAYS = 8
 

@@ -146,8 +146,8 @@ def test_a_command_imports_its_own_verb() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert "replicated_ckpt.cli.ls" in done.stdout.split()
-    assert "replicated_ckpt.cli.repair" not in done.stdout.split()
+    assert "replicated_ckpt.cli.checkpoints.ls" in done.stdout.split()
+    assert "replicated_ckpt.cli.checkpoints.repair" not in done.stdout.split()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 _PROBLEMS = (KeyError, TypeError, ValueError, AttributeError)
 

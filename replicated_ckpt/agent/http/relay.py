@@ -12,7 +12,7 @@ from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.plain import open_plain
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.peer.client import AgentClient
 

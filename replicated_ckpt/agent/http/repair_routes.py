@@ -20,8 +20,8 @@ from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing, PeerProtocolError, StoreError
 from replicated_ckpt.stores.local.inspection import Inspector
-from replicated_ckpt.stores.local.replaced import is_read
-from replicated_ckpt.stores.local.retire import retire
+from replicated_ckpt.stores.local.versions.replaced import is_read
+from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 _PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)

@@ -25,9 +25,14 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.any_source import AnySource, Source
-from replicated_ckpt.stores.local.committed import Committed, incoming_file, open_committed_save, open_directory
+from replicated_ckpt.stores.local.directories.committed import (
+    Committed,
+    incoming_file,
+    open_committed_save,
+    open_directory,
+)
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector, Paced
-from replicated_ckpt.stores.local.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard

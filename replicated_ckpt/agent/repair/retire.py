@@ -11,7 +11,7 @@ from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan, plan_retention, without_retired
 from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.stores.local.retire import retire
+from replicated_ckpt.stores.local.versions.retire import retire
 
 log = logging.getLogger(__name__)
 

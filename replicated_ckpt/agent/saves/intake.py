@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import PeerProtocolError
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 

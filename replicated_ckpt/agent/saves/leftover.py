@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ReplicatedCkptError, SaveAborted, SaveSuperseded
 from replicated_ckpt.stores.files.durable import exclusive
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.remains import RemainsReader
-from replicated_ckpt.stores.local.replaced import lock_version
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.unmanaged.adoption import check_adopted, stage_shards
 

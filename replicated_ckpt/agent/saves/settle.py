@@ -19,7 +19,7 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 

@@ -28,8 +28,8 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ReplicatedCkptError, SaveAborted, StoreDenied
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.upload_source import UploadSource
-from replicated_ckpt.stores.local.committed import descriptions, open_directory
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.local.directories.committed import descriptions, open_directory
 from replicated_ckpt.stores.throttle import Pace, Stopped
 from replicated_ckpt.stores.verified import Expected
 

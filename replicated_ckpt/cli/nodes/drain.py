@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replicated_ckpt.agent.start.launch import running_agent
-from replicated_ckpt.cli.doubts import list_staged_saves
+from replicated_ckpt.cli.checkpoints.repair import list_failures
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.doubts import list_staged_saves
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.cli.look.table import count, format_bytes
-from replicated_ckpt.cli.repair import list_failures
 from replicated_ckpt.core.upkeep.policy import agree
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair

@@ -3,10 +3,10 @@
 import argparse
 import json
 
-from replicated_ckpt.cli import unmanaged
-from replicated_ckpt.cli.doubts import list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look import unmanaged
 from replicated_ckpt.cli.look.checkpoints import DAMAGED, list_checkpoints
+from replicated_ckpt.cli.look.doubts import list_staged_saves
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent

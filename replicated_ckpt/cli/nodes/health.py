@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicated_ckpt.cli.doubts import WaitingSave, describe_wait
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, CheckpointSeen
+from replicated_ckpt.cli.look.doubts import WaitingSave, describe_wait
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.look.table import count, format_bytes, format_duration
 from replicated_ckpt.stores.files.room import Room

@@ -12,8 +12,8 @@ from typing import Any
 from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.agent.state.log_file import LOG_NAME
-from replicated_ckpt.cli.doubts import WaitingSave, advise_on_doubt, list_waiting
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise, describe_totals, list_checkpoints
+from replicated_ckpt.cli.look.doubts import WaitingSave, advise_on_doubt, list_waiting
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of

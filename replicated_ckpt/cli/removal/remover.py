@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from replicated_ckpt.cli.checkpoints.ls import list_bucket
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, LOST, CheckpointSeen, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.cli.look.table import count, format_bytes
-from replicated_ckpt.cli.ls import list_bucket
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.one_line import one_line
@@ -19,8 +19,8 @@ from replicated_ckpt.core.upkeep.removal import Removable, find_last_good
 from replicated_ckpt.core.upkeep.retention import NOT_UPLOADED, Candidate
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 

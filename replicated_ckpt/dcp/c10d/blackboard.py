@@ -180,6 +180,7 @@ class Blackboard:
             JobSecretMismatch, ConfigInvalid: it is not believed. PeerProtocolError: nor that, or this rank's post is gone.
         """
         wait = Wait(deadline_s, self._pause_max_s)
+        check_own_at_s = 0.0
         while True:
             is_over, is_look = wait.is_over, wait.is_look_due()
             lost = self._find_lost() if is_look else ()  # before the answer: one may decide and end
@@ -189,8 +190,9 @@ class Blackboard:
                 _check_absent(found, topic, self._rank)
             if found is not None:
                 return found
-            if is_look:
+            if is_look and wait.waited_s >= check_own_at_s:
                 self._check_own(topic)
+                check_own_at_s = 2 * wait.waited_s  # it reads the whole post: of a thousand ranks that is much
             if COORDINATOR in lost or (lost and wait.is_long):
                 raise _describe_ended(lost)
             if is_over:

@@ -25,8 +25,8 @@ from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, R
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave, manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.remains import RemainsReader
-from replicated_ckpt.stores.local.replaceable import is_checkpoint
 from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
+from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
 from replicated_ckpt.stores.peer.fan_out import FanOut
 

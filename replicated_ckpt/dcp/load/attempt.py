@@ -32,8 +32,8 @@ from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, follow_step
 from replicated_ckpt.dcp.tensors.stored_tensor import plan_ranges
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
-from replicated_ckpt.stores.local.replaced import lock_version, unlock_version
 from replicated_ckpt.stores.local.store import is_nowhere
+from replicated_ckpt.stores.local.versions.replaced import lock_version, unlock_version
 from replicated_ckpt.stores.node_cache.cache import RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 

@@ -9,9 +9,9 @@ from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.runtime.caller import Line
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.retry import LOOK_WITHIN_S, READ_WITHIN_S, RetryingClient
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 
 

@@ -19,7 +19,7 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     UploadFailed,
 )
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 

@@ -16,7 +16,7 @@ from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.dcp.save.announcement import announce
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.wording import plural
 

@@ -24,9 +24,9 @@ from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.save.decision import SaveDecision
 from replicated_ckpt.dcp.save.relay_tree import RELAY_FROM_BYTES, Relay
 from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
-from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.replaceable import holds_checkpoint
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 

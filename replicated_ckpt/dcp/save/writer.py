@@ -25,7 +25,7 @@ from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.dcp.staging.stager import Stager
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 
 

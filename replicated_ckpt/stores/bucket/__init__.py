@@ -1,1 +1,1 @@
-"""Object stores: clients, uploads, shards that are read from there."""
+"""What lies in a bucket: checkpoints, their shards, and a look at all of it."""

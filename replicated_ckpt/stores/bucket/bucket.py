@@ -25,8 +25,8 @@ from replicated_ckpt.core.layout import (
 )
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ObjectMissing, ReplicatedCkptError, SaveAborted
-from replicated_ckpt.stores.bucket.client import Listing, ObjectClient, Paced
-from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient, Paced
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 from replicated_ckpt.stores.peer.fan_out import FanOut
 

@@ -1,1 +1,1 @@
-"""The store of one node: intents, staged saves, committed checkpoints."""
+"""The store of one node: staged saves and committed checkpoints, shard files, and a look at all of it."""

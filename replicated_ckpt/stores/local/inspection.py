@@ -14,7 +14,7 @@ from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.direct import page_aligned, read_past_cache
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.local.committed import Committed, open_committed_save, open_directory
+from replicated_ckpt.stores.local.directories.committed import Committed, open_committed_save, open_directory
 from replicated_ckpt.stores.local.remains import crc_of_footer, read_remains, tell_crc
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore

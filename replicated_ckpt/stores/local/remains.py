@@ -9,7 +9,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpo
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly
-from replicated_ckpt.stores.local.committed import Committed, open_directory
+from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 

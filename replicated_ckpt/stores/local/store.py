@@ -44,14 +44,14 @@ from replicated_ckpt.stores.files.durable import (
 )
 from replicated_ckpt.stores.files.ownership import make_private
 from replicated_ckpt.stores.files.plain import open_plain, read_plain
-from replicated_ckpt.stores.local import others, replaced
-from replicated_ckpt.stores.local.carry_over import carry_over
-from replicated_ckpt.stores.local.catalog import Catalog
+from replicated_ckpt.stores.local.directories.catalog import Catalog
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.directories.place import PlaceNotes
 from replicated_ckpt.stores.local.identity import ensure_identity, read_identity
-from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.place import PlaceNotes
-from replicated_ckpt.stores.local.replaceable import check_replaceable
-from replicated_ckpt.stores.local.retire import empty_trash
+from replicated_ckpt.stores.local.versions import others, replaced
+from replicated_ckpt.stores.local.versions.carry_over import carry_over
+from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
+from replicated_ckpt.stores.local.versions.retire import empty_trash
 
 PART_SUFFIX = ".part"
 NOWHERE = "/proc/self/replicated-ckpt-nowhere"

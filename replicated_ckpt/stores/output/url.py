@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ReplicatedCkptError
-from replicated_ckpt.stores.bucket.client import PART_BYTES
-from replicated_ckpt.stores.bucket.fsspec import FsspecClient
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES
+from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.output.output import READ_BYTES, Output, Stream
 
 

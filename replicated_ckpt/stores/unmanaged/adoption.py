@@ -18,12 +18,12 @@ from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors, write_file
-from replicated_ckpt.stores.local.carry_over import Signature, originals_path, signature
-from replicated_ckpt.stores.local.committed import open_directory
+from replicated_ckpt.stores.local.directories.committed import open_directory
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Paced, at_once
-from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.others import link_others
 from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.versions.carry_over import Signature, originals_path, signature
+from replicated_ckpt.stores.local.versions.others import link_others
 
 PIECE_BYTES = 4 << 20
 CLOCKS_DIFFER_S = 86400.0

@@ -10,8 +10,8 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.unmanaged.survey import UnmanagedFile, UnmanagedHolding
 from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
-from replicated_ckpt.stores.local.catalog import Catalog
-from replicated_ckpt.stores.local.committed import Committed, open_directory
+from replicated_ckpt.stores.local.directories.catalog import Catalog
+from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 _PRINT_BYTES = 64 << 10

@@ -9,7 +9,7 @@ from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ObjectMissing
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
-from replicated_ckpt.stores.local.committed import Committed, open_directory
+from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.local.inspection import Paced, at_once
 from replicated_ckpt.stores.local.store import LocalStore
 

@@ -8,7 +8,7 @@ from unittest import mock
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.settle import settle
 from replicated_ckpt.errors import SaveAborted, StoreError
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.fault.power_loss.operations import Log, Mark, build, disk_of
 from tests.fault.power_loss.recorder import Recorder

@@ -24,12 +24,12 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.stores.any_source import AnySource, Source
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
-from replicated_ckpt.stores.local.committed import incoming_file, open_committed_save
+from replicated_ckpt.stores.local.directories.committed import incoming_file, open_committed_save
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import at_once
-from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.retire import retire
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.verified import Expected, VerifiedShard

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.stores.files import durable
-from replicated_ckpt.stores.local import others, shard_file
-from replicated_ckpt.stores.local import retire as retiring
+from replicated_ckpt.stores.local import shard_file
 from replicated_ckpt.stores.local import store as local
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions import others
+from replicated_ckpt.stores.local.versions import retire as retiring
 from tests.fault.power_loss.nested import (
     committed_again,
     gone_on_after_kill,

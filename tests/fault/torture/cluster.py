@@ -25,7 +25,7 @@ from replicated_ckpt.agent.state.endpoint import Endpoint, keep_identity, next_i
 from replicated_ckpt.agent.state.rights import Tokens
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
-from replicated_ckpt.cli import repair
+from replicated_ckpt.cli.checkpoints import repair
 from replicated_ckpt.core.upkeep.finding import Problem
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable

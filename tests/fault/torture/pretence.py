@@ -17,7 +17,7 @@ from replicated_ckpt.agent.start import launch
 from replicated_ckpt.agent.state import targets
 from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.agent.uploads import uploader as upload
-from replicated_ckpt.cli import repair
+from replicated_ckpt.cli.checkpoints import repair
 from replicated_ckpt.cli.look import start
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, BlockHasher, tables_of_size
 from replicated_ckpt.core.reading.windows import Window
@@ -34,11 +34,11 @@ from replicated_ckpt.dcp.save import attempt, shard_writer, writer
 from replicated_ckpt.dcp.save import commit as finish
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores import tee, verified
-from replicated_ckpt.stores.bucket.client import ObjectClient
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.retry import RetryingClient
-from replicated_ckpt.stores.bucket.url import ObjectTarget
-from replicated_ckpt.stores.local import catalog, committed
+from replicated_ckpt.stores.bucket_client.client import ObjectClient
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.retry import RetryingClient
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.directories import catalog, committed
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer import client as agent_client
 from replicated_ckpt.stores.peer import fan_out as fanout

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.saves.adoption_locks import HELD_S
+from replicated_ckpt.cli.checkpoints.verify import exit_code
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.verify import exit_code
-from replicated_ckpt.stores.local.replaced import is_read
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaced import is_read
 from tests.fault.torture.cluster import AWAY_AFTER_S
 from tests.fault.torture.course import SIMULATION, Backend, Course
 from tests.fault.torture.jobs import Policy

@@ -17,15 +17,15 @@ from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.look.progress import ReadingProgress
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import count, format_bytes, format_duration
-from replicated_ckpt.cli.unmanaged import print_audits, worst_code
+from replicated_ckpt.cli.look.unmanaged import print_audits, worst_code
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.repair_plan import ShortShard
 from replicated_ckpt.errors import CheckpointNotFound
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.retry import RetryingClient
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.retry import RetryingClient
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 
 HELP = "Read everything that this node and its peers hold, check every byte, and change nothing."

@@ -23,7 +23,7 @@ from replicated_ckpt.stores.files.durable import (
     rename_if_free,
     write_file,
 )
-from replicated_ckpt.stores.local.catalog import read_believed
+from replicated_ckpt.stores.local.directories.catalog import read_believed
 
 log = logging.getLogger(__name__)
 

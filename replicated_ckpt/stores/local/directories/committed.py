@@ -30,7 +30,7 @@ from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translate_errors, write_file
 from replicated_ckpt.stores.files.plain import open_plain
-from replicated_ckpt.stores.local.catalog import manifest_readable
+from replicated_ckpt.stores.local.directories.catalog import manifest_readable
 
 
 class Committed:

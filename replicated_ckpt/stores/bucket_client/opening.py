@@ -4,9 +4,9 @@ import importlib.util
 from dataclasses import replace
 from typing import Any
 
-from replicated_ckpt.stores.bucket.client import ObjectClient
-from replicated_ckpt.stores.bucket.package import missing_package
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.client import ObjectClient
+from replicated_ckpt.stores.bucket_client.package import missing_package
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 _S3_SCHEMES = ("s3", "s3a")
 
@@ -26,11 +26,11 @@ def open_client(target: ObjectTarget) -> ObjectClient:
     except ImportError as exc:
         raise missing_package(target, exc) from exc
     if target.scheme in _S3_SCHEMES and importlib.util.find_spec("botocore") is not None:
-        from replicated_ckpt.stores.bucket.s3 import S3Client, can_honour
+        from replicated_ckpt.stores.bucket_client.s3 import S3Client, can_honour
 
         if can_honour(target.options):
             return S3Client(target)
-    from replicated_ckpt.stores.bucket.fsspec import FsspecClient
+    from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 
     return FsspecClient(target)
 

@@ -14,9 +14,9 @@ from replicated_ckpt.stores.files.durable import (
     remove_moved,
     translate_errors,
 )
-from replicated_ckpt.stores.local.catalog import Catalog, read_believed
-from replicated_ckpt.stores.local.others import remove_trash
-from replicated_ckpt.stores.local.replaced import unread
+from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
+from replicated_ckpt.stores.local.versions.others import remove_trash
+from replicated_ckpt.stores.local.versions.replaced import unread
 
 log = logging.getLogger(__name__)
 

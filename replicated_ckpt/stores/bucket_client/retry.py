@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from replicated_ckpt.errors import ObjectCorrupt, StoreUnavailable
-from replicated_ckpt.stores.bucket.client import Listing, ObjectClient, Paced
-from replicated_ckpt.stores.bucket.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient, Paced
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 
 T = TypeVar("T")
 READ_WITHIN_S, LOOK_WITHIN_S = 60.0, 3.0

@@ -14,9 +14,9 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree, translate_errors
-from replicated_ckpt.stores.local.catalog import Catalog, read_believed
-from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.others import give_back_others
+from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.versions.others import give_back_others
 
 _MOVES_MAX = 5
 """So often a version may be moved while a reader locks it; it is moved once, when a newer save replaces it."""

@@ -1,4 +1,4 @@
-"""torchrun, with what the ranks need imported once per node: `python -m replicated_ckpt.drill.launcher TORCHRUN_ARGS`.
+"""torchrun, with what the ranks need imported once per node: `python -m replicated_ckpt.drill.job.launcher TORCHRUN_ARGS`.
 
 With `--start-method fork --run-path` the ranks then start in milliseconds. Importing torch anew in each of them costs
 some four CPU seconds a rank, which is most of what a drill would do on a small machine. Nothing here starts a thread

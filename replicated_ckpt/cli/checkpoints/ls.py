@@ -5,17 +5,17 @@ import json
 from collections.abc import Sequence
 
 from replicated_ckpt.agent.peers.watch import describe_silence
-from replicated_ckpt.cli import unmanaged
-from replicated_ckpt.cli.doubts import advise_on_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look import unmanaged
 from replicated_ckpt.cli.look.checkpoints import HEADER, CheckpointSeen, advise, describe_totals, list_checkpoints
+from replicated_ckpt.cli.look.doubts import advise_on_doubt, describe_wait, list_staged_saves
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import format_table
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
-from replicated_ckpt.stores.bucket.opening import open_client
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 
 HELP = "List the checkpoints that this node and the peers it has met hold."

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError
-from replicated_ckpt.stores.bucket.body import MemoryBody, read_pages
-from replicated_ckpt.stores.bucket.client import PART_BYTES, PARTS_PARALLEL, Paced
-from replicated_ckpt.stores.bucket.upload_source import UploadSource
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.body import MemoryBody, read_pages
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES, PARTS_PARALLEL, Paced
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 _PARTS_MAX = 9_000  # S3 takes 10,000

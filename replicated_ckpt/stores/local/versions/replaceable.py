@@ -6,8 +6,8 @@ from pathlib import Path
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid
 from replicated_ckpt.stores.files.containment import leads_out
-from replicated_ckpt.stores.local.intent import Intent
-from replicated_ckpt.stores.local.others import others_in
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.versions.others import others_in
 
 _DEPTH_MAX = 8
 _ONE_EACH = (

@@ -1,4 +1,4 @@
-"""Finds FashionMNIST: `python -m replicated_ckpt.drill.dataset --out DIR` writes it where all ranks can map it."""
+"""Finds FashionMNIST: `python -m replicated_ckpt.drill.job.dataset --out DIR` writes it where all ranks can map it."""
 
 import argparse
 import gzip
@@ -14,7 +14,7 @@ import torch
 
 from replicated_ckpt.drill.errors import DatasetUnusable
 from replicated_ckpt.drill.evidence import write_json
-from replicated_ckpt.drill.workload import CLASSES, SIDE, Images
+from replicated_ckpt.drill.job.workload import CLASSES, SIDE, Images
 
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
 IMAGES_FILE, LABELS_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -96,7 +96,7 @@ def _random_images(why: str) -> Images:
 
 def main() -> int:
     """Write `images.pt` for the ranks, and `about.json` with the source and the number of GPUs, into --out."""
-    parser = argparse.ArgumentParser(prog="python -m replicated_ckpt.drill.dataset", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m replicated_ckpt.drill.job.dataset", description=__doc__)
     parser.add_argument("--data", type=Path, help="folder with FashionMNIST")
     parser.add_argument("--out", type=Path, required=True, help="folder for the result; it is made")
     arguments = parser.parse_args()

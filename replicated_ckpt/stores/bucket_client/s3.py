@@ -21,11 +21,11 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket.body import BoundedSession, MemoryBody, read_pages, without_expect
-from replicated_ckpt.stores.bucket.client import PART_BYTES, Listing, Paced
-from replicated_ckpt.stores.bucket.parts import MultipartUpload, encode_crc
-from replicated_ckpt.stores.bucket.upload_source import UploadSource
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.body import BoundedSession, MemoryBody, read_pages, without_expect
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES, Listing, Paced
+from replicated_ckpt.stores.bucket_client.parts import MultipartUpload, encode_crc
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0

@@ -21,10 +21,10 @@ from replicated_ckpt.errors import (
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket.client import PART_BYTES, PARTS_PARALLEL, Listing, Paced
-from replicated_ckpt.stores.bucket.package import missing_package
-from replicated_ckpt.stores.bucket.upload_source import UploadSource
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.client import PART_BYTES, PARTS_PARALLEL, Listing, Paced
+from replicated_ckpt.stores.bucket_client.package import missing_package
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 LIST_TIMEOUT_S = 300.0
 """One directory, whose names come a thousand at a time."""

@@ -10,13 +10,13 @@ from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
-from replicated_ckpt.cli.doubts import describe_loss, label_nodes, list_staged_saves
+from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_audit
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
+from replicated_ckpt.cli.look.doubts import describe_loss, label_nodes, list_staged_saves
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import bind_host, start_agent
-from replicated_ckpt.cli.unmanaged import Adoptions
-from replicated_ckpt.cli.verify import as_json, describe_short, see_audit
+from replicated_ckpt.cli.look.unmanaged import Adoptions
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.bucket.environment import with_environment
+from replicated_ckpt.stores.bucket_client.environment import with_environment
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "file", "local", "memory")
 """Places for objects. fsspec knows more: archives, caches, shells, other people's servers; none of them is a bucket."""

@@ -8,7 +8,7 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.core.inventory import Holding, saves_found
-from replicated_ckpt.stores.local.intent import Intent
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 
 

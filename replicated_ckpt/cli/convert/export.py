@@ -2,7 +2,7 @@
 
 import argparse
 
-from replicated_ckpt.cli.conversion import Printer, add_key_arguments, describe, key_rules, stop_on_sigterm
+from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules, stop_on_sigterm
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.errors import ConfigInvalid

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from replicated_ckpt.stores.bucket.upload_source import UploadSource
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 PART_BYTES = 16 << 20
 """Least size of the parts of an upload, in bytes."""

@@ -11,7 +11,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.files.durable import hash_file
 from replicated_ckpt.stores.files.plain import read_plain
-from replicated_ckpt.stores.local.committed import open_directory
+from replicated_ckpt.stores.local.directories.committed import open_directory
 
 Signature = list[int]
 

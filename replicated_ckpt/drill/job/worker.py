@@ -31,8 +31,8 @@ from replicated_ckpt.drill.evidence import (
     WaitRecord,
     write_digests,
 )
+from replicated_ckpt.drill.job.workload import Images, build, train_step
 from replicated_ckpt.drill.plan import UPLOAD_LIMIT_S, checkpoint_id
-from replicated_ckpt.drill.workload import Images, build, train_step
 from replicated_ckpt.errors import ReplicatedCkptError
 
 COLLECTIVE_LIMIT_S = 60

@@ -2,7 +2,7 @@
 
 import argparse
 
-from replicated_ckpt.cli.conversion import Printer, add_key_arguments, describe, key_rules, stop_on_sigterm
+from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules, stop_on_sigterm
 from replicated_ckpt.cli.exit_codes import ExitCode
 
 HELP = "Make a checkpoint from a torch file, from safetensors, or from a plain DCP directory."

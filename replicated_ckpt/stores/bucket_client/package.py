@@ -3,7 +3,7 @@
 import sys
 
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.bucket.url import ObjectTarget
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 
 _PACKAGE_BY_SCHEME = {
     "s3": "s3fs",

@@ -1,0 +1,1 @@
+"""Verbs that bring checkpoints into other formats and back."""
