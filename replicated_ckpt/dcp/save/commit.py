@@ -62,14 +62,7 @@ def commit_save(
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
         failpoints.reach("coordinator.metadata-staged")
-        missed: list[str] = []
-        if any(receipt.is_handed for receipt in receipts):
-            finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), start_agent)
-            missed = [what for copies in finished.written for what in copies.missed]
-            manifest = _decided(decision, finished, missed)
-            receipts = [_complete(receipt, manifest, finished) for receipt in receipts]
-        else:
-            store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
+        manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, start_agent)
     except AgentSilent:
         raise  # what it has decided stands: nothing may be given up
     except BaseException as exc:
@@ -84,6 +77,24 @@ def commit_save(
     )
     _check_reached(manifest, committed, must_have_all=config.must_have_all_copies)
     return [*missed, *late], receipts
+
+
+def _decide(
+    store: LocalStore,
+    decision: SaveDecision,
+    config: WriterConfig,
+    manifest: Manifest,
+    receipts: Sequence[Receipt],
+    start_agent: Callable[[], object],
+) -> tuple[Manifest, Sequence[Receipt], list[str]]:
+    """Makes the decision durable, or has this node's agent do it once agents have written. Also: what misses."""
+    if not any(receipt.is_handed for receipt in receipts):
+        store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
+        return manifest, receipts, []
+    finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), start_agent)
+    missed = [what for copies in finished.written for what in copies.missed]
+    manifest = _decided(decision, finished, missed)
+    return manifest, [_complete(receipt, manifest, finished) for receipt in receipts], missed
 
 
 def _decided(decision: SaveDecision, finished: Finished, missed: Sequence[str]) -> Manifest:
