@@ -2,7 +2,9 @@
 
 import hashlib
 import http.client
+import os
 import pickle
+import sys
 from typing import Any
 from unittest import mock
 
@@ -134,3 +136,20 @@ def _noting(asked: list[str]) -> Any:
         ask(connection, method, url, *args, **kwargs)
 
     return note
+
+
+def count_metadata_opened(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> list[int]:
+    """How often this rank opens a `.metadata` in a load of each checkpoint."""
+    opened: list[str] = []
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith(f"{os.sep}.metadata"):
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+    found = []
+    for checkpoint_id in checkpoint_ids:
+        opened.clear()
+        load(context, kinds, checkpoint_id)
+        found.append(len(opened))
+    return found

@@ -55,3 +55,13 @@ def test_a_node_with_damaged_metadata_is_sent_it(cluster_of: ClusterOf) -> None:
     assert counted == {"damaged": [1, 1], "intact": [1, 0]}
     for name in ("step-damaged", "step-intact"):
         assert len({(node.root / name / ".metadata").read_bytes() for node in cluster.nodes}) == 1
+
+
+def test_a_load_reads_its_metadata_once(cluster_of: ClusterOf) -> None:
+    """Every rank, the coordinator among them, opens `.metadata` once in a load, by its id and by "latest"."""
+    cluster = cluster_of(2)
+    calls = [
+        call("state.save", kinds=["plain"], checkpoint_id="step-1"),
+        call("planning.count_metadata_opened", kinds=["plain"], checkpoint_ids=["step-1", "latest"]),
+    ]
+    assert cluster.launch(calls, nodes=[0, 0, 1]).of(1) == [[1, 1]] * 3

@@ -67,6 +67,7 @@ class KeptLayout:
     described: Mapping[str, Any]
     planner_data: PlannerData
     places: Mapping[MetadataIndex, StorageInfo]
+    shards: frozenset[str]
     raw: bytes
 
     @classmethod
@@ -87,6 +88,7 @@ class KeptLayout:
             dict(metadata.state_dict_metadata),
             PlannerData(metadata.planner_data),
             dict(metadata.storage_data),
+            frozenset(str(info.relative_path) for info in metadata.storage_data.values()),
             raw,
         )
 

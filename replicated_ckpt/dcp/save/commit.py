@@ -144,7 +144,8 @@ def lay_out(
     version = metadata_version()
     if version is not None:
         metadata.version = version
-    unwritten = {info.relative_path for info in metadata.storage_data.values()} - set(shards)
+    paths = {info.relative_path for info in metadata.storage_data.values()} if same is None else same.shards
+    unwritten = paths - set(shards)
     if unwritten:
         raise SaveAborted(f"No rank has written {sorted(unwritten)} for save {decision.save_id}.")
     if same is not None:
