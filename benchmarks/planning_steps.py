@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import pickle
 import shutil
 import tempfile
 import time
@@ -22,11 +23,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks import planning_world as synthetic
 from benchmarks.planning_world import WillingNodes, World
+from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
+from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
@@ -152,7 +155,33 @@ def _finish(
 
     steps("finish", finished)
     steps.measured.sizes |= {"metadata": len(nodes.metadata), "manifest": len(nodes.manifest)}
+    _finish_again(steps, store, nodes, decision, config, found, metadata, results)
     _load(steps, nodes)
+
+
+def _finish_again(
+    steps: _Steps,
+    store: LocalStore,
+    nodes: WillingNodes,
+    decision: SaveDecision,
+    config: WriterConfig,
+    receipts: list[Receipt],
+    metadata: Metadata,
+    results: list[list[WriteResult]],
+) -> None:
+    """A save whose layout is that of the one before: each rank has sent a reference to its results."""
+    layouts, ranks = KeptLayouts(), [KeptLayouts() for _ in results]
+    whole = [rank.refer(list(own), SAVE_ID, "") for rank, own in zip(ranks, results, strict=True)]
+    commit_save(store, nodes, decision, config, receipts, replace(metadata), whole, layouts=layouts)
+    sent = [pickle.dumps(rank.refer(list(own), "f" * 32, SAVE_ID)) for rank, own in zip(ranks, results, strict=True)]
+    steps.measured.sizes["a rank: results, layout kept"] = max(map(len, sent))
+
+    def finished() -> None:
+        gathered = [pickle.loads(one) for one in sent]
+        commit_save(store, nodes, decision, config, receipts, replace(metadata), gathered, layouts=layouts)
+        assert nodes.same is not None
+
+    steps("finish, layout kept", finished)
 
 
 def _load(steps: _Steps, nodes: WillingNodes) -> None:

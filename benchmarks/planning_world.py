@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, ShardReceipt
 from replicated_ckpt.dcp.save.nodes import Committed, OnOpen, Opened
@@ -116,6 +117,7 @@ class WillingNodes:
 
     def __init__(self, held_by_node: Mapping[str, Sequence[str]]) -> None:
         self.manifest = self.metadata = b""
+        self.same: KeptLayout | None = None
         self._held_by_node = held_by_node
 
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> Opened:
@@ -123,9 +125,9 @@ class WillingNodes:
         del intent
         return Opened({})
 
-    def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: KeptLayout | None = None) -> Committed:
         del save_id
-        self.metadata, self.manifest = metadata, manifest
+        self.metadata, self.manifest, self.same = metadata, manifest, same
         return Committed(self._held_by_node, {})
 
     def abort(self, save_id: str, why: str) -> None:

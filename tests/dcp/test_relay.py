@@ -15,7 +15,14 @@ from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.dcp.save import nodes as cluster
 from replicated_ckpt.dcp.save.nodes import AgentCluster
 from replicated_ckpt.dcp.save.relay_tree import SENDS_AT_ONCE, Relay
-from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError, SaveAborted, StoreUnavailable
+from replicated_ckpt.errors import (
+    ConfigInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    PeerProtocolError,
+    SaveAborted,
+    StoreUnavailable,
+)
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
@@ -158,6 +165,12 @@ def test_what_is_pulled_is_held_against_its_checksum(agents: list[RunningAgent])
             client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "from": dead.node_id})
         with pytest.raises(ObjectMissing, match="introduced"):
             client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "from": "e" * 12})
+        for same in ({"checkpoint_id": "step-1", "save_id": "f" * 32}, {"checkpoint_id": "step-1", "save_id": "../.."}):
+            with pytest.raises(ObjectMissing):
+                client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "same_as": same})
+        for wrong in ({}, "step-1", {"checkpoint_id": "../x", "save_id": "f" * 32}):
+            with pytest.raises((PeerProtocolError, ConfigInvalid)):
+                client.call("POST", f"/v1/saves/{save}/pull", {**wanted, "same_as": wrong})
         staging = LocalStore(target.root).staging(save)
         assert [path.name for path in staging.iterdir()] == []
         assert client.call("POST", f"/v1/saves/{save}/pull", wanted)["crc32c"] == crc32c(METADATA)

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from replicated_ckpt.agent.requests.request import Request
 from replicated_ckpt.agent.saves.intake import taking_metadata
@@ -14,23 +16,27 @@ from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
-from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 
 _PIECE_BYTES = 4 << 20
 
 
 def pull_metadata(service: NodeService, save_id: str, request: Request) -> Received:
-    """Stages `.metadata` of an open save as another agent of the save has it; durable afterwards.
+    """Stages `.metadata` of an open save as another agent, or another save here, has it; durable afterwards.
 
     Raises:
-        PeerProtocolError: the request does not say what from whom. ObjectMissing: that node was not introduced here.
-        ObjectCorrupt: it is not what the other agent has.
+        PeerProtocolError: the request does not say what from where. ObjectMissing: that node was not introduced here, or
+        that save does not lie here. ObjectCorrupt: what is there is something else.
         SaveAborted, StoreError: what the other agent, or the own store, refused with.
     """
     fields = request.document()
     try:
-        source = service.peers.address_of(str(fields["from"]))
         wanted = Received(int(fields["size_bytes"]), int(fields["crc32c"]))
+        if "same_as" in fields:
+            other = fields["same_as"]
+            opened = partial(_opened_here, service, str(other["checkpoint_id"]), str(other["save_id"]))
+        else:
+            opened = partial(_opened_there, service.peers.address_of(str(fields["from"])), save_id)
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise PeerProtocolError(f"Metadata cannot be pulled with {type(exc).__name__}: {exc}.") from exc
     if wanted.size_bytes < 0:
@@ -40,8 +46,8 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
         pass  # nothing is taken of what would be too much
     sink = FileSink(service.store.path_of_staged(save_id, METADATA_NAME))
     try:
-        with request.heartbeat, AgentClient(source) as client:
-            _copy(client, save_id, wanted, sink)
+        with request.heartbeat, opened() as (label, read):
+            _copy(label, read, wanted, sink)
             sink.finish_durably()
     except BaseException:
         sink.discard()
@@ -49,17 +55,43 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
     return wanted
 
 
-def _copy(client: AgentClient, save_id: str, wanted: Received, sink: FileSink) -> None:
-    """Copies the other agent's `.metadata` into `sink`, and holds it against what is wanted."""
+Read = Callable[[int, memoryview], object]
+"""Fills the memory with what begins at an offset."""
+
+
+@contextlib.contextmanager
+def _opened_there(source: AgentAddress, save_id: str) -> Iterator[tuple[str, Read]]:
+    with AgentClient(source) as client:
+        yield client.address.label, partial(client.read_range, f"/v1/saves/{save_id}/{METADATA_NAME}")
+
+
+@contextlib.contextmanager
+def _opened_here(service: NodeService, checkpoint_id: str, save_id: str) -> Iterator[tuple[str, Read]]:
+    store = service.store
+    fd = store.open_file(checkpoint_id, save_id, METADATA_NAME)
+    try:
+        with translate_errors(str(store.root), "read", METADATA_NAME):
+            yield str(store.root), partial(_read_file, str(store.root), fd)
+    finally:
+        os.close(fd)
+
+
+def _read_file(root: str, fd: int, start: int, piece: memoryview) -> None:
+    if os.preadv(fd, [piece], start) != len(piece):
+        raise ObjectCorrupt(root, "read", METADATA_NAME, "it is shorter than what is wanted")
+
+
+def _copy(label: str, read: Read, wanted: Received, sink: FileSink) -> None:
+    """Copies `.metadata` into `sink`, and holds it against what is wanted."""
     crc, buffer = 0, memoryview(bytearray(min(_PIECE_BYTES, wanted.size_bytes)))
     for start in range(0, wanted.size_bytes, _PIECE_BYTES):
         piece = buffer[: wanted.size_bytes - start]
-        client.read_range(f"/v1/saves/{save_id}/{METADATA_NAME}", start, piece)
+        read(start, piece)
         sink.write(piece)
         crc = crc32c(piece, crc)
     if crc != wanted.crc32c:
         detail = f"expected CRC32C {wanted.crc32c:08x}, found {crc:08x}"
-        raise ObjectCorrupt(client.address.label, "pull", METADATA_NAME, detail)
+        raise ObjectCorrupt(label, "pull", METADATA_NAME, detail)
 
 
 def open_metadata(service: NodeService, save_id: str) -> int:

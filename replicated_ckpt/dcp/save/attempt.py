@@ -22,8 +22,10 @@ from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.standing import check_gives_way
+from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
+from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import Line, warn
 from replicated_ckpt.dcp.runtime.torch_private import follow_step
@@ -52,6 +54,7 @@ class WriterParts:
     config: WriterConfig
     store: LocalStore
     shards: ShardWriter
+    layouts: KeptLayouts
     object_tier: ObjectTier
     retaining: Retaining
     made_at: Line | None
@@ -78,17 +81,13 @@ class SaveAttempt:
 
         `keep_report` takes what this rank did, once it has written, and again when the save is committed.
         """
-        self._config = parts.config
-        self._store = parts.store
-        self._parts = parts
-        self._world = world
-        self._given_id = given_id
-        self._notes = notes
+        self._parts, self._config, self._store = parts, parts.config, parts.store
+        self._world, self._given_id, self._notes = world, given_id, notes
         self._started_at = time.monotonic()
-        self._held = HeldSave()
+        self._held, self._keep_report = HeldSave(), keep_report
         self._cluster: Cluster = LoneNode(parts.store)
-        self._keep_report = keep_report
         self._receipts: Sequence[Receipt] = []
+        self._reference: SavedMetadata | None = None
 
     def present(self) -> None:
         """Posts to the coordinator what this rank is asked to save as, and where its node can be reached."""
@@ -110,8 +109,7 @@ class SaveAttempt:
     def decide(self, plans: list[SavePlan]) -> None:
         """Coordinator: checks that the ids agree, chooses the buddies, opens the save on every node, tells all ranks.
 
-        Raises:
-            CheckpointIdMismatch, CheckpointExists, ConfigInvalid, StoreError: nothing is open afterwards.
+        Raises CheckpointIdMismatch, CheckpointExists, ConfigInvalid, StoreError: nothing is open afterwards.
         """
         board, config = self._world.blackboard, self._config
         raw_posts = board.posts("save", DECISION_TIMEOUT_S) if board is not None else []
@@ -119,13 +117,13 @@ class SaveAttempt:
         decision = replace(decide(posts, config.copies, uuid.uuid4().hex, plans), ticket=secrets.token_hex(16))
         if board is not None:
             self._cluster = cluster_of(decision, self._world.rank)
-        self._decision = replace(decision, session=self._world.session, overwrite=config.overwrite)
+        known = self._parts.layouts.save_id
+        self._decision = replace(decision, session=self._world.session, overwrite=config.overwrite, known_layout=known)
         failpoints.reach("coordinator.drawn")
         with self._giving_up_on_error():
             opened = self._open()
             failpoints.reach("coordinator.opened")
-            seen = seen_lineage(self._store, scope_of(decision.checkpoint_id))
-            overwrites = self._decision.overwrite
+            overwrites, seen = self._decision.overwrite, seen_lineage(self._store, scope_of(decision.checkpoint_id))
             asked = replace(self._decision, overwrite=config.overwrite)  # what nodes have lost may lie in the bucket
             placed, problems = assign_sequence(asked, opened, self._parts.object_tier, seen)
             self._decision = replace(placed, overwrite=overwrites)
@@ -162,7 +160,7 @@ class SaveAttempt:
                 self._parts.object_tier.expect(save_id, self._decision.checkpoint_id)
         self._written_at = time.monotonic()
         self._is_followed = follow_step(self._learn_outcome)
-        return results
+        return self._parts.layouts.refer(results, save_id, self._decision.known_layout)
 
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> bool:
         """Coordinator: accounts for every shard, makes the decision durable, and has every node publish the save.
@@ -181,15 +179,17 @@ class SaveAttempt:
                 )
             check_none_aborted(receipts, decision)
         try:
-            start = self._agent_starter()
+            kept = self._notes, self._agent_starter(), self._parts.layouts
             problems, self._receipts = commit_save(
-                self._store, self._cluster, decision, self._config, receipts, metadata, results, self._notes, start
+                self._store, self._cluster, decision, self._config, receipts, metadata, results, *kept
             )
         finally:
             self.close()
-        made = Version(decision.lineage, decision.sequence, 0.0, decision.save_id)
-        remember(self._store, decision.checkpoint_id, made)
+        remember(
+            self._store, decision.checkpoint_id, Version(decision.lineage, decision.sequence, 0.0, decision.save_id)
+        )
         self._warn(problems)
+        self._reference = None if problems else SavedMetadata.of(decision.checkpoint_id, decision.save_id)
         self._parts.retaining.committed(decision, has_agents=board is not None)
         if decision.upload is not None:
             self._parts.object_tier.committed()
@@ -202,7 +202,7 @@ class SaveAttempt:
 
     def _learn_outcome(self, broadcast: Callable[[Any], Any], value: object) -> object:
         """Every rank learns from the coordinator whether the save is committed: the end of it, on this rank."""
-        outcome = broadcast(value)
+        outcome = tell_metadata(broadcast, value, self._store, self._reference)
         if not isinstance(outcome, CheckpointException):
             self._report_committed()
         return outcome

@@ -19,6 +19,7 @@ from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, finish_by_agent
 from replicated_ckpt.dcp.metadata.metadata import encode_metadata
 from replicated_ckpt.dcp.metadata.sharing import share_parts
+from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, ShardReceipt
@@ -37,10 +38,12 @@ def commit_save(
     results: Sequence[Sequence[WriteResult]],
     notes: Mapping[str, Any] | None = None,
     start_agent: Callable[[], object] = lambda: None,
+    layouts: KeptLayouts | None = None,
 ) -> tuple[list[str], Sequence[Receipt]]:
     """Ends a save whose shards are all written, or in the hands of agents, which this node's agent then waits for.
 
     Returns what is weaker than wanted, in words, and the receipts, with what agents wrote. The manifest keeps `notes`.
+    Where the layout is that of the save before, in `layouts`, so is `.metadata`: it is neither made nor sent again.
     Holds afterwards: it is committed on every node that is not named in what is returned. If this raises before the
     decision, the save is given up everywhere; once the decision is durable it is never given up.
 
@@ -50,33 +53,48 @@ def commit_save(
         `on_degraded` says so, fewer holders than acknowledged their copies have. It will be completed all the same.
         StoreError: the decision could not be made durable. StoreUnavailable: nor is it known what this node's agent did.
     """
+    layouts = layouts or KeptLayouts()
     try:
         with put_off():
-            raw_metadata, manifest = _describe(decision, config.copies, receipts, metadata, results, notes or {})
+            shards = _shard_entries(decision, receipts)
+            same, layout = lay_out(decision, shards, metadata, results, layouts)
+            raw_metadata, manifest = _describe(decision, config.copies, shards, metadata, layout.raw, notes or {})
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
         failpoints.reach("coordinator.metadata-staged")
-        missed: list[str] = []
-        if any(receipt.is_handed for receipt in receipts):
-            finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), start_agent)
-            missed = [what for copies in finished.written for what in copies.missed]
-            manifest = _decided(decision, finished, missed)
-            receipts = [_complete(receipt, manifest, finished) for receipt in receipts]
-        else:
-            store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
+        manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, start_agent)
     except AgentSilent:
         raise  # what it has decided stands: nothing may be given up
     except BaseException as exc:
         cluster.abort(decision.save_id, f"the coordinator failed: {type(exc).__name__}: {exc}")
         raise
     failpoints.reach("coordinator.decided")
-    committed = cluster.commit(decision.save_id, raw_metadata, manifest.encode())
+    layouts.keep(layout)
+    committed = cluster.commit(decision.save_id, raw_metadata, manifest.encode(), same)
     failpoints.reach("coordinator.published")
     late = (
         f"node {node} has not published the checkpoint yet: {error}" for node, error in committed.error_by_node.items()
     )
     _check_reached(manifest, committed, must_have_all=config.must_have_all_copies)
     return [*missed, *late], receipts
+
+
+def _decide(
+    store: LocalStore,
+    decision: SaveDecision,
+    config: WriterConfig,
+    manifest: Manifest,
+    receipts: Sequence[Receipt],
+    start_agent: Callable[[], object],
+) -> tuple[Manifest, Sequence[Receipt], list[str]]:
+    """Makes the decision durable, or has this node's agent do it once agents have written. Also: what misses."""
+    if not any(receipt.is_handed for receipt in receipts):
+        store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
+        return manifest, receipts, []
+    finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), start_agent)
+    missed = [what for copies in finished.written for what in copies.missed]
+    manifest = _decided(decision, finished, missed)
+    return manifest, [_complete(receipt, manifest, finished) for receipt in receipts], missed
 
 
 def _decided(decision: SaveDecision, finished: Finished, missed: Sequence[str]) -> Manifest:
@@ -109,25 +127,44 @@ def _outline(decision: SaveDecision, config: WriterConfig, manifest: Manifest, r
     return Outline(manifest, handed, decision.placement.copies, config.on_degraded == "raise")
 
 
-def _describe(
+def lay_out(
     decision: SaveDecision,
-    copies: int,
-    receipts: Sequence[Receipt],
+    shards: Mapping[str, ShardEntry],
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
-    notes: Mapping[str, Any],
-) -> tuple[bytes, Manifest]:
-    shards = _shard_entries(decision, receipts)
-    metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
-    metadata.storage_meta = StorageMeta(checkpoint_id=decision.checkpoint_id, save_id=decision.save_id)
+    layouts: KeptLayouts,
+) -> tuple[KeptLayout | None, KeptLayout]:
+    """Completes the metadata by where the items lie. The layout of the save before, if it is the same, and of this one."""
+    same = layouts.find(metadata, results)
+    if same is None:
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+    else:
+        metadata.storage_data = dict(same.places)
+    metadata.storage_meta = StorageMeta()  # of which save it is, the manifest says
     version = metadata_version()
     if version is not None:
         metadata.version = version
-    unwritten = {info.relative_path for info in metadata.storage_data.values()} - set(shards)
+    paths = {info.relative_path for info in metadata.storage_data.values()} if same is None else same.shards
+    unwritten = paths - set(shards)
     if unwritten:
         raise SaveAborted(f"No rank has written {sorted(unwritten)} for save {decision.save_id}.")
+    if same is not None:
+        return same, replace(same, save_id=decision.save_id, checkpoint_id=decision.checkpoint_id)
     share_parts(metadata)
-    raw_metadata, upload = _encode_metadata(metadata, decision)
+    raw = encode_metadata(metadata)
+    return None, KeptLayout.of(decision.save_id, decision.checkpoint_id, metadata, results, raw)
+
+
+def _describe(
+    decision: SaveDecision,
+    copies: int,
+    shards: Mapping[str, ShardEntry],
+    metadata: Metadata,
+    raw: bytes,
+    notes: Mapping[str, Any],
+) -> tuple[bytes, Manifest]:
+    raw_metadata, upload = _add_for_bucket(raw, metadata, decision)
+    metadata.storage_meta = StorageMeta(checkpoint_id=decision.checkpoint_id, save_id=decision.save_id)
     manifest = Manifest(
         save_id=decision.save_id,
         checkpoint_id=decision.checkpoint_id,
@@ -149,9 +186,8 @@ def _describe(
     return raw_metadata, manifest
 
 
-def _encode_metadata(metadata: Metadata, decision: SaveDecision) -> tuple[bytes, UploadEntry | None]:
+def _add_for_bucket(raw: bytes, metadata: Metadata, decision: SaveDecision) -> tuple[bytes, UploadEntry | None]:
     """The bytes of `.metadata`, and what of them becomes the bucket's, where shards may lie under the save's own prefix."""
-    raw = encode_metadata(metadata)
     plan = decision.upload
     if plan is None:
         return raw, None

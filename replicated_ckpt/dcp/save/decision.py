@@ -29,6 +29,7 @@ class SaveDecision:
 
     `unreached` are nodes whose agents did not answer when the save was opened: their ranks open it in their own stores
     themselves, as `session` and `overwrite` say, and they hold copies for nobody.
+    `known_layout`: the save whose results the coordinator has, so that a rank may refer to its own of them.
     """
 
     save_id: str
@@ -45,6 +46,7 @@ class SaveDecision:
     announced: Announced = NOTHING_ANNOUNCED
     replaces: tuple[str, ...] = ()
     ticket: str = field(default="", repr=False)
+    known_layout: str = ""
 
     def holders_for(self, node_id: str) -> tuple[str, ...]:
         """All nodes that may take copies for a node, in the order of preference: its buddies first."""
@@ -123,6 +125,7 @@ class SaveDecision:
             Announced(**fields["announced"]),
             tuple(fields["replaces"]),
             str(fields["ticket"]),
+            str(fields["known_layout"]),
         )
 
 

@@ -21,6 +21,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Histories, Named, histories_from_json, merge_histories
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout
 from replicated_ckpt.dcp.save.decision import SaveDecision
 from replicated_ckpt.dcp.save.relay_tree import RELAY_FROM_BYTES, Relay
 from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
@@ -50,7 +51,7 @@ class Cluster(Protocol):
             CheckpointExists, StoreError: some node refused, or none answered; the caller aborts.
         """
 
-    def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> "Committed":
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: KeptLayout | None = None) -> "Committed":
         """Has every node publish the save; returns which did."""
 
     def abort(self, save_id: str, why: str) -> None:
@@ -155,7 +156,7 @@ class AgentCluster:
         named = tuple({one: None for opened in told for one in opened.named})
         return Opened(histories, outcome.errors, any(opened.replaces for opened in told), named)
 
-    def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:
+    def commit(self, save_id: str, metadata: bytes, manifest: bytes, same: KeptLayout | None = None) -> Committed:
         path = f"/v1/saves/{save_id}"
         relay = Relay(self._own_node) if len(metadata) * len(self._by_node) > RELAY_FROM_BYTES else None
         whole = {"size_bytes": len(metadata), "crc32c": crc32c(metadata)}
@@ -169,7 +170,9 @@ class AgentCluster:
             )
 
         def bring(client: AgentClient) -> None:
-            if relay is None:
+            if same is not None and _has_same(client, path, same, whole):
+                pass
+            elif relay is None:
                 client.put("PUT", f"{path}/{METADATA_NAME}", metadata)
             else:
                 brought(client, relay)
@@ -196,6 +199,18 @@ class AgentCluster:
         self._run(aborted)
 
 
+def _has_same(client: AgentClient, path: str, same: KeptLayout, whole: Mapping[str, int]) -> bool:
+    """Whether the node has taken `.metadata` from its own copy of the save `same`."""
+    where = {"checkpoint_id": same.checkpoint_id, "save_id": same.save_id}
+    try:
+        client.call("POST", f"{path}/pull", {"same_as": where, **whole})
+    except (SaveAborted, StoreUnavailable):
+        raise
+    except ReplicatedCkptError:  # it has none, or another one: it is sent
+        return False
+    return True
+
+
 def cluster_of(decision: SaveDecision, rank: int) -> AgentCluster:
     """The nodes of a decided save, as a rank of it reaches them."""
     silence = {node.node_id: node.silence for node in decision.nodes if node.silence}
@@ -218,7 +233,13 @@ class LoneNode:
         named = () if before is None or not intent.overwrite else (before.named,)
         return Opened(histories, replaces=replaces, named=named)
 
-    def commit(self, save_id: str, metadata: bytes, manifest: bytes) -> Committed:  # noqa: ARG002 - staged here already
+    def commit(
+        self,
+        save_id: str,
+        metadata: bytes,  # noqa: ARG002 - staged here already, as the manifest is
+        manifest: bytes,  # noqa: ARG002
+        same: KeptLayout | None = None,  # noqa: ARG002
+    ) -> Committed:
         held = self._service.commit(save_id)
         try:
             self._drop_outlived()

@@ -17,6 +17,7 @@ from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
+from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.save.attempt import SaveAttempt, WriterParts
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
@@ -121,6 +122,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             self.config,
             store,
             ShardWriter(store, self.config.direct_io),
+            KeptLayouts(),
             ObjectTier(store, self._target, self.config.object_every),
             Retaining(store, self.config, self._target),
             find_line(),

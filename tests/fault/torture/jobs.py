@@ -1,5 +1,6 @@
 """Training jobs in the simulation: saves and loads of several ranks, driven call by call as DCP drives them."""
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -143,7 +144,8 @@ class Job:
         for planner, plan in zip(planners, plans, strict=True):
             planner.finish_plan(plan)
         results = self._on_all(call, lambda rank: writers[rank].write_data(plans[rank], planners[rank]).wait())
-        self._on_all(call, lambda rank: writers[rank].finish(metadata, results), ranks=[0])
+        gathered = pickle.loads(pickle.dumps(results))  # as DCP does
+        self._on_all(call, lambda rank: writers[rank].finish(metadata, gathered), ranks=[0])
 
     def _on_all(self, call: _Call, step: Callable[[int], T], ranks: Sequence[int] | None = None) -> list[T]:
         """One step on every rank; DCP lets all of them go through it before anybody learns of an error."""

@@ -1,0 +1,85 @@
+"""What `dcp.save` returns on the ranks: metadata that lies on every node already, and does not travel to each rank."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, SupportsIndex
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import METADATA_NAME
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata
+from replicated_ckpt.errors import CheckpointNotFound, ObjectCorrupt
+from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.local.store import LocalStore
+
+_FIELDS = frozenset(field.name for field in fields(Metadata))
+
+
+class SavedMetadata(Metadata):
+    """The metadata of a save that is committed on this node. It is read from there when it is first looked at."""
+
+    @classmethod
+    def of(cls, checkpoint_id: str, save_id: str, store: LocalStore | None = None) -> "SavedMetadata":
+        """Without a store it can only travel."""
+        found = cls.__new__(cls)
+        vars(found).update(_save=(checkpoint_id, save_id), _store=store)
+        return found
+
+    def found_in(self, store: LocalStore) -> "SavedMetadata":
+        """The same, as it lies in a node's store."""
+        checkpoint_id, save_id = vars(self)["_save"]
+        return SavedMetadata.of(checkpoint_id, save_id, store)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _FIELDS and "_save" in vars(self):
+            self._read()
+        return super().__getattribute__(name)
+
+    def _read(self) -> None:
+        store: LocalStore | None = self._store
+        assert store is not None, "it has come to a rank"
+        vars(self).update(vars(_read_metadata(store, *self._save)))
+        del vars(self)["_save"], vars(self)["_store"]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        kept = vars(self)
+        if "_save" in kept and kept["_store"] is None:
+            return SavedMetadata.of, kept["_save"]
+        return Metadata, tuple(getattr(self, field.name) for field in fields(Metadata))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Metadata):
+            return NotImplemented
+        return all(getattr(self, field.name) == getattr(other, field.name) for field in fields(Metadata))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def tell_metadata(
+    broadcast: Callable[[Any], Any], own: object, store: LocalStore, reference: SavedMetadata | None
+) -> object:
+    """Tells all ranks how a save ended, by DCP's broadcast; returns what DCP takes for the outcome on this rank.
+
+    `reference`, at the coordinator: goes in place of the metadata where every node has it.
+    """
+    told = broadcast(reference if reference is not None and type(own) is Metadata else own)
+    if not isinstance(told, SavedMetadata):
+        return told
+    return told.found_in(store) if own is None else own
+
+
+def _read_metadata(store: LocalStore, checkpoint_id: str, save_id: str) -> Metadata:
+    directory = store.catalog.directory_of(checkpoint_id, save_id)
+    if directory is None:
+        raise CheckpointNotFound(
+            f"What dcp.save returned for {checkpoint_id} cannot be read any more: this node has retired or replaced it.",
+            "Look at it before a later save retires the checkpoint.",
+        )
+    manifest, path = store.catalog.manifest(directory), store.root / directory / METADATA_NAME
+    raw = read_plain(path, manifest.metadata_bytes + 1)
+    if (len(raw), crc32c(raw)) != (manifest.metadata_bytes, manifest.metadata_crc32c):
+        raise ObjectCorrupt(str(store.root), "read", f"{directory}/{METADATA_NAME}", "it is not what the manifest says")
+    metadata = decode_metadata(manifest.local_metadata(raw), str(path))
+    metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
+    return metadata
