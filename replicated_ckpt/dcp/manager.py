@@ -55,7 +55,7 @@ class CheckpointManager:
         copies: copies of every shard, the local one counted; with fewer nodes there are as many copies as nodes.
         ack: what has happened when `save` returns, or `wait` after `async_save`. "local": the own shard is durable here;
             "peer-memory": the copies are in the memory of other nodes; "peer": they are durable there; "object": the
-            checkpoint is committed in the bucket, too.
+            checkpoint is committed in the bucket, too. "staged": as "peer", for which only `wait` and what reads wait.
         domain: failure domain of this node (rack, switch, zone); copies go to other domains where possible.
         object_store: a bucket for the checkpoints besides, and `storage_options` to get there.
         object_every: only every so many-th checkpoint goes there.
@@ -210,7 +210,7 @@ class CheckpointManager:
     ) -> str:
         self._check_open(call)
         checkpoint_id, notes = id_of(step), encode_notes(metrics, metadata)
-        self._settle()
+        self._settle(awaits_end=False)
         self._told.begin()
         self._writer.note(notes)
         return checkpoint_id
@@ -359,7 +359,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the save in flight, and gives the signals back. Uploads go on in the agents; `wait` waits for them.
 
-        To be called once at the end, or by `with`; calling it again changes nothing.
+        Once at the end, or by `with`; calling it again changes nothing.
 
         Raises:
             CheckpointException, ReplicatedCkptError: the asynchronous save failed.
@@ -370,6 +370,7 @@ class CheckpointManager:
         try:
             try:
                 self._settle()
+                self._writer.raise_failure()
             finally:
                 self._writer.close()
         finally:
@@ -391,8 +392,10 @@ class CheckpointManager:
         with contextlib.nullcontext() if self._lent is None else self._lent.use():
             yield self._group
 
-    def _settle(self) -> None:
+    def _settle(self, *, awaits_end: bool = True) -> None:
         future, self._in_flight = self._in_flight, None
         if future is not None:
             with self._use_group():
                 future.result()
+        if awaits_end:
+            self._writer.await_end()  # its error is for `wait` and `close`: ranks may differ in it

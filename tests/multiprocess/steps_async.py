@@ -1,6 +1,8 @@
 """Steps: `dcp.async_save`, in a thread or in a process of its own."""
 
 import gc
+import os
+import signal
 import tempfile
 import time
 from concurrent.futures import Future
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
+from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
 from tests.multiprocess.states import State
@@ -91,6 +94,58 @@ def save_breaks_in_process(context: Context, kinds: list[str], checkpoint_id: st
     )
     assert isinstance(future, Future)
     return str(future.exception(timeout=100))
+
+
+def save_and_die(context: Context, kinds: list[str], ack: str, waited: str | None) -> None:
+    """Saves in the background, and is killed once that is acknowledged, or once `wait` has returned from `waited`."""
+    states = build_all(context, kinds, 0)
+    writer = context.writer(ack=ack)
+    future = dcp.async_save(dict(states), checkpoint_id="step-1", storage_writer=writer)
+    assert isinstance(future, Future)
+    future.result(timeout=100)
+    if waited is not None:
+        writer.wait(100, ack=waited)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_ahead(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> dict[str, Any]:
+    """Saves one after the other as soon as agents have the one before; what lay in the store at each acknowledgement."""
+    saved, seen, reported = [], [], list[str]()
+    writer = ReplicatedWriter(context.root, ack="staged", on_save=lambda report: reported.append(report.checkpoint_id))
+    for seed, checkpoint_id in enumerate(checkpoint_ids):
+        states = build_all(context, kinds, seed)
+        saved.append(digests_of(states))
+        future = dcp.async_save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer)
+        assert isinstance(future, Future)
+        spoil({kind: state.state_dict() for kind, state in states.items()})
+        future.result(timeout=100)
+        seen.append((context.root / checkpoint_id).exists())
+    writer.wait(100, ack="peer")
+    there = [(context.root / checkpoint_id).exists() for checkpoint_id in checkpoint_ids]
+    return {
+        "digests": saved,
+        "seen": seen,
+        "there": there,
+        "reported": reported,
+        "copies": writer.last_save.copies_made,
+    }
+
+
+def save_fails_late(context: Context, kinds: list[str]) -> dict[str, Any]:
+    """A save that is acknowledged and then given up, and a next one; what `wait` raises for each on this rank."""
+    writer, told = context.writer(ack="staged", on_degraded="raise"), list[str]()
+    for checkpoint_id in ("step-1", "step-2"):
+        states = build_all(context, kinds, 0)
+        future = dcp.async_save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer)
+        assert isinstance(future, Future)
+        future.result(timeout=100)
+        try:
+            writer.wait(100, ack="peer")
+            told.append("")
+        except ReplicatedCkptError as exc:
+            told.append(type(exc).__name__)
+        dist.barrier()
+    return {"told": told, "there": sorted(path.name for path in context.root.glob("step-*"))}
 
 
 def save_breaks(context: Context, kinds: list[str], checkpoint_id: str, phase: str, ranks: list[int]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The coordinator's last steps of a save: account for every shard, decide durably, have every node publish."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry, decode_manifest
 from replicated_ckpt.core.protocol.placement import intended_holders
-from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, finish_by_agent
+from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, Handing, finish_by_agent
 from replicated_ckpt.dcp.metadata.metadata import encode_metadata
 from replicated_ckpt.dcp.metadata.sharing import share_parts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
@@ -36,7 +36,7 @@ def commit_save(
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
     notes: Mapping[str, Any] | None = None,
-    start_agent: Callable[[], object] = lambda: None,
+    handing: Handing | None = None,
 ) -> tuple[list[str], Sequence[Receipt]]:
     """Ends a save whose shards are all written, or in the hands of agents, which this node's agent then waits for.
 
@@ -58,7 +58,7 @@ def commit_save(
         failpoints.reach("coordinator.metadata-staged")
         missed: list[str] = []
         if any(receipt.is_handed for receipt in receipts):
-            finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), start_agent)
+            finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), handing or Handing())
             missed = [what for copies in finished.written for what in copies.missed]
             manifest = _decided(decision, finished, missed)
             receipts = [_complete(receipt, manifest, finished) for receipt in receipts]

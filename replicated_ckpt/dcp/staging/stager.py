@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,7 +29,9 @@ class Stager:
     still holds on to is never written over: the next one gets memory of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, await_written: Callable[[], object] = lambda: None) -> None:
+        """`await_written` returns once agents read no earlier copy: where memory is short, theirs is waited for."""
+        self._await_written = await_written
         self._staged_at = float("-inf")
         self._lease: weakref.ref[memoryview] | None = None
         self._future: weakref.ref[Future[Any]] | None = None
@@ -59,7 +62,7 @@ class Stager:
         if call is not None and call.in_process:
             return state_copy.make(None)  # DCP moves each of its storages into memory that both processes share
         try:
-            memory = lease_segment(state_copy.size_bytes, share_of_rank)
+            memory = self._lease_memory(state_copy.size_bytes)
         except StagingMemoryShort as exc:
             if call is None:
                 raise
@@ -71,6 +74,19 @@ class Stager:
         staged = state_copy.make(memory)
         self._lease, self._staged_at, self._is_staged = weakref.ref(memory), time.monotonic(), True
         return staged
+
+    def _lease_memory(self, size_bytes: int) -> memoryview:
+        try:
+            return lease_segment(size_bytes, share_of_rank)
+        except StagingMemoryShort:
+            self._await_written()
+            return lease_segment(size_bytes, share_of_rank)
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when the future of the last `dcp.async_save` is done; raises its error, or TimeoutError."""
+        future = None if self._future is None else self._future()
+        if future is not None:
+            future.result(timeout_s)
 
     def synchronize(self) -> None:
         """From here on the original may change. One that was not copied was written by then, or that failed."""
@@ -99,6 +115,7 @@ class Stager:
     def close(self) -> None:
         """Waits for the save before, and frees the memory that no copy lies in any more."""
         self._wait_for_last()
+        self._await_written()
         drop_idle_segments()
 
     def _wait_for_last(self) -> None:
