@@ -53,9 +53,8 @@ class CheckpointManager:
         every: `should_save` is true at each multiple of it.
         retention: which checkpoints the nodes keep, Retention(keep_last=3) say. None: all of them.
         copies: copies of every shard, the local one counted; with fewer nodes there are as many copies as nodes.
-        ack: what has happened when `save` returns, or `wait` after `async_save`. "local": the own shard is durable here;
-            "peer-memory": the copies are in the memory of other nodes; "peer": they are durable there; "object": the
-            checkpoint is committed in the bucket, too. "staged": as "peer", for which only `wait` and what reads wait.
+        ack: as of ReplicatedWriter, when `save` returns, or `wait` after `async_save`. With "staged" the next `async_save`
+            need not wait for the copies; `wait` and what reads do.
         domain: failure domain of this node (rack, switch, zone); copies go to other domains where possible.
         object_store: a bucket for the checkpoints besides, and `storage_options` to get there.
         object_every: only every so many-th checkpoint goes there.
@@ -210,7 +209,7 @@ class CheckpointManager:
     ) -> str:
         self._check_open(call)
         checkpoint_id, notes = id_of(step), encode_notes(metrics, metadata)
-        self._settle(awaits_end=False)
+        self._settle()
         self._told.begin()
         self._writer.note(notes)
         return checkpoint_id
@@ -249,7 +248,7 @@ class CheckpointManager:
         """
         self._check_open("restore")
         checkpoint_id = LATEST if step is None else id_of(step)
-        self._settle()
+        self._await_end()
         if step is None:
             newest = self._reader.latest()
             if newest is None:
@@ -278,7 +277,7 @@ class CheckpointManager:
             ShardLost, StoreUnavailable: as `restore`. ConfigInvalid: the newest checkpoint is no manager's.
         """
         self._check_open("latest_step")
-        self._settle()
+        self._await_end()
         found = self._reader.latest()
         return None if found is None else step_of(found)
 
@@ -331,13 +330,13 @@ class CheckpointManager:
         """
         self._check_open("delete")
         checkpoint_id = id_of(step)
-        self._settle()
+        self._await_end()
         with self._use_group() as group:
             return delete_everywhere(self._reader, self._writer.store, group, checkpoint_id)
 
     def _listed(self) -> dict[int, Listed]:
         """The manager's whole checkpoints of this run, newest first, by step: what rank 0 sees, once all have met."""
-        self._settle()
+        self._await_end()
         if self._reader.latest() is None:
             return {}
         listed = self._agreed(lambda: self._reader.look_alone(list_checkpoints))
@@ -359,7 +358,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the save in flight, and gives the signals back. Uploads go on in the agents; `wait` waits for them.
 
-        Once at the end, or by `with`; calling it again changes nothing.
+        To be called once at the end, or by `with`; calling it again changes nothing.
 
         Raises:
             CheckpointException, ReplicatedCkptError: the asynchronous save failed.
@@ -367,15 +366,12 @@ class CheckpointManager:
         self._told.check_not_inside("close")
         self._is_closed = True
         self._preemption.close()
-        try:
-            try:
-                self._settle()
-                self._writer.raise_failure()
-            finally:
-                self._writer.close()
-        finally:
+        with contextlib.ExitStack() as last:
             if self._lent is not None:
-                self._lent.close()
+                last.callback(self._lent.close)
+            last.callback(self._writer.close)
+            self._settle()
+            self._writer.raise_failure()
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
@@ -392,10 +388,12 @@ class CheckpointManager:
         with contextlib.nullcontext() if self._lent is None else self._lent.use():
             yield self._group
 
-    def _settle(self, *, awaits_end: bool = True) -> None:
+    def _settle(self) -> None:
         future, self._in_flight = self._in_flight, None
         if future is not None:
             with self._use_group():
                 future.result()
-        if awaits_end:
-            self._writer.await_end()  # its error is for `wait` and `close`: ranks may differ in it
+
+    def _await_end(self) -> None:
+        self._settle()
+        self._writer.await_end()  # what fails after "staged" is for `wait` and `close`: ranks may differ in it

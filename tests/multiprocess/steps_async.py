@@ -1,6 +1,7 @@
 """Steps: `dcp.async_save`, in a thread or in a process of its own."""
 
 import gc
+import json
 import os
 import signal
 import tempfile
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
+from replicated_ckpt.config import Ack
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
@@ -96,7 +98,7 @@ def save_breaks_in_process(context: Context, kinds: list[str], checkpoint_id: st
     return str(future.exception(timeout=100))
 
 
-def save_and_die(context: Context, kinds: list[str], ack: str, waited: str | None) -> None:
+def save_and_die(context: Context, kinds: list[str], ack: Ack, waited: Ack | None) -> None:
     """Saves in the background, and is killed once that is acknowledged, or once `wait` has returned from `waited`."""
     states = build_all(context, kinds, 0)
     writer = context.writer(ack=ack)
@@ -105,6 +107,8 @@ def save_and_die(context: Context, kinds: list[str], ack: str, waited: str | Non
     future.result(timeout=100)
     if waited is not None:
         writer.wait(100, ack=waited)
+    was_there = (context.root / "step-1").exists()
+    context.root.with_name(f"seen{context.rank}").write_text(str(was_there))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -122,13 +126,9 @@ def save_ahead(context: Context, kinds: list[str], checkpoint_ids: list[str]) ->
         seen.append((context.root / checkpoint_id).exists())
     writer.wait(100, ack="peer")
     there = [(context.root / checkpoint_id).exists() for checkpoint_id in checkpoint_ids]
-    return {
-        "digests": saved,
-        "seen": seen,
-        "there": there,
-        "reported": reported,
-        "copies": writer.last_save.copies_made,
-    }
+    assert writer.last_save is not None
+    copies = writer.last_save.copies_made
+    return {"digests": saved, "seen": seen, "there": there, "reported": reported, "copies": copies}
 
 
 def save_fails_late(context: Context, kinds: list[str]) -> dict[str, Any]:
@@ -202,3 +202,31 @@ def cpu_of_saves(context: Context, mebibytes: int, saves: int) -> dict[str, list
         if number > 1:
             spent[by].append(time.process_time() - began)
     return spent
+
+
+def footprint_of_saves(context: Context, saves: int, mebibytes: int, ack: Ack) -> list[dict[str, int]]:
+    """What this process and its node's agent hold after each of many saves: resident bytes, descriptors, threads."""
+    state, writer = {f"rank{context.rank}": torch.ones(mebibytes << 18)}, context.writer(overwrite=True, ack=ack)
+    found = []
+    for number in range(saves):
+        state[f"rank{context.rank}"].fill_(number)
+        future = dcp.async_save(dict(state), checkpoint_id="step-1", storage_writer=writer)
+        assert isinstance(future, Future)
+        future.result(timeout=100)
+        del future
+        writer.wait(100, ack="local")
+        gc.collect()
+        agent = json.loads((context.root / ".agent" / "endpoint.json").read_text())["pid"]
+        own = {f"rank {name}": value for name, value in _footprint(os.getpid()).items()}
+        found.append(own | {f"agent {name}": value for name, value in _footprint(agent).items()})
+    return found
+
+
+def _footprint(pid: int) -> dict[str, int]:
+    process = Path(f"/proc/{pid}")
+    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    return {
+        "bytes": int(status["VmRSS"].split()[0]) << 10,
+        "descriptors": len(list((process / "fd").iterdir())),
+        "threads": int(status["Threads"]),
+    }

@@ -120,7 +120,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._given_id: str | os.PathLike[str] | None = None
         self._attempt: SaveAttempt | None = None
         self._next_notes: Mapping[str, Any] = {}
-        self._stager = Stager(self.await_end)
+        self._stager = Stager()
         announce()
 
     def _make_parts(self) -> WriterParts:
@@ -168,7 +168,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         What does not fit is not copied: a line is logged, and `synchronize_staging` waits for the write.
         """
-        return self._stager.stage(state_dict)
+        return self._stager.stage(state_dict, self.await_end)
 
     def synchronize_staging(self) -> None:
         """When this returns the tensors that were staged may change. It waits only for a state that was not copied."""
@@ -179,6 +179,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         A later `async_save` takes new memory.
         """
+        self._stager.wait_for_last()
+        self.await_end()
         self._stager.close()
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
