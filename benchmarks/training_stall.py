@@ -1,7 +1,8 @@
 """The suite of training that goes on: how long it stands still for each save, and its steps' times meanwhile.
 
 A loop computes, changes the state in place and saves it every few steps: without saves, with stock's and with ours, each
-synchronously and in the background. `done s` is the time until the save is over.
+synchronously and in the background. `done s` is the time until the save is acknowledged. A lap is a thread's sleep of one
+millisecond: it takes longer where something holds the interpreter.
 """
 
 import statistics
@@ -19,10 +20,14 @@ CASES: tuple[Case, ...] = (
     {"name": ALONE, "way": "none", "options": {}},
     {"name": "stock, save", "way": "stock sync", "options": {}},
     {"name": STOCK, "way": "stock async", "options": {}},
+    {"name": "stock, async_save in a process", "way": "stock process", "options": {}},
     {"name": "stock, async_save with DefaultStager", "way": "stock staged", "options": {}},
+    {"name": "stock, the same in shared memory", "way": "stock shared", "options": {}},
     {"name": "ours, 2 copies, save", "way": "ours sync", "options": {"copies": 2}},
     {"name": "ours, 1 copy, async_save", "way": "ours async", "options": {"copies": 1}},
     {"name": "ours, 2 copies, async_save", "way": "ours async", "options": {"copies": 2}},
+    {"name": "ours, 2 copies, async_save, ack=local", "way": "ours async", "options": {"copies": 2, "ack": "local"}},
+    {"name": "ours, 2 copies, async_save, ack=staged", "way": "ours async", "options": {"copies": 2, "ack": "staged"}},
 )
 _SIZE_BYTES_MAX = 512 << 20
 _SAVES, _EVERY = 3, 20
@@ -58,6 +63,7 @@ def _rows(options: Options, setup: Setup, size_bytes: int, seconds: float) -> li
         *_of(setup, "block", taken, STOCK, copy_s),
         *_of(setup, "p50", taken, ALONE, None),
         *_of(setup, "p99", taken, ALONE, None),
+        *_of(setup, "lap", taken, ALONE, None),
         Row("stall", setup.name, "probe", "copy", STOCK, taken["state_bytes"], taken["copy"]["copy"]),
     ]
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from replicated_ckpt.errors import ConfigInvalid
 
-Ack = Literal["local", "peer-memory", "peer", "object"]
+Ack = Literal["staged", "local", "peer-memory", "peer", "object"]
 OnDegraded = Literal["warn", "raise"]
 CheckpointIdFrom = Literal["all", "coordinator"]
 DirectIO = Literal["auto", "on", "off"]
@@ -115,6 +115,24 @@ class WriterConfig:
     def must_have_all_copies(self) -> bool:
         """Whether a save with fewer copies than wanted fails; with ack="local" the copies follow later anyway."""
         return self.on_degraded == "raise" and self.ack != "local"
+
+    def check_awaitable(self, wanted: str) -> None:
+        """Whether a save of this writer comes to the level `wanted` by itself.
+
+        Raises:
+            ConfigInvalid: it does not, or there is no such level.
+        """
+        levels = get_args(Ack)
+        if wanted not in levels:
+            raise ConfigInvalid(f"wait(ack=...) must be one of {levels}, not {wanted!r}.")
+        reached = "peer" if self.ack == "staged" else self.ack
+        if wanted == "object" and self.object_store is not None:
+            return
+        if levels.index(wanted) > levels.index(reached):
+            raise ConfigInvalid(
+                f"wait(ack={wanted!r}) would wait for ever: the saves of this writer come to {reached!r}.",
+                f"Pass ReplicatedWriter(ack={wanted!r}), or wait for less.",
+            )
 
     @classmethod
     def check(

@@ -1,8 +1,10 @@
 """The step of ranks that train: how long training stands still for each save, and how long its steps take meanwhile."""
 
 import statistics
+import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.rank.cost import Sample, measured
 from benchmarks.rank.rounds import Case, Taken, all_agree, built, loaded, shuffled, slug, take, total
@@ -21,10 +24,36 @@ from tests.multiprocess.context import Context
 _WARM_BYTES = 1 << 20
 _WIDTH = 384  # of the matrices that a step multiplies: some 10 ms on one core
 _PRODUCTS = 8
+_LAP_S = 0.001
+
+
+class Laps:
+    """A thread that sleeps for a millisecond again and again: a lap takes longer while something holds the interpreter."""
+
+    def __init__(self) -> None:
+        self._laps, self._is_over = 0, False
+        self._began = time.perf_counter()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over:
+            time.sleep(_LAP_S)
+            self._laps += 1
+
+    def end(self) -> float:
+        """Seconds of a lap, on average."""
+        self._is_over = True
+        self._thread.join()
+        return (time.perf_counter() - self._began) / max(1, self._laps)
 
 
 class NoSaves:
     """Training alone."""
+
+    def finish(self, name: str) -> None:
+        """Nothing is under way."""
+        del name
 
     def begin(self, state: State, name: str) -> "Future[Any] | None":
         del state, name
@@ -34,12 +63,15 @@ class NoSaves:
 class StockSync(Stock):
     """FileSystemWriter; training waits for all of it."""
 
+    def finish(self, name: str) -> None:
+        """A save is over with its future."""
+
     def begin(self, state: State, name: str) -> "Future[Any] | None":
         self.save(state, name)
         return None
 
 
-class StockAsync(Stock):
+class StockAsync(StockSync):
     """FileSystemWriter in `dcp.async_save`'s thread: it is its own stager, which makes new memory for each copy."""
 
     def __init__(self, context: Context) -> None:
@@ -50,12 +82,21 @@ class StockAsync(Stock):
         return future_of(dcp.async_save(state.values, storage_writer=dcp.FileSystemWriter(self._folder / name)))
 
 
-class StockStaged(StockAsync):
-    """The same with torch's DefaultStager, which keeps its copies from save to save."""
+class StockInProcess(StockAsync):
+    """The same in a process of its own, which serves all saves."""
 
-    def __init__(self, context: Context) -> None:
+    def begin(self, state: State, name: str) -> "Future[Any] | None":
+        tempfile.tempdir = "/tmp"  # tensors go there through a socket, and no socket's path has more than 107 bytes
+        writer, kind = dcp.FileSystemWriter(self._folder / name), AsyncCheckpointerType.PROCESS
+        return future_of(dcp.async_save(state.values, storage_writer=writer, async_checkpointer_type=kind))
+
+
+class StockStaged(StockAsync):
+    """In a thread with torch's DefaultStager, which keeps its copies from save to save, in shared memory if asked to."""
+
+    def __init__(self, context: Context, *, in_shared_memory: bool) -> None:
         super().__init__(context)
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._stager = DefaultStager(StagingOptions(False, in_shared_memory, False, False))
 
     def begin(self, state: State, name: str) -> "Future[Any] | None":
         writer = dcp.FileSystemWriter(self._folder / name)
@@ -65,19 +106,25 @@ class StockStaged(StockAsync):
 class OursSync(Ours):
     """ReplicatedWriter; training waits for all of it."""
 
+    def finish(self, name: str) -> None:
+        """Agents may have work left: with `ack="staged"` all of it, with "local" the copies."""
+        self._writer.wait(ack="local")
+        self.settle(name)
+
     def begin(self, state: State, name: str) -> "Future[Any] | None":
         self.save(state, name)
         return None
 
 
-class OursAsync(Ours):
+class OursAsync(OursSync):
     """ReplicatedWriter in `dcp.async_save`'s thread, with no other argument."""
 
     def begin(self, state: State, name: str) -> "Future[Any] | None":
         return future_of(dcp.async_save(state.values, checkpoint_id=name, storage_writer=self._writer))
 
 
-Contender = NoSaves | StockSync | StockAsync | OursSync | OursAsync
+Contender = NoSaves | StockSync | OursSync
+Figures = tuple[list[float], list[float], list[float], float]
 
 
 def future_of(answer: Any) -> "Future[Any]":
@@ -85,21 +132,19 @@ def future_of(answer: Any) -> "Future[Any]":
     return answer
 
 
+_STOCK: Mapping[str, Callable[[Context], Contender]] = {
+    "none": lambda _: NoSaves(),
+    "stock sync": StockSync,
+    "stock async": StockAsync,
+    "stock process": StockInProcess,
+    "stock staged": lambda context: StockStaged(context, in_shared_memory=False),
+    "stock shared": lambda context: StockStaged(context, in_shared_memory=True),
+}
+_OURS = {"ours sync": OursSync, "ours async": OursAsync}
+
+
 def contender_of(context: Context, kind: str, options: Mapping[str, Any]) -> Contender:
-    match kind:
-        case "none":
-            return NoSaves()
-        case "stock sync":
-            return StockSync(context)
-        case "stock async":
-            return StockAsync(context)
-        case "stock staged":
-            return StockStaged(context)
-        case "ours sync":
-            return OursSync(context, options)
-        case "ours async":
-            return OursAsync(context, options)
-    raise ValueError(f"nothing that saves is called {kind!r}")
+    return _OURS[kind](context, options) if kind in _OURS else _STOCK[kind](context)
 
 
 class _Ended:
@@ -128,16 +173,15 @@ class Training:
         self._matrix = torch.randn(_WIDTH, _WIDTH)
         self._count = 0
 
-    def run(
-        self, contender: Contender, names: Sequence[str], every: int
-    ) -> tuple[list[float], list[float], list[float]]:
-        """Seconds that each save blocks, until each save is done, and of each step; the last save is over then.
+    def run(self, contender: Contender, names: Sequence[str], every: int) -> Figures:
+        """Seconds that each save blocks, until its future is done, of each step, and of a lap; the last save is over then.
 
         A save begins `every` steps after the last one, or when that is done. Each holds the state as it was filled.
         """
         blocked: list[float] = []
         done: list[float] = []
         steps: list[float] = []
+        laps = Laps()
         for name in names:
             self._state.fill()
             start = time.perf_counter()
@@ -146,7 +190,9 @@ class Training:
             ended = _Ended(future)
             steps += self._steps(every, future)
             done.append(ended.wait() - start)
-        return blocked, done, steps
+        lap = laps.end()
+        contender.finish(names[-1])
+        return blocked, done, steps, lap
 
     def _steps(self, every: int, future: "Future[Any] | None") -> Iterator[float]:
         is_over, count = False, 0
@@ -179,7 +225,7 @@ def train(
         _one(context, small, Training(small), contender, f"warm-{slug(name)}", 1, 1)
     state = built(context, "fsdp2", size_bytes)
     training = Training(state)
-    taken: dict[str, Taken] = {"copy": {}, "block": {}, "p50": {}, "p99": {}}
+    taken: dict[str, Taken] = {"copy": {}, "block": {}, "p50": {}, "p99": {}, "lap": {}}
     for name, contender in contenders.items():  # the first one makes memory, which all later ones use again
         _one(context, state, training, contender, f"first-{slug(name)}", 1, 1)
     start = time.monotonic()
@@ -201,21 +247,22 @@ def _one(
 ) -> dict[str, Sample | None]:
     """One run of a case: its costs with the seconds that a save blocks, and with the median and slowest steps."""
     names = [f"{name}-{number}" for number in range(saves)]
-    figures: list[tuple[list[float], list[float], list[float]]] = []
+    figures: list[Figures] = []
     cost = measured(lambda: figures.append(training.run(contender, names, every)), lambda: None, agent_root(context))
     if not isinstance(contender, NoSaves):
         loaded(context, state, contender, names[-1], False)
         for saved in names:
             dist.barrier()
             contender.remove(saved)
-    blocked, done, steps = figures[0]
+    blocked, done, steps, lap = figures[0]
     if cost is None:
-        return dict.fromkeys(("block", "p50", "p99"))
+        return dict.fromkeys(("block", "p50", "p99", "lap"))
     slowest = statistics.quantiles(steps, n=100, method="inclusive")[98] if len(steps) > 1 else steps[0]
     return {
         "block": replace(cost, seconds=statistics.median(blocked), settled_s=statistics.median(done)),
         "p50": replace(cost, seconds=statistics.median(steps)),
         "p99": replace(cost, seconds=slowest),
+        "lap": replace(cost, seconds=lap),
     }
 
 

@@ -22,6 +22,7 @@ WORKS = {
     "block": "standstill for each save",
     "p50": "median step",
     "p99": "slowest step of 100",
+    "lap": "a lap of another thread",
 }
 Cells = tuple[str, ...]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Work = Literal["save", "load", "recover", "block", "p50", "p99", "probe"]
+Work = Literal["save", "load", "recover", "block", "p50", "p99", "lap", "probe"]
 Sample = Mapping[str, float]  # the fields of benchmarks.rank.cost.Sample
 
 

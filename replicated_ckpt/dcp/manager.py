@@ -1,5 +1,6 @@
 """What every training script would write around `dcp.save` and `dcp.load`: when, which one, and what if told to leave."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -45,9 +46,8 @@ class CheckpointManager:
         every: `should_save` is true at each multiple of it.
         retention: which checkpoints the nodes keep, Retention(keep_last=3) say. None: all of them.
         copies: copies of every shard, the local one counted; with fewer nodes there are as many copies as nodes.
-        ack: what has happened when `save` returns, or `wait` after `async_save`. "local": the own shard is durable here;
-            "peer-memory": the copies are in the memory of other nodes; "peer": they are durable there; "object": the
-            checkpoint is committed in the bucket, too.
+        ack: as of ReplicatedWriter, when `save` returns, or `wait` after `async_save`. With "staged" the next `async_save`
+            need not wait for the copies; `wait` and what reads do.
         domain: failure domain of this node (rack, switch, zone); copies go to other domains where possible.
         object_store: a bucket for the checkpoints besides, and `storage_options` to get there.
         object_every: only every so many-th checkpoint goes there.
@@ -227,7 +227,7 @@ class CheckpointManager:
         """
         self._check_open("restore")
         checkpoint_id = LATEST if step is None else id_of(step)
-        self._settle()
+        self._await_end()
         if step is None:
             newest = self._checkpoints.reader.latest()
             if newest is None:
@@ -247,7 +247,7 @@ class CheckpointManager:
             ShardLost, StoreUnavailable: as `restore`. ConfigInvalid: the newest checkpoint is no manager's.
         """
         self._check_open("latest_step")
-        self._settle()
+        self._await_end()
         found = self._checkpoints.reader.latest()
         return None if found is None else step_of(found)
 
@@ -300,12 +300,12 @@ class CheckpointManager:
         """
         self._check_open("delete")
         checkpoint_id = id_of(step)
-        self._settle()
+        self._await_end()
         return self._checkpoints.delete(checkpoint_id)
 
     def _listed(self) -> dict[int, Listed]:
         """The manager's whole checkpoints of this run, newest first, by step: what rank 0 sees, once all have met."""
-        self._settle()
+        self._await_end()
         if self._checkpoints.reader.latest() is None:
             return {}
         with self._checkpoints.use_group() as group:
@@ -336,10 +336,9 @@ class CheckpointManager:
         self._told.check_not_inside("close")
         self._is_closed = True
         self._preemption.close()
-        try:
+        with contextlib.closing(self._checkpoints):
             self._settle()
-        finally:
-            self._checkpoints.close()
+            self._checkpoints.writer.raise_failure()
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
@@ -351,3 +350,7 @@ class CheckpointManager:
         if future is not None:
             with self._checkpoints.use_group():
                 future.result()
+
+    def _await_end(self) -> None:
+        self._settle()
+        self._checkpoints.writer.await_end()  # what fails after "staged" is for `wait` and `close`: ranks may differ in it

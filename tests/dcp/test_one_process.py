@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.endpoint import Endpoint, write_endpoint
+from replicated_ckpt.config import Ack
 from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES, crc32c
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.find.survey import Surveyor
@@ -467,6 +468,28 @@ def test_arguments_that_cannot_work_are_refused_at_once(tmp_path: Path, argument
     with pytest.raises(ConfigInvalid, match=next(iter(arguments))):
         ReplicatedWriter(tmp_path / "root", **arguments)
     assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "reached", "beyond"),
+    [
+        ({"ack": "local"}, {"staged", "local"}, {"peer-memory", "peer", "object"}),
+        ({"ack": "peer"}, {"staged", "local", "peer-memory", "peer"}, {"object"}),
+        ({"ack": "staged"}, {"staged", "local", "peer-memory", "peer"}, {"object", "never"}),
+    ],
+    ids=str,
+)
+def test_no_level_is_waited_for_that_does_not_come(
+    tmp_path: Path, options: dict[str, Any], reached: set[Ack], beyond: set[Ack]
+) -> None:
+    """A wait for a level to which this writer's saves never come is refused at once; any other one returns."""
+    writer = ReplicatedWriter(tmp_path, copies=1, **options)
+    dcp.save(state(), checkpoint_id="step-1", storage_writer=writer)
+    for level in reached:
+        assert set(writer.wait(5, ack=level)) <= {"step-1"}
+    for level in beyond:
+        with pytest.raises(ConfigInvalid, match="wait"):
+            writer.wait(5, ack=level)
 
 
 @pytest.mark.parametrize("given_id", [None, "../x", "/elsewhere/step-1", ".hidden"])

@@ -2,18 +2,25 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
+from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.agents import HOME
+from tests.agent.agents import HOME, running_agent
 
 pytestmark = [
     pytest.mark.fault,
@@ -97,3 +104,30 @@ def test_what_is_made_in_a_directory_for_all_is_ones_own(scratch: Path) -> None:
         with pytest.raises(subprocess.CalledProcessError):
             as_nobody(command.format(store.root))
     assert store.agent_directory().exists()
+
+
+def test_a_rank_of_root_writes_itself_where_the_agent_is_another_users(
+    scratch: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its memory is not given to another user's agent: the asynchronous save succeeds, and a line of the log says why."""
+    root = scratch / "root"
+    with running_agent(root, "--idle-exit-s", "60"), socket.socket(socket.AF_UNIX) as theirs:
+        door = root / ".agent" / SOCKET_NAME
+        door.unlink()
+        theirs.bind(str(door))
+        os.seteuid(NOBODY)
+        theirs.listen()
+        os.seteuid(0)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            state = {"values": torch.arange(1 << 16)}
+            future = dcp.async_save(state, checkpoint_id="step-1", storage_writer=ReplicatedWriter(root, copies=1))
+            assert isinstance(future, Future)
+            future.result(timeout=60)
+        finally:
+            dist.destroy_process_group()
+        assert "this rank writes its shards itself" in caplog.text
+        assert f"user {NOBODY} is at the other end" in caplog.text
+        found = {"values": torch.zeros(1 << 16, dtype=torch.int64)}
+        dcp.load(found, storage_reader=dcp.FileSystemReader(root / "step-1"))
+        assert torch.equal(found["values"], state["values"])

@@ -1,6 +1,9 @@
 """Steps: `dcp.async_save`, in a thread or in a process of its own."""
 
 import gc
+import json
+import os
+import signal
 import tempfile
 import time
 from concurrent.futures import Future
@@ -17,6 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
+from replicated_ckpt.config import Ack
+from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
 from tests.multiprocess.states import State
@@ -93,6 +98,56 @@ def save_breaks_in_process(context: Context, kinds: list[str], checkpoint_id: st
     return str(future.exception(timeout=100))
 
 
+def save_and_die(context: Context, kinds: list[str], ack: Ack, waited: Ack | None) -> None:
+    """Saves in the background, and is killed once that is acknowledged, or once `wait` has returned from `waited`."""
+    states = build_all(context, kinds, 0)
+    writer = context.writer(ack=ack)
+    future = dcp.async_save(dict(states), checkpoint_id="step-1", storage_writer=writer)
+    assert isinstance(future, Future)
+    future.result(timeout=100)
+    if waited is not None:
+        writer.wait(100, ack=waited)
+    was_there = (context.root / "step-1").exists()
+    context.root.with_name(f"seen{context.rank}").write_text(str(was_there))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_ahead(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> dict[str, Any]:
+    """Saves one after the other as soon as agents have the one before; what lay in the store at each acknowledgement."""
+    saved, seen, reported = [], [], list[str]()
+    writer = ReplicatedWriter(context.root, ack="staged", on_save=lambda report: reported.append(report.checkpoint_id))
+    for seed, checkpoint_id in enumerate(checkpoint_ids):
+        states = build_all(context, kinds, seed)
+        saved.append(digests_of(states))
+        future = dcp.async_save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer)
+        assert isinstance(future, Future)
+        spoil({kind: state.state_dict() for kind, state in states.items()})
+        future.result(timeout=100)
+        seen.append((context.root / checkpoint_id).exists())
+    writer.wait(100, ack="peer")
+    there = [(context.root / checkpoint_id).exists() for checkpoint_id in checkpoint_ids]
+    assert writer.last_save is not None
+    copies = writer.last_save.copies_made
+    return {"digests": saved, "seen": seen, "there": there, "reported": reported, "copies": copies}
+
+
+def save_fails_late(context: Context, kinds: list[str]) -> dict[str, Any]:
+    """A save that is acknowledged and then given up, and a next one; what `wait` raises for each on this rank."""
+    writer, told = context.writer(ack="staged", on_degraded="raise"), list[str]()
+    for checkpoint_id in ("step-1", "step-2"):
+        states = build_all(context, kinds, 0)
+        future = dcp.async_save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer)
+        assert isinstance(future, Future)
+        future.result(timeout=100)
+        try:
+            writer.wait(100, ack="peer")
+            told.append("")
+        except ReplicatedCkptError as exc:
+            told.append(type(exc).__name__)
+        dist.barrier()
+    return {"told": told, "there": sorted(path.name for path in context.root.glob("step-*"))}
+
+
 def save_breaks(context: Context, kinds: list[str], checkpoint_id: str, phase: str, ranks: list[int]) -> dict[str, Any]:
     """A save in the background in which `ranks` raise; returns what the future says on this rank."""
     states = build_all(context, kinds, 0)
@@ -147,3 +202,31 @@ def cpu_of_saves(context: Context, mebibytes: int, saves: int) -> dict[str, list
         if number > 1:
             spent[by].append(time.process_time() - began)
     return spent
+
+
+def footprint_of_saves(context: Context, saves: int, mebibytes: int, ack: Ack) -> list[dict[str, int]]:
+    """What this process and its node's agent hold after each of many saves: resident bytes, descriptors, threads."""
+    state, writer = {f"rank{context.rank}": torch.ones(mebibytes << 18)}, context.writer(overwrite=True, ack=ack)
+    found = []
+    for number in range(saves):
+        state[f"rank{context.rank}"].fill_(number)
+        future = dcp.async_save(dict(state), checkpoint_id="step-1", storage_writer=writer)
+        assert isinstance(future, Future)
+        future.result(timeout=100)
+        del future
+        writer.wait(100, ack="local")
+        gc.collect()
+        agent = json.loads((context.root / ".agent" / "endpoint.json").read_text())["pid"]
+        own = {f"rank {name}": value for name, value in _footprint(os.getpid()).items()}
+        found.append(own | {f"agent {name}": value for name, value in _footprint(agent).items()})
+    return found
+
+
+def _footprint(pid: int) -> dict[str, int]:
+    process = Path(f"/proc/{pid}")
+    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    return {
+        "bytes": int(status["VmRSS"].split()[0]) << 10,
+        "descriptors": len(list((process / "fd").iterdir())),
+        "threads": int(status["Threads"]),
+    }

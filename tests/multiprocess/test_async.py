@@ -76,3 +76,19 @@ def test_a_writer_for_each_save_leaves_nothing_open(cluster_of: ClusterOf) -> No
     """What a rank holds of a save that its agent writes goes with the writer, on every rank."""
     for counts in cluster_of(2).launch([call("async.descriptors_of_saves", saves=8)], nodes=[0, 1]).of(0):
         assert counts[-1] <= counts[2] + 2, counts
+
+
+@pytest.mark.parametrize(
+    ("saves", "mebibytes", "ack"),
+    mark_long([(300, 50, "peer"), (300, 50, "staged"), (16, 8, "staged")], keep=[(16, 8, "staged")]),
+)
+def test_many_saves_take_no_more_than_a_few(cluster_of: ClusterOf, saves: int, mebibytes: int, ack: str) -> None:
+    """Memory, descriptors and threads of ranks and agents at the end are what they were after a quarter of the saves."""
+    footprint = call("async.footprint_of_saves", saves=saves, mebibytes=mebibytes, ack=ack)
+    quarter = saves // 4
+    for found in cluster_of(2).launch([footprint], nodes=[0, 1], timeout_s=60.0 + 6.0 * saves).of(0):
+        early = {name: max(each[name] for each in found[quarter : 2 * quarter]) for name in found[0]}
+        late = {name: min(each[name] for each in found[-quarter:]) for name in found[0]}
+        for name, count in late.items():
+            room = (mebibytes << 20) // 2 if name.endswith("bytes") else 2
+            assert count <= early[name] + room, (name, early, late)

@@ -12,12 +12,13 @@ from typing import Any
 from replicated_ckpt.agent.http.server import status_of
 from replicated_ckpt.agent.requests.heartbeat import INTERVAL_S
 from replicated_ckpt.agent.requests.local_messages import check_same_user, listen, receive_message, send_message
+from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.orphans import follow_orphan
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreError
+from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreError, StoreUnavailable
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class LocalDoor:
         self._listener = listen(directory)
 
     def start(self) -> None:
-        threading.Thread(target=self._accept, name="rckpt-local-door", daemon=True).start()
+        start_worker(self._accept, name="rckpt-local-door")
 
     def close(self) -> None:
         """New shards are refused; those under way are written on."""
@@ -57,7 +58,18 @@ class LocalDoor:
                     return
                 log.warning("a rank that hands a shard over has to wait: %s", exc)  # too many files are open, say
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="rckpt-hand-over", daemon=True).start()
+            try:
+                start_worker(self._serve, connection, name="rckpt-hand-over")
+            except StoreUnavailable as exc:
+                self._slots.release()
+                self._refuse(connection, exc)
+
+    def _refuse(self, connection: socket.socket, exc: StoreUnavailable) -> None:
+        """The rank writes its shard itself. It is told without being heard: its message may be long."""
+        log.warning("a rank that hands a shard over is sent away: %s", exc)
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_PAUSE_S)
+            send_message(connection, _refusal(exc))
 
     def _serve(self, connection: socket.socket) -> None:
         try:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.hand_overs import HandOvers
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.core.layout import MANIFEST_NAME
@@ -108,7 +109,7 @@ class Finisher:
         """From here on the save needs no rank. Of one that was begun, or has ended: its end.
 
         Raises:
-            SaveAborted: it is not open.
+            SaveAborted: it is not open. StoreUnavailable: there is no thread for it; nothing was begun.
         """
         save_id = outline.manifest.save_id
         with self._lock:
@@ -127,8 +128,12 @@ class Finisher:
                 self._ends[save_id] = end
                 return end
             held = self._store.lock_save(save_id)
+            try:
+                start_worker(self._run, outline, held, end, name="rckpt-finish")
+            except StoreUnavailable:
+                os.close(held)
+                raise
             self._ends[save_id] = end
-        threading.Thread(target=self._run, args=(outline, held, end), name="rckpt-finish", daemon=True).start()
         return end
 
     def end_of(self, save_id: str) -> "Future[Finished]":

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, WrittenCopies, write_copies
-from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
+from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreUnavailable
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
@@ -70,6 +71,9 @@ class HandOvers:
 
         The future has what the rank's receipt needs, or the error of the first thing that kept the shard from being
         durable in the own store.
+
+        Raises:
+            StoreUnavailable: there is no thread to write it. Nothing was begun; the descriptors are closed all the same.
         """
         key = shard.copies.save_id, shard.copies.name
         with self._lock:
@@ -81,10 +85,13 @@ class HandOvers:
             self._forget_old()
             future: Future[WrittenCopies] = Future()
             self._written[key] = future
-        thread = threading.Thread(
-            target=self._write, args=(shard, descriptors, future), name=f"rckpt-write-{shard.copies.name}", daemon=True
-        )
-        thread.start()
+        try:
+            start_worker(self._write, shard, descriptors, future, name=f"rckpt-write-{shard.copies.name}")
+        except StoreUnavailable as exc:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            future.set_exception(exc)  # for who found it meanwhile; the next one who brings the shard is heard
+            raise
         return future
 
     def wait(self, save_id: str, names: Sequence[str]) -> Sequence[WrittenCopies]:

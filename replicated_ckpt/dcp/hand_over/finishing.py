@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.finish import Finished, Outline
@@ -25,7 +26,15 @@ class AgentSilent(StoreUnavailable):
     default_hint = "The next save or load settles it; look at ROOT/.agent/log for what became of the agent."
 
 
-def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[], object]) -> Finished:
+@dataclass(frozen=True)
+class Handing:
+    """How a rank hands the outline over: what starts its node's agent again, and what is called once that has it."""
+
+    start_agent: Callable[[], object] = lambda: None
+    on_handed: Callable[[], object] = lambda: None
+
+
+def finish_by_agent(store: LocalStore, outline: Outline, handing: Handing) -> Finished:
     """Has this node's agent end the save, and waits for it. One that dies is started again, and told again.
 
     Raises:
@@ -34,7 +43,7 @@ def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[
     body = json.dumps(outline.to_json()).encode()
     for tries_left in reversed(range(_TRIES)):
         try:
-            return _finish(store, outline.manifest.save_id, body)
+            return _finish(store, outline.manifest.save_id, body, handing.on_handed)
         except AgentSilent:
             raise
         except (StoreUnavailable, ObjectMissing) as exc:  # not known any more: it was started again
@@ -42,11 +51,11 @@ def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[
                 raise AgentSilent("this node's agent", "finish", outline.manifest.save_id, exc.message) from exc
             log.warning("this node's agent is asked again to finish the save: %s", exc)
         time.sleep(_PAUSE_S)
-        start_agent()
+        handing.start_agent()
     raise AssertionError("the last try returns or raises")
 
 
-def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
+def _finish(store: LocalStore, save_id: str, body: bytes, on_handed: Callable[[], object]) -> Finished:
     endpoint = read_endpoint(store.agent_directory())
     if endpoint is None:
         raise StoreUnavailable("this node's agent", "finish", save_id, "it is not there", LOG_HINT)
@@ -54,6 +63,7 @@ def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
         client.put("POST", f"/v1/saves/{save_id}/finish", body)
         try:
             failpoints.reach("coordinator.handed-over")
+            on_handed()
             return Finished.from_json(client.call("POST", f"/v1/saves/{save_id}/decision"))
         except ReplicatedCkptError:
             raise  # the agent has given the save up, or is gone

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.hand_over.handed import HandedOver, hand_over
@@ -32,13 +33,18 @@ class Follower:
         start_agent: Callable[[], object],
         handed: HandedOver,
     ) -> None:
-        """The layout is closed once it is not needed."""
+        """The layout is closed once it is not needed. Raises StoreUnavailable: there is no thread; the agent is left."""
         self._store, self._shard, self._layout, self._start_agent = store, shard, layout, start_agent
         self._staged: memoryview | None = staged
         self._handed = handed
         self._left = threading.Event()
         self.end: Future[WrittenCopies] = Future()
-        threading.Thread(target=self._follow, name="rckpt-handed-over", daemon=True).start()
+        try:
+            start_worker(self._follow, name="rckpt-handed-over")
+        except StoreUnavailable:
+            layout.close()
+            handed.close()
+            raise
 
     def leave(self) -> None:
         """The agent learns it once it does not need the memory any more."""

@@ -4,11 +4,11 @@ import contextlib
 import json
 import logging
 import socket
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 from replicated_ckpt.agent.requests.local_messages import connect, receive_message, send_message
+from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.hand_over.finishing import LOG_HINT
@@ -20,6 +20,8 @@ from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 log = logging.getLogger(__name__)
 
 _AGENT = "this node's agent"
+_kept_for_good: list[tuple[socket.socket, memoryview | None]] = []
+"""Where no thread could watch the connection; a copy of a state for each, at worst."""
 
 
 class HandedOver:
@@ -60,7 +62,8 @@ def hand_over(
     `memory`: what must stay as it is as long as the agent may read it, also if this raises.
 
     Raises:
-        StoreUnavailable: there is no agent that takes shards. Others: it refuses this one. Nothing of it was written.
+        StoreUnavailable: there is no agent that takes shards. StoreDenied: it is another user's. Others: it refuses this
+            one. Nothing of it was written.
     """
     try:
         connection = connect(store.root_agent_directory(), PROGRESS_TIMEOUT_S)
@@ -87,7 +90,11 @@ def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> No
     if fd < 0:
         return  # given up before
     kept = socket.socket(fileno=fd)
-    threading.Thread(target=_wait_for_end, args=(kept, memory), name="rckpt-kept", daemon=True).start()
+    try:
+        start_worker(_wait_for_end, kept, memory, name="rckpt-kept")
+    except StoreUnavailable as exc:
+        log.warning("memory that was handed over is kept for good: %s", exc)
+        _kept_for_good.append((kept, memory))
 
 
 def _wait_for_end(connection: socket.socket, memory: memoryview | None) -> None:

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,48 +17,35 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.standing import check_gives_way
+from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, keep_last
+from replicated_ckpt.dcp.hand_over.finishing import Handing
+from replicated_ckpt.dcp.hand_over.held_save import HeldSave
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
-from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.callback import call_back
-from replicated_ckpt.dcp.runtime.caller import Line, warn
+from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import follow_step
-from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
-from replicated_ckpt.dcp.save.held_save import HeldSave
 from replicated_ckpt.dcp.save.nodes import Cluster, LoneNode, Opened, cluster_of
 from replicated_ckpt.dcp.save.numbering import assign_sequence
 from replicated_ckpt.dcp.save.receipts import check_none_aborted, collect_receipts, receipt_post
 from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
-from replicated_ckpt.dcp.save.retention import Retaining
-from replicated_ckpt.dcp.save.shard_writer import ShardWriter, WrittenShard
-from replicated_ckpt.errors import AckNotReached, CheckpointExists, SaveAborted
-from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.dcp.save.shard_writer import WrittenShard
+from replicated_ckpt.dcp.save.writer_parts import WriterParts
+from replicated_ckpt.errors import AckNotReached, CheckpointExists, SaveAborted, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
 DECISION_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True)
-class WriterParts:
-    """What a writer keeps from one save to the next."""
-
-    config: WriterConfig
-    store: LocalStore
-    shards: ShardWriter
-    layouts: KeptLayouts
-    object_tier: ObjectTier
-    retaining: Retaining
-    made_at: Line | None
-    on_save: Callable[[SaveReport], object] | None
+HELD_STAGED_S = 60.0
+"""So long a rank holds a save that was acknowledged as staged. From then on its node's agent settles it by itself."""
+_LOOK_FIRST_S, _LOOK_MAX_S = 0.02, 0.5
 
 
 class SaveAttempt:
@@ -88,10 +75,18 @@ class SaveAttempt:
         self._cluster: Cluster = LoneNode(parts.store)
         self._receipts: Sequence[Receipt] = []
         self._reference: SavedMetadata | None = None
+        self._is_left = False
+        self.ending: Ending | None = None
+        """Of a save that is acknowledged before it is over; `end` of it is then."""
 
     def present(self) -> None:
-        """Posts to the coordinator what this rank is asked to save as, and where its node can be reached."""
+        """Posts to the coordinator what this rank is asked to save as, and where its node can be reached.
+
+        The coordinator's rank waits here until its save before is over, if that was acknowledged as staged.
+        """
         board = self._world.blackboard
+        if self._world.is_coordinator:
+            await_last(self._world.session)
         checkpoint_id = name_checkpoint(
             self._config.root,
             self._given_id,
@@ -165,7 +160,8 @@ class SaveAttempt:
     def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> bool:
         """Coordinator: accounts for every shard, makes the decision durable, and has every node publish the save.
 
-        Returns whether it goes to the bucket, too.
+        With `ack="staged"` this returns once agents have all that they need for it, if they write a shard; the rest is
+        done in a thread. Returns whether it goes to the bucket, too.
 
         Raises:
             SaveAborted, AckNotReached, StoreError: at the coordinator; DCP tells all ranks.
@@ -178,8 +174,33 @@ class SaveAttempt:
                     board.posts("receipt", DECISION_TIMEOUT_S), decision, own_node
                 )
             check_none_aborted(receipts, decision)
+            if self._config.ack == "staged" and any(receipt.is_handed for receipt in receipts):
+                self.ending = Ending(partial(self._complete, receipts, metadata, results))
+                keep_last(self._world.session, self.ending)
+        if self.ending is None:
+            self._commit(receipts, metadata, results)
+        else:
+            self.ending.wait_for_acknowledgement()
+        return decision.upload is not None
+
+    def _complete(
+        self, receipts: Sequence[Receipt], metadata: Metadata, results: list[list[WriteResult]], ending: Ending
+    ) -> None:
+        """Coordinator: commits in a thread of its own. Agents do it by themselves, too, from the acknowledgement on."""
+        self._commit(receipts, metadata, results, ending.acknowledge)
+        self._report_committed()
+
+    def _commit(
+        self,
+        receipts: Sequence[Receipt],
+        metadata: Metadata,
+        results: list[list[WriteResult]],
+        on_handed: Callable[[], object] = lambda: None,
+    ) -> None:
+        decision = self._decision
+        handing = Handing(self._agent_starter(), on_handed)
         try:
-            kept = self._notes, self._agent_starter(), self._parts.layouts
+            kept = self._notes, handing, self._parts.layouts
             problems, self._receipts = commit_save(
                 self._store, self._cluster, decision, self._config, receipts, metadata, results, *kept
             )
@@ -190,22 +211,49 @@ class SaveAttempt:
         )
         self._warn(problems)
         self._reference = None if problems else SavedMetadata.of(decision.checkpoint_id, decision.save_id)
-        self._parts.retaining.committed(decision, has_agents=board is not None)
+        self._parts.retaining.committed(decision, has_agents=self._world.blackboard is not None)
         if decision.upload is not None:
             self._parts.object_tier.committed()
-        return decision.upload is not None
 
     def end(self) -> None:
         """Coordinator: the save is over. Where DCP tells its ranks so, each reports then; else this one does now."""
         if not self._is_followed:
-            self._report_committed()
+            self._learn_committed()
 
     def _learn_outcome(self, broadcast: Callable[[Any], Any], value: object) -> object:
         """Every rank learns from the coordinator whether the save is committed: the end of it, on this rank."""
         outcome = tell_metadata(broadcast, value, self._store, self._reference)
         if not isinstance(outcome, CheckpointException):
-            self._report_committed()
+            self._learn_committed()
         return outcome
+
+    def _learn_committed(self) -> None:
+        """The save is committed; or, acknowledged as staged, it will be: then a thread waits for that."""
+        if self.ending is not None:
+            return
+        if self._config.ack == "staged" and self._store.staging(self._decision.save_id).is_dir():
+            try:
+                self.ending = Ending(self._follow_publication)
+            except StoreUnavailable as exc:
+                self._warn([f"this rank does not learn when the save is over: {exc}"])
+        else:
+            self._report_committed()
+
+    def _follow_publication(self, ending: Ending) -> None:
+        """A rank that is not the coordinator's sees in its own store how the save ends, and asks no other process."""
+        ending.acknowledge()
+        staging, pause_s = self._store.staging(self._decision.save_id), _LOOK_FIRST_S
+        held_until = time.monotonic() + HELD_STAGED_S
+        while staging.is_dir():
+            time.sleep(pause_s)
+            pause_s = min(_LOOK_MAX_S, 1.3 * pause_s)
+            if time.monotonic() > held_until:
+                self.close()
+        self.close()
+        if self._store.catalog.checkpoint_of(self._decision.save_id) is not None:
+            self._report_committed()
+        elif not self._is_left:  # else a newer save may have taken its place by now
+            raise SaveAborted(f"Save {self._decision.save_id} was given up after every shard was staged.")
 
     def _report_committed(self) -> None:
         now = time.monotonic()
@@ -215,6 +263,12 @@ class SaveAttempt:
         if self._world.is_coordinator:
             log.info("%s", report)
         call_back(self._parts.on_save, report)
+
+    def leave(self) -> None:
+        """The writer goes on to another save. One that is not over is closed when it is."""
+        self._is_left = True
+        if self.ending is None or self.ending.end.done():
+            self.close()
 
     def close(self) -> None:
         """This rank works on the save no more."""

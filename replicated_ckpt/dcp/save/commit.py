@@ -1,7 +1,7 @@
 """The coordinator's last steps of a save: account for every shard, decide durably, have every node publish."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry, decode_manifest
 from replicated_ckpt.core.protocol.placement import intended_holders
-from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, finish_by_agent
+from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, Handing, finish_by_agent
 from replicated_ckpt.dcp.metadata.metadata import encode_metadata
 from replicated_ckpt.dcp.metadata.sharing import share_parts
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts
@@ -37,7 +37,7 @@ def commit_save(
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
     notes: Mapping[str, Any] | None = None,
-    start_agent: Callable[[], object] = lambda: None,
+    handing: Handing | None = None,
     layouts: KeptLayouts | None = None,
 ) -> tuple[list[str], Sequence[Receipt]]:
     """Ends a save whose shards are all written, or in the hands of agents, which this node's agent then waits for.
@@ -62,7 +62,7 @@ def commit_save(
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
         failpoints.reach("coordinator.metadata-staged")
-        manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, start_agent)
+        manifest, receipts, missed = _decide(store, decision, config, manifest, receipts, handing or Handing())
     except AgentSilent:
         raise  # what it has decided stands: nothing may be given up
     except BaseException as exc:
@@ -85,13 +85,13 @@ def _decide(
     config: WriterConfig,
     manifest: Manifest,
     receipts: Sequence[Receipt],
-    start_agent: Callable[[], object],
+    handing: Handing,
 ) -> tuple[Manifest, Sequence[Receipt], list[str]]:
     """Makes the decision durable, or has this node's agent do it once agents have written. Also: what misses."""
     if not any(receipt.is_handed for receipt in receipts):
         store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
         return manifest, receipts, []
-    finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), start_agent)
+    finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), handing)
     missed = [what for copies in finished.written for what in copies.missed]
     manifest = _decided(decision, finished, missed)
     return manifest, [_complete(receipt, manifest, finished) for receipt in receipts], missed

@@ -21,7 +21,7 @@ from replicated_ckpt.dcp.save.decision import SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter
 from replicated_ckpt.dcp.tensors.tensor_writer import Stream
-from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.errors import StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers
 
@@ -93,7 +93,7 @@ class ShardWriter:
     ) -> WrittenShard | None:
         """Gives the shard, whose items lie in the memory `staged`, to this node's agent, which has taken it on return.
 
-        None: no agent takes it, or it does not lie there, and it is to be written by this rank.
+        None: no agent takes it, or another user's would, or it does not lie there: it is to be written by this rank.
 
         Raises:
             SaveAborted: the save was given up elsewhere. And whatever the planner raises.
@@ -111,7 +111,7 @@ class ShardWriter:
             except BaseException:
                 layout.close()
                 raise
-        except (StoreUnavailable, TooMuchElsewhere) as exc:
+        except (StoreUnavailable, StoreDenied, TooMuchElsewhere) as exc:
             if not self._has_said_why:
                 log.warning("this rank writes its shards itself: %s", exc.message)
             self._has_said_why = True

@@ -1,7 +1,9 @@
 """The StorageWriter that users pass to `dcp.save`: hands each of its calls on to the save under way."""
 
 import os
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +21,18 @@ from replicated_ckpt.dcp.c10d.world import world_of_call
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.caller import find_line
-from replicated_ckpt.dcp.save.attempt import SaveAttempt, WriterParts
+from replicated_ckpt.dcp.save.attempt import SaveAttempt
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S, ObjectTier
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.retention import Retaining
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
+from replicated_ckpt.dcp.save.writer_parts import WriterParts
 from replicated_ckpt.dcp.staging.stager import Stager
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.errors import ConfigInvalid, StoreUnavailable
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
+
+_GOES_ON = "It goes on: wait again, or longer."
 
 
 @make_tellable
@@ -41,9 +46,11 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
     Args:
         root: this node's store, a directory on its own disk. Ranks with the same store are one node.
         copies: copies of every shard, the local one counted. With fewer nodes there are as many as nodes.
-        ack: what has happened when `dcp.save` returns. "local": the own shard is durable, the copies follow;
-            "peer-memory": the copies are in the peers' memory; "peer": they are durable there; "object": it is
-            committed in the object store, too.
+        ack: what has happened when `dcp.save` returns, or the future of `dcp.async_save` is done. "local": the own shard is
+            durable, the copies follow; "peer-memory": the copies are in the peers' memory; "peer": they are durable
+            there; "object": it is committed in the object store, too. "staged", for `dcp.async_save`: agents have all that
+            they need to complete the save as with "peer", though every trainer is killed; `wait` tells when they have. A
+            shard that its rank writes itself is durable then, and a save of such shards alone is as with "peer".
         domain: failure domain of this node (rack, switch, zone); buddies are in different ones where possible.
         on_degraded: when a copy cannot be made during a save: "warn" (ReplicatedCkptWarning) and go on with fewer, or
             "raise" AckNotReached.
@@ -60,7 +67,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         direct_io: how this rank's own file is written: "on", past the page cache where the file system takes it; "off",
             through it; "auto", on for file systems on a block device. None: REPLICATED_CKPT_DIRECT_IO, else "auto".
         on_save: called on every rank with its SaveReport once the save is committed, in the thread that saves. What it
-            raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it.
+            raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it. With
+            ack="staged" a thread of its own calls it.
 
     One writer serves many saves, one at a time. For `dcp.async_save` it is the stager, too: the state is copied once, into
     memory that the next save uses again, and a second save waits for the first before it copies. `close` frees that memory.
@@ -162,7 +170,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         What does not fit is not copied: a line is logged, and `synchronize_staging` waits for the write.
         """
-        return self._stager.stage(state_dict)
+        return self._stager.stage(state_dict, self.await_end)
 
     def synchronize_staging(self) -> None:
         """When this returns the tensors that were staged may change. It waits only for a state that was not copied."""
@@ -173,6 +181,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
         A later `async_save` takes new memory.
         """
+        self._stager.wait_for_last()
+        self.await_end()
         self._stager.close()
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
@@ -199,7 +209,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         self._given_id, self._next_id = self._next_id, None
         notes, self._next_notes = self._next_notes, {}
         if self._attempt is not None:
-            self._attempt.close()
+            self._attempt.leave()
         if not kwargs.get("use_collectives", True):
             raise ConfigInvalid(
                 "use_collectives=False is not supported: a commit needs a coordinator.",
@@ -245,13 +255,43 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             self.wait()
         self._under_way.end()
 
-    def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
+    def wait(self, timeout_s: float = WAIT_TIMEOUT_S, *, ack: Ack | None = None) -> tuple[str, ...]:
         """Waits until this writer's saves are committed in the object store; returns their ids. Any rank may call it alone.
+
+        With `ack` it waits until the last save has come to that level: "staged", or, with the copies that the writer makes,
+        "local", "peer-memory" or "peer", all of which come with the commit. Then the ids are those in the object store with
+        "object", and none else. A save that `ack="staged"` has acknowledged, and that failed later, raises its error here.
 
         Raises:
             UploadFailed: one is not, and trying longer does not help, or the time is over. Its copies on the nodes stand.
+            StoreUnavailable: the time is over, and the save goes on. ConfigInvalid: no save of this writer gets that far.
+            CheckpointException, ReplicatedCkptError: the last save has failed.
         """
-        return self._parts.object_tier.wait(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        if ack is not None:
+            self.config.check_awaitable(ack)
+        try:
+            if ack is not None:
+                self._stager.wait(timeout_s)
+            if ack != "staged" and self._attempt is not None and self._attempt.ending is not None:
+                self._attempt.ending.end.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError as exc:
+            why = f"the save is under way after {timeout_s:g} s"
+            raise StoreUnavailable(f"store {self.config.root}", "wait", self.checkpoint_id, why, _GOES_ON) from exc
+        if ack not in (None, "object"):
+            return ()
+        return self._parts.object_tier.wait(max(0.0, deadline - time.monotonic()))
+
+    def await_end(self) -> None:
+        """Returns once agents have completed what was acknowledged as staged, or have given it up."""
+        ending = None if self._attempt is None else self._attempt.ending
+        if ending is not None:
+            wait([ending.end])
+
+    def raise_failure(self) -> None:
+        """Raises what the last save has failed with after it was acknowledged as staged. It waits for the end of it."""
+        if self._attempt is not None and self._attempt.ending is not None:
+            self._attempt.ending.end.result()
 
     def _keep_report(self, report: SaveReport) -> None:
         self.last_save = report

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,28 +39,32 @@ class Stager:
         self._is_staged = False
         self._written = threading.Event()
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: dict[str, Any], await_written: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """A copy of the state; or the state itself, if its copy does not fit: then `synchronize` waits for the write.
+
+        `await_written` returns once agents read no earlier copy; it is called where memory is short.
 
         Raises:
             StagingMemoryShort: it does not fit, and it is not `dcp.async_save` that calls.
         """
-        self._wait_for_last()
+        self.wait_for_last()
         self._asked_by, self._thread, self._lease, self._future = None, None, None, None
         self._is_uncopied = self._is_staged = False
         self._written.clear()
         call = async_calling()
-        staged = self._copy(state_dict, call)
+        staged = self._copy(state_dict, call, await_written)
         if call is not None and not call.in_process:
             self._asked_by = threading.current_thread()
         return staged
 
-    def _copy(self, state_dict: dict[str, Any], call: AsyncCall | None) -> dict[str, Any]:
+    def _copy(
+        self, state_dict: dict[str, Any], call: AsyncCall | None, await_written: Callable[[], object]
+    ) -> dict[str, Any]:
         state_copy = StateCopy(state_dict)
         if call is not None and call.in_process:
             return state_copy.make(None)  # DCP moves each of its storages into memory that both processes share
         try:
-            memory = lease_segment(state_copy.size_bytes, share_of_rank)
+            memory = _lease_memory(state_copy.size_bytes, await_written)
         except StagingMemoryShort as exc:
             if call is None:
                 raise
@@ -71,6 +76,12 @@ class Stager:
         staged = state_copy.make(memory)
         self._lease, self._staged_at, self._is_staged = weakref.ref(memory), time.monotonic(), True
         return staged
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when the future of the last `dcp.async_save` is done; raises its error, or TimeoutError."""
+        future = None if self._future is None else self._future()
+        if future is not None:
+            future.result(timeout_s)
 
     def synchronize(self) -> None:
         """From here on the original may change. One that was not copied was written by then, or that failed."""
@@ -84,7 +95,7 @@ class Stager:
     def begin(self) -> None:
         """This thread saves what was staged; or something else, if it is the one that staged: after the save before."""
         if self._asked_by is threading.current_thread():
-            self._wait_for_last()
+            self.wait_for_last()
             self._asked_by, self._is_staged = None, False
         self._thread = threading.current_thread()
 
@@ -98,10 +109,11 @@ class Stager:
 
     def close(self) -> None:
         """Waits for the save before, and frees the memory that no copy lies in any more."""
-        self._wait_for_last()
+        self.wait_for_last()
         drop_idle_segments()
 
-    def _wait_for_last(self) -> None:
+    def wait_for_last(self) -> None:
+        """Returns once the save before is over, or no thread makes it."""
         while not self._is_last_over():
             time.sleep(_POLL_S)
 
@@ -116,3 +128,11 @@ class Stager:
         if self._thread is None:
             return time.monotonic() > self._staged_at + BEGIN_TIMEOUT_S
         return not self._thread.is_alive()
+
+
+def _lease_memory(size_bytes: int, await_written: Callable[[], object]) -> memoryview:
+    try:
+        return lease_segment(size_bytes, share_of_rank)
+    except StagingMemoryShort:
+        await_written()
+        return lease_segment(size_bytes, share_of_rank)

@@ -1,0 +1,58 @@
+"""The end of a save that was acknowledged before it: agents complete it, and a thread of this rank follows them."""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+from replicated_ckpt.agent.requests.worker_thread import start_worker
+from replicated_ckpt.core.one_line import one_line
+
+log = logging.getLogger(__name__)
+
+
+class Ending:
+    """What a rank does for a save in the background. `end` is done when the save is over, and has its error."""
+
+    def __init__(self, work: Callable[["Ending"], object]) -> None:
+        """`work` calls `acknowledge` once the save needs this rank no more. Raises StoreUnavailable: there is no thread."""
+        self.end: Future[None] = Future()
+        self._is_acknowledged = threading.Event()
+        start_worker(self._run, work, name="rckpt-ending")
+
+    def acknowledge(self) -> None:
+        """From here on agents complete the save without this rank."""
+        self._is_acknowledged.set()
+
+    def wait_for_acknowledgement(self) -> None:
+        """Raises what the save has failed with by then."""
+        self._is_acknowledged.wait()
+        if self.end.done():
+            self.end.result()
+
+    def _run(self, work: Callable[["Ending"], object]) -> None:
+        try:
+            work(self)
+        except BaseException as exc:  # noqa: BLE001 - top of a thread; who asks for the end gets the error
+            if self._is_acknowledged.is_set():
+                log.warning("a save that was acknowledged as staged has failed: %s", one_line(exc))
+            self.end.set_exception(exc)
+        else:
+            self.end.set_result(None)
+        finally:
+            self._is_acknowledged.set()
+
+
+_last_by_session: dict[str, Ending] = {}
+
+
+def keep_last(session: str, ending: Ending) -> None:
+    """The save of this session that the next one waits for."""
+    _last_by_session[session] = ending
+
+
+def await_last(session: str) -> None:
+    """Returns once this session's save before is over. A save that was opened earlier would end it: a session has one."""
+    last = _last_by_session.pop(session, None)
+    if last is not None:
+        wait([last.end])

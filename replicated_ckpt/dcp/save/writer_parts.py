@@ -1,0 +1,27 @@
+"""What a writer keeps from one save to the next."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from replicated_ckpt.config import WriterConfig
+from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
+from replicated_ckpt.dcp.runtime.caller import Line
+from replicated_ckpt.dcp.save.bucket import ObjectTier
+from replicated_ckpt.dcp.save.report import SaveReport
+from replicated_ckpt.dcp.save.retention import Retaining
+from replicated_ckpt.dcp.save.shard_writer import ShardWriter
+from replicated_ckpt.stores.local.store import LocalStore
+
+
+@dataclass(frozen=True)
+class WriterParts:
+    """Its settings, and what works for each of its saves."""
+
+    config: WriterConfig
+    store: LocalStore
+    shards: ShardWriter
+    layouts: KeptLayouts
+    object_tier: ObjectTier
+    retaining: Retaining
+    made_at: Line | None
+    on_save: Callable[[SaveReport], object] | None

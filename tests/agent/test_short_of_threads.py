@@ -1,0 +1,113 @@
+"""Hand-overs where the system gives the agent no more threads: each is refused at once, and none waits for a time-out."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.http.local_door import LocalDoor
+from replicated_ckpt.agent.saves.finish import Outline
+from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import METADATA_NAME, ShardName
+from replicated_ckpt.core.manifest import Manifest, NodeEntry
+from replicated_ckpt.dcp.hand_over.handed import hand_over
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
+SAVE = "d" * 32
+SHARD = str(ShardName(0, 0))
+AT_ONCE_S = 2.0
+TOO_LARGE_A_STACK = 1 << 46
+
+
+@contextmanager
+def without_threads() -> Iterator[None]:
+    """No new thread starts in this process: none gets such a stack."""
+    threading.stack_size(TOO_LARGE_A_STACK)
+    try:
+        yield
+    finally:
+        threading.stack_size(0)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> NodeService:
+    """A node with one open save."""
+    store = LocalStore(tmp_path / "root")
+    service = NodeService(store)
+    service.begin(Intent(SAVE, "step-1", "session", overwrite=False, coordinator=store.node_id()))
+    return service
+
+
+def shard_of(store: LocalStore) -> tuple[HandedShard, int]:
+    fd = os.memfd_create("staged")
+    os.write(fd, b"0123456789" * 1000)
+    return HandedShard(WantedCopies(SAVE, SHARD, store.node_id()), [(0, 0, 10_000)]), fd
+
+
+def test_a_shard_that_gets_no_thread_is_refused(service: NodeService) -> None:
+    """Whoever brings it hears so, nothing stays open, nothing counts as under way, and it may be brought again."""
+    shard, fd = shard_of(service.store)
+    with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"):
+        service.hand_overs.take(shard, [fd])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert not service.is_saving
+    shard, fd = shard_of(service.store)
+    assert service.hand_overs.take(shard, [fd]).result(30).holders == (service.node_id,)
+
+
+def test_a_rank_that_gets_no_thread_of_the_agent_is_sent_away(service: NodeService) -> None:
+    """At once, so that it writes its shard itself; and the door takes the next one."""
+    store = service.store
+    door = LocalDoor(store.agent_directory(), service)
+    door.start()
+    shard, fd = shard_of(store)
+    try:
+        with without_threads():
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                hand_over(store, shard, [fd])
+            assert time.monotonic() - began < AT_ONCE_S
+        handed = hand_over(store, shard, [fd])
+        assert handed.wait().holders == (store.node_id(),)
+        handed.close()
+    finally:
+        os.close(fd)
+        door.close()
+
+
+def test_a_save_that_gets_no_thread_is_not_begun(service: NodeService) -> None:
+    """The rank that brings the outline hears so; the agent does not hold the save, which can be given up, or finished."""
+    store = service.store
+    node = store.node_id()
+    store.put_small(SAVE, METADATA_NAME, b"metadata")
+    manifest = Manifest(
+        SAVE,
+        "step-1",
+        1,
+        time.time(),
+        world_size=1,
+        copies=1,
+        metadata_bytes=8,
+        metadata_crc32c=crc32c(b"metadata"),
+        nodes=(NodeEntry(node, "host", None, (0,)),),
+        shards={},
+        lineage="a" * 16,
+    )
+    outline = Outline(manifest, {}, 1, must_have_all=False)
+    with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"):
+        service.finish(outline)
+    assert not store.is_held(SAVE)
+    assert not service.is_saving
+    service.finish(outline)
+    assert service.finisher.end_of(SAVE).result(30).manifest
