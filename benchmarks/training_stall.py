@@ -20,7 +20,6 @@ CASES: tuple[Case, ...] = (
     {"name": ALONE, "way": "none", "options": {}},
     {"name": "stock, save", "way": "stock sync", "options": {}},
     {"name": STOCK, "way": "stock async", "options": {}},
-    {"name": "stock, async_save in a process", "way": "stock process", "options": {}},
     {"name": "stock, async_save with DefaultStager", "way": "stock staged", "options": {}},
     {"name": "stock, the same in shared memory", "way": "stock shared", "options": {}},
     {"name": "ours, 2 copies, save", "way": "ours sync", "options": {"copies": 2}},

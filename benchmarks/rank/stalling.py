@@ -1,7 +1,6 @@
 """The step of ranks that train: how long training stands still for each save, and how long its steps take meanwhile."""
 
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.rank.cost import Sample, measured
 from benchmarks.rank.rounds import Case, Taken, all_agree, built, loaded, shuffled, slug, take, total
@@ -82,15 +80,6 @@ class StockAsync(StockSync):
         return future_of(dcp.async_save(state.values, storage_writer=dcp.FileSystemWriter(self._folder / name)))
 
 
-class StockInProcess(StockAsync):
-    """The same in a process of its own, which serves all saves."""
-
-    def begin(self, state: State, name: str) -> "Future[Any] | None":
-        tempfile.tempdir = "/tmp"  # tensors go there through a socket, and no socket's path has more than 107 bytes
-        writer, kind = dcp.FileSystemWriter(self._folder / name), AsyncCheckpointerType.PROCESS
-        return future_of(dcp.async_save(state.values, storage_writer=writer, async_checkpointer_type=kind))
-
-
 class StockStaged(StockAsync):
     """In a thread with torch's DefaultStager, which keeps its copies from save to save, in shared memory if asked to."""
 
@@ -136,7 +125,6 @@ _STOCK: Mapping[str, Callable[[Context], Contender]] = {
     "none": lambda _: NoSaves(),
     "stock sync": StockSync,
     "stock async": StockAsync,
-    "stock process": StockInProcess,
     "stock staged": lambda context: StockStaged(context, in_shared_memory=False),
     "stock shared": lambda context: StockStaged(context, in_shared_memory=True),
 }
