@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -260,12 +261,17 @@ def test_a_post_that_was_taken_away_fails_its_rank_soon(secret: bytes | None) ->
         job.boards[1].decision("load", nonce, 30.0)
 
 
-def test_a_rank_that_waits_long_keeps_its_own_post() -> None:
-    """A slow coordinator is waited for as before; a large post, which is packed, is known again."""
+def test_a_rank_that_waits_long_reads_its_own_post_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow coordinator is waited for; a large post is known again, and is looked at after twice the time each."""
     job = Job(SECRET, SECRET, SECRET)
+    monkeypatch.setattr(waiting, "LOOK_AFTER_S", 0.05)
+    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.01)
     nonce = job.boards[1].post("load", LARGE)
+    check = mock.create_autospec(Blackboard._check_own, side_effect=Blackboard._check_own)
+    monkeypatch.setattr(Blackboard, "_check_own", check)
     with pytest.raises(MeetingFailed, match="the coordinator had not decided"):
-        job.boards[1].decision("load", nonce, 3.0)
+        job.boards[1].decision("load", nonce, 1.0)
+    assert 1 <= check.call_count <= 6
 
 
 def test_the_secret_is_in_no_post() -> None:
