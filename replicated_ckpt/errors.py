@@ -107,7 +107,7 @@ class CheckpointAmbiguous(ReplicatedCkptError):
         listed = "; ".join(f"node {node}: {file}" for node, file in sorted(file_by_node.items()))
         super().__init__(
             f"Checkpoint {checkpoint_id!r} has no manifest, and nodes hold different {name}: {listed}. "
-            "Nobody can tell which files belong together."
+            "Without one, nothing tells which of these files belong together."
         )
         self.args = (checkpoint_id, name, dict(file_by_node))
         self.checkpoint_id = checkpoint_id
@@ -203,7 +203,7 @@ class JobSecretMismatch(ReplicatedCkptError):
 class UploadFailed(ReplicatedCkptError):
     """A checkpoint is not in the object store, and waiting longer does not help or was not asked for. Its copies stand."""
 
-    default_hint = "The copies on the nodes are not affected; the agents go on trying, `/v1/status` tells how it goes."
+    default_hint = "The copies on the nodes stand; `replicated-ckpt status --root ROOT` shows how the uploads there go."
 
     def __init__(self, checkpoint_id: str, url: str, why: str) -> None:
         said, _, hint = why.partition(HINT_MARK)
@@ -226,7 +226,7 @@ class ObjectUnsafe(ReplicatedCkptError):
     """
 
     default_hint = (
-        "If you trust whoever can write this checkpoint with running code here: ReplicatedReader(..., trust_pickles=True), "
+        "If you trust all that can write this checkpoint with running code here: ReplicatedReader(..., trust_pickles=True) "
         "or --trust-pickles. To go without it, leave it out of the state dict, or of an export with --exclude."
     )
 
@@ -290,7 +290,7 @@ class StoreDenied(StoreError):
 class StoreFull(StoreError):
     """No space is left on the store; nothing was committed there, and the previous checkpoint is intact."""
 
-    default_hint = "Free space under the named root (old checkpoints are plain directories), then save again."
+    default_hint = "Free space there (on a node: `replicated-ckpt prune --root ROOT --keep-last N`), then save again."
 
 
 class StoreUnavailable(StoreError):

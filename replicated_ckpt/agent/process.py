@@ -30,6 +30,7 @@ from replicated_ckpt.agent.state.endpoint import (
     keep_identity,
     next_identity,
     remove_endpoint,
+    served_already,
     shut_out_clients,
     single_agent_lock,
     write_endpoint,
@@ -39,7 +40,6 @@ from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
-from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.room import measure_room
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
@@ -117,7 +117,7 @@ class Agent:
         directory = store.agent_directory()
         lock = single_agent_lock(directory)
         if lock is None:
-            raise AgentUnavailable(f"Another agent serves {self.config.root} already.", "Use that one, or stop it.")
+            raise served_already(self.config.root, directory)
         self._service = NodeService(store, check_direct_io(self.config.direct_io))
         completed = self._service.recover()
         self._start_background_work()

@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     audits = stock.audit(arguments.checkpoint, audit.checkpoint_ids)
     adoptions = Adoptions(audits, stock.node_ids, arguments.copies)
     if not arguments.json:
+        _print_unknown(store, audit, arguments.lost)
         _print_doubts(store, audit, arguments.lost)
         _print_plan(store, audit, adoptions)
     done = _Done(short=set(audit.plan.short))
@@ -177,6 +178,16 @@ def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:
     except (KeyError, TypeError) as exc:
         raise PeerProtocolError(f"{label} answered repair wrongly: {type(exc).__name__}: {one_line(exc)}.") from exc
     return {one_line(action): one_line(error) for action, error in results}
+
+
+def _print_unknown(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
+    """Names of `--lost` that mean nothing here: a slip of the hand would else look like a node that is given up."""
+    known = {peer.node_id for peer in PeerBook(store.root_agent_directory()).read_all()}
+    known |= {node for save in list_staged_saves(store, store.read_node_id()) for node in save.nodes}
+    named = {node.node_id for manifest in audit.manifests.values() for node in manifest.nodes}
+    for node in sorted(set(lost) - known - named):
+        shown = ", ".join(sorted(known - {store.read_node_id()})) or "none"
+        print(f"--lost {node}: no node of that id is known here. Other nodes that are: {shown}")
 
 
 def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:

@@ -104,7 +104,10 @@ class ReplicatedAccelerator(Accelerator):
     ) -> None:
         super().__init__(*args, **kwargs)
         if self.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-            raise ConfigInvalid(f"{self.distributed_type} keeps model and optimizer to itself: DCP cannot save them.")
+            raise ConfigInvalid(
+                f"{self.distributed_type} keeps model and optimizer to itself: DCP cannot save them.",
+                "Train with DDP or FSDP; or take accelerate's own Accelerator, which saves to a shared directory.",
+            )
         limit = self.project_configuration.total_limit
         retention = None if limit is None else Retention(keep_last=limit)
         self._replicated_root = Path(replicated_root)
@@ -215,7 +218,10 @@ class ReplicatedAccelerator(Accelerator):
         if self.project_configuration.automatic_checkpoint_naming:
             return f"checkpoint_{self.save_iteration}"
         if output_dir is None:
-            raise ConfigInvalid("save_state was given no output_dir, which names the checkpoint.")
+            raise ConfigInvalid(
+                "save_state was given no output_dir, which names the checkpoint.",
+                "Pass one, or ProjectConfiguration(automatic_checkpoint_naming=True).",
+            )
         return Path(output_dir).name
 
     def _warn_of_other_world(self) -> None:

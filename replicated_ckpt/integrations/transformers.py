@@ -87,7 +87,10 @@ class ReplicatedTrainerMixin:
         with _as_if_without_optimizer(*args, **kwargs):
             super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]  # Trainer's
-            raise ConfigInvalid("DeepSpeed keeps model and optimizer to itself, so that DCP cannot save them.")
+            raise ConfigInvalid(
+                "DeepSpeed keeps model and optimizer to itself, so that DCP cannot save them.",
+                "Train with DDP or FSDP; or take transformers' own Trainer, which saves to a shared directory.",
+            )
         self._root = Path(self.args.output_dir) / "replicated" if replicated_root is None else Path(replicated_root)
         self._writer_options = {"retention": self._choose_retention(), **(writer_options or {})}
         self._trust_pickles = trust_pickles

@@ -84,6 +84,15 @@ def test_verify_names_every_bad_file_and_changes_nothing(tmp_path: Path) -> None
         assert any(path in line and node in line and "expected" in line for line in done.stdout.splitlines())
 
 
+def test_a_lost_node_that_is_none_is_said(tmp_path: Path) -> None:
+    """A slip in the id after --lost is named, with the ids that are known."""
+    node, gone = stores(tmp_path, 2)
+    checkpointed([node, gone], 1, PAIR)
+    done = command("repair", node.root, "--dry-run", "--lost", "xyz", "--lost", gone.node_id())
+    assert "--lost xyz: no node of that id is known here" in done.stdout
+    assert f"--lost {gone.node_id()}" not in done.stdout
+
+
 def test_repair_does_what_its_dry_run_says(tmp_path: Path) -> None:
     """The plan is printed and nothing touched; then it is carried out, nothing is left to do, the bad files are kept."""
     nodes = stores(tmp_path, 2)

@@ -51,6 +51,18 @@ def test_without_room_elsewhere_it_must_stay(tmp_path: Path) -> None:
     assert "next step: on host1" in done.stdout
 
 
+def test_a_node_that_is_alone_is_told_so(tmp_path: Path) -> None:
+    """There is no other node, which is no lack of room; the next step is to have one."""
+    nodes = stores(tmp_path, 1)
+    checkpointed(nodes, 1, {shard(0): (0,)})
+    with agents(nodes, *PATIENT):
+        done = command("drain", "--root", nodes[0].root)
+    assert done.returncode == ExitCode.FAILED
+    assert "no room" not in done.stdout
+    assert "no other node for a copy: step-1" in done.stdout
+    assert "next step: run a job with ranks on another node" in done.stdout
+
+
 def test_the_only_copy_of_what_another_node_removed_keeps_it_up(tmp_path: Path) -> None:
     """Nobody copies it any more, so it is named, and the node stays up until its own user has removed it, too."""
     nodes = stores(tmp_path, 3)

@@ -21,6 +21,7 @@ NO_STORE = {
     "empty": ExitCode.NOT_FOUND,
     "foreign": ExitCode.NOT_FOUND,
     "store/run/step-1": ExitCode.USAGE,
+    "above": ExitCode.USAGE,
 }
 SAID = {
     "missing": "There is no directory",
@@ -28,6 +29,7 @@ SAID = {
     "empty": "is empty",
     "foreign": "no checkpoint lies in it (but notes.txt)",
     "store/run/step-1": "is one checkpoint",
+    "above": "is no node's store, and holds 2 stores",
 }
 
 
@@ -38,6 +40,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (base / "empty" / "lost+found").mkdir(parents=True)
     (base / "foreign").mkdir()
     (base / "foreign" / "notes.txt").write_text("x")
+    for name in ("above/node-0", "above/node-1"):
+        checkpointed([LocalStore(base / name)], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
     store = LocalStore(base / "store")
     checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="run/step-1", copies=1, size_bytes=3000)
     return base

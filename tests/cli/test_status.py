@@ -21,6 +21,17 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
 PATIENT = ("--lost-after-s", "600")
 
 
+def test_a_second_agent_names_the_first(tmp_path: Path) -> None:
+    """One agent serves a root; who starts another is told its pid, and how to end it."""
+    with running_agent(tmp_path / "store") as first:
+        done = command("agent", "--root", tmp_path / "store")
+    assert done.returncode == ExitCode.UNREACHABLE
+    assert (
+        f"already (pid {first.endpoint.pid}). Hint: Use that one, or end it: `kill {first.endpoint.pid}`."
+        in done.stderr
+    )
+
+
 def test_good_then_degraded_then_down(tmp_path: Path) -> None:
     """All answer: 0. The other node is killed: 1, named, with the checkpoint that it makes short. The own agent, too: 5."""
     nodes = stores(tmp_path, 2)

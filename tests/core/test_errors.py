@@ -29,6 +29,10 @@ CLASSES = sorted(
     key=lambda kind: kind.__name__,
 )
 _EXPECTING = {"raises", "warns", "isinstance"}
+PACKAGE = TESTS.parent / "replicated_ckpt"
+MET_AS_ITS_BASE = {"TokenInvalid"}  # over HTTP, as status 401: the client raises StoreDenied
+OF_ONE_COPY = ("dcp/convert", "stores/output")
+_DEFAULT_UNTIL = {"ObjectCorrupt": 4, "ObjectMissing": 4, "StoreError": 4}  # so many arguments are no hint
 
 
 def expected_in(text: str) -> set[str]:
@@ -51,6 +55,39 @@ def expected_in_tests() -> set[str]:
 def test_each_class_is_raised_in_a_test(kind: type) -> None:
     """No error is without a test that meets it."""
     assert kind.__name__ in expected_in_tests()
+
+
+def kinds_of_rooms() -> set[str]:
+    """Our classes of errors that stand in a room of their own."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py") if path.name != "errors.py"]
+    bases_by_name = {
+        node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    ours = {kind.__name__ for kind in CLASSES}
+    return {name for name, bases in bases_by_name.items() if bases & ours}
+
+
+@pytest.mark.parametrize("name", sorted(kinds_of_rooms() - MET_AS_ITS_BASE))
+def test_each_class_of_a_room_is_raised_in_a_test(name: str) -> None:
+    """A class that stands where it is raised is in the catalogue, too."""
+    assert name in expected_in_tests()
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for room in OF_ONE_COPY for path in (PACKAGE / room).rglob("*.py")), ids=str
+)
+def test_no_hint_speaks_of_other_copies_where_there_are_none(path: Path) -> None:
+    """What is converted and what is written by a conversion lies in one place: the default hints do not fit there."""
+    calls = [
+        node.exc
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    ]
+    default = [ast.unparse(call) for call in calls if len(call.args) <= _DEFAULT_UNTIL.get(ast.unparse(call.func), -1)]
+    assert default == []
 
 
 def test_a_class_that_no_test_expects_is_found() -> None:

@@ -129,6 +129,17 @@ def test_one_copy_is_said_to_be_one(tmp_path: Path) -> None:
     assert_same(loaded(tmp_path, "step-1", state()), state())
 
 
+def test_one_copy_is_said_once_and_not_at_each_save(tmp_path: Path) -> None:
+    """The warning is the same text for all saves of a root, which Python shows once for each line of the program."""
+    writer = ReplicatedWriter(tmp_path)
+    texts = set()
+    for number in range(3):
+        with pytest.warns(ReplicatedCkptWarning, match="2 copies are wanted") as told:
+            dcp.save(state(), checkpoint_id=f"step-{number}", storage_writer=writer)
+        texts |= {str(warning.message) for warning in told if "copies are wanted" in str(warning.message)}
+    assert len(texts) == 1
+
+
 def test_latest_is_the_last_one_saved_whatever_its_name_and_time(tmp_path: Path) -> None:
     """Order is that of the saves: neither names nor the clock count."""
     writer = ReplicatedWriter(tmp_path, copies=1)

@@ -6,7 +6,7 @@ from typing import Any
 
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.state.targets import UNKNOWN_HINT, TargetBook
 from replicated_ckpt.agent.uploads.probe import Prober
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
@@ -98,7 +98,9 @@ class ObjectRoutes:
         """Has a save of this node uploaded, by hand: what lies here, to a bucket that this node's own user has named."""
         save_id, url = fields["save_id"], fields["url"]
         if not is_save_id(save_id) or url not in self._targets.read_all():
-            raise ConfigInvalid(f"upload: no save, or {str(url)[:200]!r} is not known to node {self._service.node_id}.")
+            raise ConfigInvalid(
+                f"upload: no save, or {str(url)[:200]!r} is not known to node {self._service.node_id}.", UNKNOWN_HINT
+            )
         if self._service.store.catalog.checkpoint_of(save_id) is None:
             raise ObjectMissing("this agent", "upload", save_id, "no such save is committed here")
         self._uploader.orders.take(save_id, url)

@@ -197,7 +197,7 @@ class Routes:
         if not adopts or not self._unmanaged.has(checkpoint_id):
             request.require(Right.JOB)
         if self._service.is_known(save_id):
-            raise ConfigInvalid(f"Save {save_id} is there already.")
+            raise ConfigInvalid(f"Save {save_id} is there already.", "Repair again: each adoption has a new id.")
         nodes = {str(peer["node_id"]) for peer in named}
         return tuple(peer for peer in self._service.peers.read_all() if peer.node_id in nodes)
 

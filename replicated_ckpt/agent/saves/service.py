@@ -302,7 +302,8 @@ class NodeService:
         answer = self.answer_of(save_id)
         if answer is Answer.ABSENT and (unknown := next(self.store.catalog.with_invalid_manifest(), None)) is not None:
             raise ManifestInvalid(
-                f"Node {self.node_id} cannot tell what became of save {save_id}: its manifest of {unknown!r} is damaged."
+                f"Node {self.node_id} cannot tell what became of save {save_id}: its manifest of {unknown!r} is damaged.",
+                "`replicated-ckpt repair --root ROOT` restores the manifest from another node that has it.",
             )
         if answer is Answer.PUBLISHED:
             return {"state": answer.value, "checkpoint_id": self.store.catalog.checkpoint_of(save_id)}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from replicated_ckpt.agent.state.listeners import listeners_on
 from replicated_ckpt.agent.state.rights import Tokens, invite
+from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -220,3 +221,11 @@ def has_clients(directory: Path) -> bool:
         return True
     lock.release()
     return False
+
+
+def served_already(root: str, directory: Path) -> AgentUnavailable:
+    """Why no second agent starts for a root, and how the first is ended."""
+    endpoint = read_endpoint(directory)
+    pid = "its pid" if endpoint is None else endpoint.pid
+    shown = "" if endpoint is None else f" (pid {endpoint.pid})"
+    return AgentUnavailable(f"Another agent serves {root} already{shown}.", f"Use that one, or end it: `kill {pid}`.")

@@ -65,7 +65,7 @@ class TargetBook:
         if known is not None:
             return known
         if target is None:
-            raise ConfigInvalid(f"No rank of this node has named the object store {url}.", _UNKNOWN_HINT)
+            raise ConfigInvalid(f"No rank of this node has named the object store {url}.", UNKNOWN_HINT)
         opened = Bucket(open_client(target))  # it may look for credentials for seconds
         with self._lock:
             is_current = self._target_by_url.get(url) == target
@@ -79,4 +79,4 @@ class TargetBook:
         return {target.url: target for target in targets}
 
 
-_UNKNOWN_HINT = "It is named again when a rank here saves, or with `replicated-ckpt upload --to URL`."
+UNKNOWN_HINT = "It is named again when a rank here saves, or with `replicated-ckpt upload --to URL`."

@@ -130,4 +130,6 @@ class Adopter:
 def _check_staged(client: AgentClient, node: str, save_id: str) -> None:
     state = client.call("GET", f"/v1/saves/{save_id}").get("state")
     if state != "staged":
-        raise SaveAborted(f"Node {node} has given the adoption up while others were staging: it is {state!r} there.")
+        raise SaveAborted(
+            f"Node {node} has given the adoption up while others were staging: it is {state!r} there.", "Repair again."
+        )

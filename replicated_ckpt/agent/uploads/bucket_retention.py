@@ -47,7 +47,10 @@ def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> No
     own = Candidate(manifest.checkpoint_id, manifest.save_id, manifest.sequence, metrics=metrics_of(manifest.notes))
     for verdict in judge([own, *_there(bucket, manifest, retention)], retention):
         if verdict.save_id == manifest.save_id and not verdict.is_kept:
-            raise SaveAborted(f"{bucket.client.target.url} would not keep {manifest.checkpoint_id!r}: {verdict.rule}.")
+            raise SaveAborted(
+                f"{bucket.client.target.url} would not keep {manifest.checkpoint_id!r}: {verdict.rule}.",
+                "To have it in a bucket, upload it under another prefix: `replicated-ckpt upload ID --to URL`.",
+            )
 
 
 def take_back_removed(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:

@@ -15,6 +15,7 @@ from replicated_ckpt.core.layout import (
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.files.ownership import TRUST_ROOT_ENV, find_other_owner
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.wording import plural
 
 _OF_A_STORE = {NODE_NAME, AGENT_DIR, STAGING_DIR, REPLACED_DIR}
 _NAME_IT = "Name the directory that the ranks of this node save to, the `root` of ReplicatedWriter, with --root."
@@ -62,9 +63,21 @@ def _check_content(store: LocalStore, names: list[str]) -> None:
     if not names:
         hint = f"{_NAME_IT} If this is it, the first save or load of a rank here makes the store."
         raise CheckpointNotFound(f"{store.root} is empty: no store has been made there.", hint)
+    _check_no_stores_within(store)
     if next(store.catalog.directories(), None) is None and next(store.catalog.without_manifest(), None) is None:
         shown = ", ".join(names[:_SHOWN_MAX]) + (", ..." if len(names) > _SHOWN_MAX else "")
         raise CheckpointNotFound(
             f"{store.root} is no node's store: it has no {NODE_NAME}, and no checkpoint lies in it (but {shown}).",
             _NAME_IT,
+        )
+
+
+def _check_no_stores_within(store: LocalStore) -> None:
+    """Checkpoints that lie in stores of their own are of those nodes: counted here they would look like one node's."""
+    within = sorted(path.parent for path in store.root.glob(f"*/{NODE_NAME}"))
+    found = {*store.catalog.directories(), *store.catalog.without_manifest()}
+    if within and {checkpoint_id.partition("/")[0] for checkpoint_id in found} <= {place.name for place in within}:
+        named = " or ".join(f"--root {place}" for place in within[:_SHOWN_MAX])
+        raise ConfigInvalid(
+            f"{store.root} is no node's store, and holds {plural(len(within), 'store')}.", f"Name one store: {named}."
         )

@@ -23,6 +23,10 @@ from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
 HELP = "Have the copies of this node made on other nodes, and say whether it may be taken down."
+_ALONE = (
+    "next step: run a job with ranks on another node, too, whose agent then takes the copies; or take what is needed along "
+    "with `replicated-ckpt export`"
+)
 ROUNDS_MAX = 4
 """A node first gets a checkpoint's manifest and then its shards; a third round finds nothing."""
 
@@ -81,12 +85,17 @@ class _Drained:
             "not_reached": [] if self.seen is None else sorted(self.seen.unreached),
         }
 
+    @property
+    def _has_others(self) -> bool:
+        return self.seen is not None and self.seen.nodes_known > 1
+
     def describe(self, store: LocalStore) -> list[str]:
         assert self.seen is not None
         size = format_bytes(sum(copy.size_bytes for copy in self.plan.copy))
         lines = [f"to do: {action}" for action in self.plan.actions]
         lines += [f"to do in all: {size} to copy"] if self.plan.copy else []
-        lines += [f"no room for enough copies elsewhere: {short}" for short in self.plan.short]
+        elsewhere = "no room for enough copies elsewhere" if self._has_others else "no other node for a copy"
+        lines += [f"{elsewhere}: {short}" for short in self.plan.short]
         lines += [f"failed: {what}: {why}" for what, why in self.failed.items()]
         lines += [f"not drained: {what}" for what in self.stays]
         others = count(len(self.seen.held) - 1, "other node")
@@ -94,6 +103,7 @@ class _Drained:
         if not self.is_empty:
             there = f"too few copies on the {others} that answered" if len(self.seen.held) > 1 else "no copy elsewhere"
             lines.append(f"{label} must stay up: what is listed above has {there}")
+            lines += [] if self._has_others else [_ALONE]
             return [*lines, *self.seen.describe_unreached(), *advise_on_silence(self.seen, store.root)]
         lines.append(f"{label} may be taken down: every checkpoint has its copies on the {others} that answered")
         wanted = max((manifest.copies for manifest in self.seen.manifests.values()), default=1)

@@ -45,9 +45,13 @@ class KeyRules:
         key_by_name: dict[str, str] = {}
         for key, name in names.items():
             if not name:
-                raise ConfigInvalid(f"{key!r} would have no name left.")
+                raise ConfigInvalid(
+                    f"{key!r} would have no name left.", "Strip a shorter prefix, or rename it otherwise."
+                )
             if name in key_by_name:
-                raise ConfigInvalid(f"{key_by_name[name]!r} and {key!r} would both be called {name!r}.")
+                raise ConfigInvalid(
+                    f"{key_by_name[name]!r} and {key!r} would both be called {name!r}.", "Rename one of them otherwise."
+                )
             key_by_name[name] = key
         return names
 
@@ -57,7 +61,9 @@ class KeyRules:
         included = [key for key in keys if not self.include or _fits_any(key, self.include)]
         chosen = {key: key for key in included if not _fits_any(key, self.exclude)}
         if not chosen:
-            raise ConfigInvalid(f"Nothing is left to convert: all of {_format_keys(keys)} are excluded.")
+            raise ConfigInvalid(
+                f"Nothing is left to convert: all of {_format_keys(keys)} are excluded.", "Exclude less."
+            )
         return chosen
 
     @staticmethod

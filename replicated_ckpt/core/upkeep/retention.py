@@ -13,6 +13,7 @@ from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.protocol.seen_save import see_save
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, pending, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.wording import plural
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ def _judge_one(
     sequence, every = candidate.sequence, retention.keep_every
     is_kept = True
     if oldest is None:
-        rule = f"there are fewer than {retention.keep_last} whole checkpoints"
+        rule = f"there are fewer than {plural(retention.keep_last, 'whole checkpoint')}"
     elif sequence >= oldest:
-        rule = f"it is not older than the newest {retention.keep_last} whole checkpoints"
+        rule = f"it is not older than the newest {plural(retention.keep_last, 'whole checkpoint')}"
     elif every is not None and sequence % every == 0:
         rule = f"its sequence {sequence} is a multiple of {every}"
     elif best is not None and candidate.save_id == best.save_id:
@@ -98,7 +99,8 @@ def _judge_one(
         rule = candidate.held_back
     else:
         is_kept = False
-        rule = f"its sequence {sequence} is older than {oldest}, of the newest {retention.keep_last} whole checkpoints"
+        newest = plural(retention.keep_last, "whole checkpoint")
+        rule = f"its sequence {sequence} is older than {oldest}, of the newest {newest}"
         rule += "" if every is None else f", and no multiple of {every}"
     return Verdict(candidate.checkpoint_id, candidate.save_id, sequence, is_kept, rule)
 

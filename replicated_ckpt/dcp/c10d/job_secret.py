@@ -12,7 +12,7 @@ from replicated_ckpt.errors import ConfigInvalid, JobSecretMismatch, ReplicatedC
 SECRET_CHARS_MIN = 16
 _TAG = b"hmac-sha256:"
 _MAC_BYTES = 64
-_HINT = "Draw one for each job with `openssl rand -hex 32`, say, and give it to every rank, and to nobody else."
+_HINT = "Draw one for each job with `openssl rand -hex 32`, say, and give it to every rank, and to nothing else."
 
 
 class Seal:

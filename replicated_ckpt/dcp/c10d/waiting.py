@@ -16,6 +16,10 @@ LINGER_S = 5.0
 ENDED_HINT = (
     "Look at the log of that rank; then start the job again, or the ranks that are left as a world of their own."
 )
+_STORE_HINT = (
+    "Rank 0 serves it or, under torchrun, the agent of torchrun on the rendezvous host: look there what has ended; then "
+    "start the job again."
+)
 POLL_S = 0.005
 
 
@@ -25,7 +29,7 @@ def reaching_store() -> Iterator[None]:
     try:
         yield
     except dist.DistError as exc:
-        raise MeetingFailed(f"The c10d store of this job does not answer: {exc}", ENDED_HINT) from exc
+        raise MeetingFailed(f"The c10d store of this job does not answer: {exc}", _STORE_HINT) from exc
 
 
 class Wait:

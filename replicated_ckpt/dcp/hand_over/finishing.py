@@ -16,12 +16,13 @@ log = logging.getLogger(__name__)
 
 _TRIES = 3
 _PAUSE_S = 0.3
+LOG_HINT = "Look at ROOT/.agent/log for what became of the agent; then save again."
 
 
 class AgentSilent(StoreUnavailable):
     """This node's agent was asked to end the save and answers no more: the save may be committed by it, or not."""
 
-    default_hint = "The next save or load settles it; look at ROOT/.agent/agent.log for what became of the agent."
+    default_hint = "The next save or load settles it; look at ROOT/.agent/log for what became of the agent."
 
 
 def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[], object]) -> Finished:
@@ -48,7 +49,7 @@ def finish_by_agent(store: LocalStore, outline: Outline, start_agent: Callable[[
 def _finish(store: LocalStore, save_id: str, body: bytes) -> Finished:
     endpoint = read_endpoint(store.agent_directory())
     if endpoint is None:
-        raise StoreUnavailable("this node's agent", "finish", save_id, "it is not there")
+        raise StoreUnavailable("this node's agent", "finish", save_id, "it is not there", LOG_HINT)
     with AgentClient(endpoint.local_address()) as client:
         client.put("POST", f"/v1/saves/{save_id}/finish", body)
         try:

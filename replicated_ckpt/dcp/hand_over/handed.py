@@ -11,6 +11,7 @@ from typing import Any
 from replicated_ckpt.agent.requests.local_messages import connect, receive_message, send_message
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.dcp.hand_over.finishing import LOG_HINT
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import refusal
@@ -115,4 +116,4 @@ def _error_in(answer: dict[str, Any]) -> ReplicatedCkptError:
 
 
 def _unavailable(exc: Exception) -> StoreUnavailable:
-    return StoreUnavailable(_AGENT, "hand over", "the shard", f"{type(exc).__name__}: {exc}")
+    return StoreUnavailable(_AGENT, "hand over", "the shard", f"{type(exc).__name__}: {exc}", LOG_HINT)

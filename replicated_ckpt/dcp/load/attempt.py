@@ -322,7 +322,7 @@ class LoadAttempt:
     @property
     def _survey(self) -> Survey:
         if self._found is None:
-            raise CheckpointNotFound("No checkpoint has been looked for: read_metadata comes first.")
+            raise CheckpointNotFound("No checkpoint has been looked for.", "Call dcp.load, or read_metadata first.")
         return self._found
 
     @cached_property

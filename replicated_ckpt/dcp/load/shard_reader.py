@@ -28,6 +28,10 @@ from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 log = logging.getLogger(__name__)
 
+_NO_AGENT = (
+    "No agent runs for that store, as is so on a read-only root: load on that node, or run one there, "
+    "`replicated-ckpt agent --root ROOT`."
+)
 OPEN_SHARDS_MAX = 2 * SHARDS_AT_ONCE
 """Open at once in one thread; reading goes back to none that was left long ago."""
 
@@ -185,7 +189,7 @@ class ShardReader:
             kind = UncheckedShard if survey.in_bucket.metadata_crc32c is None else ObjectShard
             return kind(self._bucket, key, expected)
         if node not in self._address_by_node:
-            raise StoreUnavailable(f"node {node}", "open", shard, "only its own ranks can read its store")
+            raise StoreUnavailable(f"node {node}", "open", shard, "only its own ranks can read its store", _NO_AGENT)
         client = AgentClient(self._address_by_node[node])
         return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected)
 

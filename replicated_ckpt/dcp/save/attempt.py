@@ -133,7 +133,7 @@ class SaveAttempt:
             if board is not None:
                 board.decide("save", raw_posts, self._decision.to_json())
             failpoints.reach("coordinator.placed")
-            self._warn(weaknesses(self._decision, config.copies, posts))
+            self._warn(weaknesses(self._decision, config.copies, posts), of=config.root)  # one text for all saves
 
     def write(self, plan: SavePlan, planner: SavePlanner, staged: memoryview | None = None) -> list[WriteResult]:
         """Writes this rank's shard here and at its buddies, and posts the receipt for it to the coordinator.
@@ -295,6 +295,6 @@ class SaveAttempt:
                 self.close()
             raise
 
-    def _warn(self, problems: Iterable[str]) -> None:
+    def _warn(self, problems: Iterable[str], of: str = "") -> None:
         for problem in problems:
-            warn(f"{self._given_id or self._config.root}: {problem.rstrip('.')}.", self._parts.made_at)
+            warn(f"{of or self._given_id or self._config.root}: {problem.rstrip('.')}.", self._parts.made_at)

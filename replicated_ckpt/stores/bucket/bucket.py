@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _DEPTH_MAX = 8
 _TAIL_BYTES = 64 << 10
+_NEWER = "Nothing is to be done: the newer one loads from there."
 _COMMIT_TRIES = 4
 _ORPHAN_S = 86400.0
 """Uploads begun that long ago belong to nobody any more."""
@@ -221,7 +222,7 @@ class Bucket:
             version = self.client.version(key)
             there = self.save_of(manifest.checkpoint_id)
             if is_superseded(manifest, there):
-                raise SaveAborted(f"{manifest.checkpoint_id!r} in {self.client.target.url} is of a newer save.")
+                raise SaveAborted(f"{manifest.checkpoint_id!r} in {self.client.target.url} is of a newer save.", _NEWER)
             if there is not None and there.mark == mark:
                 self._tidy(manifest, replaced)
                 return

@@ -234,7 +234,9 @@ def descriptions(directory: Committed, manifest: Manifest) -> tuple[bytes, bytes
     """
     raw_manifest = directory.read_small(MANIFEST_NAME)
     if directory.manifest().save_id != manifest.save_id or manifest.upload is None:
-        raise ManifestInvalid(f"{manifest.checkpoint_id} was replaced meanwhile.")
+        raise ManifestInvalid(
+            f"{manifest.checkpoint_id} was replaced meanwhile.", "Nothing is to be done: the newer one loads."
+        )
     raw_metadata = directory.read_checked(METADATA_NAME, manifest.metadata_bytes, manifest.metadata_crc32c)
     return raw_manifest, manifest.bucket_metadata(raw_metadata)
 

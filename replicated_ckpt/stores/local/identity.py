@@ -58,5 +58,7 @@ def read_identity(root: Path) -> str:
         return str(json.loads(raw)["node_id"])
     except (ValueError, KeyError, TypeError) as exc:
         raise ConfigInvalid(
-            f"{path} holds no node identity: {raw[:80]!r}.", "Remove the file if the store is a fresh one."
+            f"{path} holds no node identity: {raw[:80]!r}.",
+            'Remove the file if the store is a fresh one; else write the id back, {"node_id": "..."}, which '
+            "`replicated-ckpt status` shows on the other nodes.",
         ) from exc

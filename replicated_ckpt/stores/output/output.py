@@ -9,6 +9,8 @@ from typing import Self
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ObjectCorrupt
 
+READ_BACK_HINT = "Nothing was published. Convert it again; if this happens again, to another disk."
+
 READ_BYTES = 4 << 20
 
 
@@ -100,7 +102,8 @@ class Output(abc.ABC):
                 size_bytes += len(piece)
             if (size_bytes, crc) != (written.size_bytes, written.crc32c):
                 expected = f"expected {written.size_bytes} bytes of CRC32C {written.crc32c:08x}"
-                raise ObjectCorrupt(self.label, "read back", name, f"{expected}, found {size_bytes} of {crc:08x}")
+                detail = f"{expected}, found {size_bytes} of {crc:08x}"
+                raise ObjectCorrupt(self.label, "read back", name, detail, READ_BACK_HINT)
 
     def publish(self) -> None:
         """Gives everything its name.

@@ -111,7 +111,8 @@ class UrlOutput(Output):
             final = f"{self._name}/{name}" if self._is_directory else self._name
             self._files.move(f"{self._part}/{name}", final)
             if self._files.size_bytes(final) != written.size_bytes:
-                raise ObjectCorrupt(self.label, "publish", name, f"it has not {written.size_bytes} bytes there")
+                detail = f"it has not {written.size_bytes} bytes there"
+                raise ObjectCorrupt(self.label, "publish", name, detail, "Convert it again, with --overwrite.")
         self._remove_parts()
 
     def _remove_parts(self) -> None:

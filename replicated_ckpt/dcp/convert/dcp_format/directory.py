@@ -34,11 +34,12 @@ class DirectoryFetcher:
             raw = memoryview(bytearray(want.length))
         except MemoryError as exc:
             detail = f"an item of {want.length} bytes is more than there is memory for"
-            raise StoreError(str(self._directory), "read", want.shard, detail) from exc
+            raise StoreError(str(self._directory), "read", want.shard, detail, _HINT_LARGE) from exc
         with translate_errors(str(self._directory), "read", want.shard):
             count = read_exactly(fd, raw, want.offset)
         if count != want.length:
-            raise StoreError(str(self._directory), "read", want.shard, f"it ends before {want.offset + want.length}")
+            end = want.offset + want.length
+            raise StoreError(str(self._directory), "read", want.shard, f"it ends before {end}", _HINT_SHORT)
         return raw
 
     def check(self, places: Iterable[tuple[str, int, int]]) -> None:
@@ -50,7 +51,7 @@ class DirectoryFetcher:
             if not path.is_file():
                 raise ObjectMissing(str(self._directory), "read", shard, "no such file", _HINT)
             if path.stat().st_size < end:
-                raise StoreError(str(self._directory), "read", shard, f"it ends before {end}")
+                raise StoreError(str(self._directory), "read", shard, f"it ends before {end}", _HINT_SHORT)
 
     def close(self) -> None:
         """Every file was closed after its use."""
@@ -58,6 +59,11 @@ class DirectoryFetcher:
 
 _NAME_DIRECTORY = "Name the directory with the .metadata in it: the checkpoint's own, not the one above."
 _HINT = "All files of the checkpoint must lie in this directory: gather them from the nodes that wrote them."
+_HINT_SHORT = "It was cut off: copy it again from the node that wrote it."
+_HINT_LARGE = "Convert it on a host with more memory, or leave the item out with --exclude."
+_HINT_READ = (
+    "Let this user read it (`ls -l` shows whose it is); if it is too large, convert it on a host with more memory."
+)
 
 
 def dcp_directory(path: Path) -> ItemsSource:
@@ -71,5 +77,6 @@ def dcp_directory(path: Path) -> ItemsSource:
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise ConfigInvalid(f"{path} holds no .metadata: it is no DCP checkpoint.", _NAME_DIRECTORY) from exc
     except (OSError, MemoryError) as exc:
-        raise StoreError(str(path), "read", METADATA_NAME, str(exc) or "it is larger than the memory") from exc
+        detail = str(exc) or "it is larger than the memory"
+        raise StoreError(str(path), "read", METADATA_NAME, detail, _HINT_READ) from exc
     return ItemsSource(decode_metadata(raw, str(path)), DirectoryFetcher(path), str(path))

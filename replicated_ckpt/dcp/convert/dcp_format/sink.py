@@ -15,7 +15,7 @@ from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metada
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, metadata_version
 from replicated_ckpt.dcp.tensors.torch_save import save_tensor
 from replicated_ckpt.errors import ObjectCorrupt
-from replicated_ckpt.stores.output.output import Output, Stream
+from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output, Stream
 
 
 class DcpSink:
@@ -54,7 +54,9 @@ class DcpSink:
         metadata = decode_metadata((path / METADATA_NAME).read_bytes(), str(path))
         wanted = {entry.name for entry in contents.entries}
         if set(metadata.state_dict_metadata) != wanted or {index.fqn for index in metadata.storage_data} != wanted:
-            raise ObjectCorrupt(str(path), "read back", METADATA_NAME, "it describes another state dict")
+            raise ObjectCorrupt(
+                str(path), "read back", METADATA_NAME, "it describes another state dict", READ_BACK_HINT
+            )
 
     def may_replace(self, name: str) -> bool:
         return name == METADATA_NAME or name.endswith(".distcp")

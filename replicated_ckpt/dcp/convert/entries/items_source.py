@@ -19,6 +19,7 @@ from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
 PIECE_BYTES = 4 << 20
 _HINT_DAMAGED = "It is damaged, or its save never ended: convert another checkpoint."
+_HINT_ITEM = "Convert another checkpoint, or leave this entry out with --exclude."
 _HINT_TRANSFORMED = "Load it with the reader that knows the transforms, save it without them, and convert that."
 """Items larger than this are read in pieces of this size: each is in memory up to three times on its way."""
 
@@ -130,9 +131,13 @@ class ItemsSource:
         try:
             tensor = self._tensors.read(raw)
         except (ValueError, RuntimeError) as exc:
-            raise ObjectCorrupt(self._label, "convert", entry.key, f"its bytes are no tensor: {exc}") from exc
+            raise ObjectCorrupt(
+                self._label, "convert", entry.key, f"its bytes are no tensor: {exc}", _HINT_ITEM
+            ) from exc
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != entry.dtype:
-            raise ObjectCorrupt(self._label, "convert", entry.key, "it is another tensor than .metadata describes")
+            raise ObjectCorrupt(
+                self._label, "convert", entry.key, "it is another tensor than .metadata describes", _HINT_ITEM
+            )
         return tensor
 
     def _probe(self, parts: Sequence[Part]) -> None:

@@ -79,7 +79,7 @@ class SafetensorsFiles:
             with translate_errors(str(path.parent), "read", path.name):
                 count = read_exactly(fd, piece, start + run.start_in(whole) * itemsize)
             if count != len(piece):
-                raise ObjectCorrupt(str(path.parent), "read", path.name, "it ended early")
+                raise ObjectCorrupt(str(path.parent), "read", path.name, "it ended early", _FETCH)
             position += len(piece)
         return target.view(part.box.sizes)
 

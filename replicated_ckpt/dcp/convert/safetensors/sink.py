@@ -18,7 +18,7 @@ from replicated_ckpt.dcp.convert.safetensors.format import (
 from replicated_ckpt.dcp.convert.torch_file.sink import Progress
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
-from replicated_ckpt.stores.output.output import Output
+from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output
 
 
 class SafetensorsSink:
@@ -68,7 +68,9 @@ class SafetensorsSink:
             tensor.name: (tensor.dtype, tensor.shape) for name in self._entries_by_file for tensor in _read(path / name)
         }
         if found != {entry.name: (entry.dtype, entry.shape) for entry in contents.tensors}:
-            raise ObjectCorrupt(str(path), "read back", SINGLE_NAME, "the headers describe other tensors")
+            raise ObjectCorrupt(
+                str(path), "read back", SINGLE_NAME, "the headers describe other tensors", READ_BACK_HINT
+            )
 
     def may_replace(self, name: str) -> bool:
         return name == INDEX_NAME or (name.startswith("model") and name.endswith(".safetensors"))

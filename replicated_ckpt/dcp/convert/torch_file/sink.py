@@ -17,7 +17,7 @@ from replicated_ckpt.dcp.convert.torch_file.source import load_file
 from replicated_ckpt.dcp.objects.weights_only import load_object
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
-from replicated_ckpt.stores.output.output import Output, Stream
+from replicated_ckpt.stores.output.output import READ_BACK_HINT, Output, Stream
 
 _ALIGNMENT_BYTES = 64
 _LOCAL_HEADER_BYTES = 30
@@ -86,7 +86,8 @@ class TorchSink:
             for part in entry.path:
                 found = found[part]
             if (tuple(found.shape), found.dtype) != (entry.shape, entry.dtype) or not found.is_contiguous():
-                raise ObjectCorrupt(str(path), "load back", entry.name, f"it is {found.dtype} {tuple(found.shape)}")
+                detail = f"it is {found.dtype} {tuple(found.shape)}"
+                raise ObjectCorrupt(str(path), "load back", entry.name, detail, READ_BACK_HINT)
 
     def may_replace(self, name: str) -> bool:
         return name == self._name
@@ -103,7 +104,9 @@ def object_in(raw: bytes, key: str, *, trust: bool) -> Any:
     try:
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False)
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as exc:
-        raise ConfigInvalid(f"{key!r} is no object of torch.save: {str(exc)[:300]}", f"--exclude {key!r}") from exc
+        raise ConfigInvalid(
+            f"{key!r} is no object of torch.save: {str(exc)[:300]}.", f"Leave it out: --exclude {key!r}."
+        ) from exc
 
 
 def _write_tensors(

@@ -22,6 +22,7 @@ from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ObjectUnsafe, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 
+_NAME_FILE = "Name a file of torch.save that this user can read (`ls -l` shows whose it is)."
 _SAVE_AGAIN = (
     "Fetch it again if it was cut off. What an old torch wrote, torch.load and torch.save make into such a file."
 )
@@ -80,7 +81,7 @@ class TorchFile:
         with translate_errors(str(self._path.parent), "read", self._path.name):
             count = read_exactly(self._fd, raw, start + part.box.start_in(whole) * tensor.itemsize)
         if count != len(raw):
-            raise ObjectCorrupt(str(self._path.parent), "read", self._path.name, "it ended early")
+            raise ObjectCorrupt(str(self._path.parent), "read", self._path.name, "it ended early", _SAVE_AGAIN)
         return target
 
     def _position(self, tensor: torch.Tensor) -> int | None:
@@ -117,12 +118,12 @@ def load_file(path: Path, *, trust_pickles: bool) -> Any:
     except FileNotFoundError as exc:
         raise ConfigInvalid(f"{path} does not exist.") from exc
     except OSError as exc:
-        raise StoreError(str(path.parent), "read", path.name, str(exc)) from exc
+        raise StoreError(str(path.parent), "read", path.name, str(exc), _NAME_FILE) from exc
     except UnknownName as exc:
         raise ObjectUnsafe("state dict", str(path), exc.keys) from exc
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as exc:
         raise ConfigInvalid(
-            f"{path} is no file of torch.save that can be mapped: it {str(exc)[:300]}", _SAVE_AGAIN
+            f"{path} is no file of torch.save that can be mapped: it {str(exc)[:300]}.", _SAVE_AGAIN
         ) from exc
 
 
