@@ -44,6 +44,7 @@ def executed(step: Callable[[], object]) -> int:
         return counted
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 tells of no opcode before a frame asks for them
     sys.settrace(counted)
     try:
         step()
