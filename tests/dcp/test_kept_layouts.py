@@ -23,7 +23,7 @@ from replicated_ckpt import CachedSavePlanner, PlansUnknown, ReplicatedWriter
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import ShardEntry
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
-from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts
+from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts, ShardResults
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.commit import lay_out
 from replicated_ckpt.dcp.save.decision import decide
@@ -249,20 +249,25 @@ def test_a_wrapper_that_makes_results_anew() -> None:
     assert job.was_known
 
 
-def test_a_reference_that_means_nothing_is_refused() -> None:
-    """Results that were pickled for another coordinator raise SaveAborted in the accounting, and only once."""
+@pytest.mark.parametrize("which", ["another coordinator", "another layout"])
+def test_a_reference_that_means_nothing_is_refused(which: str) -> None:
+    """Results of another coordinator, or of another layout, raise SaveAborted in the accounting, and only once."""
     job, states = Job(2), make_states(2)
     job.save(states)
+    known = job.layouts[0].save_id
+    digest = job.layouts[1].refer([], "f" * 32, "").digest if which == "another layout" else ""
     plans, metadata = job._plan(states)
     results = [
-        job.layouts[rank].refer(job._write(rank, plan), "f" * 32, job.layouts[0].save_id)
-        for rank, plan in enumerate(plans)
+        job.layouts[0].refer(job._write(0, plans[0]), "f" * 32, known),
+        ShardResults([], digest or "0" * 64, known),
     ]
     sent = pickle.dumps(results)
-    job.layouts[0] = KeptLayouts()
+    if which == "another coordinator":
+        job.layouts[0] = KeptLayouts()
     lost = pickle.loads(sent)
     with pytest.raises(SaveAborted, match="none of it"):
         job.layouts[0].find(metadata, lost)
+    job.layouts[1:] = [KeptLayouts()]
     check_as_fresh(job, states)
 
 
