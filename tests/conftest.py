@@ -100,10 +100,20 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files begin first: what is left at the end is short, so several at once end together."""
     items.sort(key=_turn)
+    _check_names(items)
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not Path("/dev/nvidiactl").exists():
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def _check_names(items: list[pytest.Item]) -> None:
+    """The text of a set is another one in each process: no test is named by it, else two workers collect other tests."""
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        for value in given.values():
+            if isinstance(value, (set, frozenset)) and len(value) > 1 and str(value) in item.name:
+                raise pytest.UsageError(f"{item.nodeid} is named by a set: give its parameters as a list, or an id")
 
 
 @pytest.hookimpl(optionalhook=True)

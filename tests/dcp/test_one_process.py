@@ -473,14 +473,14 @@ def test_arguments_that_cannot_work_are_refused_at_once(tmp_path: Path, argument
 @pytest.mark.parametrize(
     ("options", "reached", "beyond"),
     [
-        ({"ack": "local"}, {"staged", "local"}, {"peer-memory", "peer", "object"}),
-        ({"ack": "peer"}, {"staged", "local", "peer-memory", "peer"}, {"object"}),
-        ({"ack": "staged"}, {"staged", "local", "peer-memory", "peer"}, {"object", "never"}),
+        ({"ack": "local"}, ["staged", "local"], ["peer-memory", "peer", "object"]),
+        ({"ack": "peer"}, ["staged", "local", "peer-memory", "peer"], ["object"]),
+        ({"ack": "staged"}, ["staged", "local", "peer-memory", "peer"], ["object", "never"]),
     ],
     ids=str,
 )
 def test_no_level_is_waited_for_that_does_not_come(
-    tmp_path: Path, options: dict[str, Any], reached: set[Ack], beyond: set[Ack]
+    tmp_path: Path, options: dict[str, Any], reached: list[Ack], beyond: list[Ack]
 ) -> None:
     """A wait for a level to which this writer's saves never come is refused at once; any other one returns."""
     writer = ReplicatedWriter(tmp_path, copies=1, **options)
