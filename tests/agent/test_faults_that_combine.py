@@ -159,6 +159,15 @@ def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> 
     assert all(is_staged(service, save_id) for save_id in saves)
 
 
+def test_a_save_of_another_job_leaves_one_whose_ranks_still_plan_open(service: NodeService) -> None:
+    """Longer than the grace nobody of this node works on it; nodes of it that are asked say that it goes on."""
+    service.begin(Intent(NEW, "step-10", "one", overwrite=False, nodes=(service.node_id, OTHER), coordinator=OTHER))
+    with mock.patch("replicated_ckpt.agent.saves.service.OPEN_GRACE_S", 0.0):
+        _, leftovers = service.begin(Intent(NEWEST, "step-11", "another", overwrite=False))
+    assert [(found.intent.save_id, found.is_over) for found in leftovers] == [(NEW, False)]
+    service.check_open(NEW)
+
+
 def test_a_decision_comes_from_the_first_node_that_gives_it_intact(tmp_path: Path) -> None:
     """Two nodes have published, and one's `.metadata` has a flipped bit: the node that waits takes the other's."""
     services = [NodeService(LocalStore(tmp_path / name)) for name in ("bad", "good", "waiting")]

@@ -100,9 +100,10 @@ class NodeService:
         return tuple(completed)
 
     def begin(self, intent: Intent) -> tuple[dict[str, History], tuple[Leftover, ...]]:
-        """Opens a save and fences: bytes of any other attempt at this checkpoint are refused from now on.
+        """Opens a save and fences: bytes of any other attempt at this checkpoint, or of its own process group, are refused.
 
-        Returns the lineages that this node holds or has heard of, and the saves left behind that this one shows to be over.
+        Another job's save is not, though no rank of this node works on it: its ranks may still plan.
+        Returns the lineages that this node holds or has heard of, and the saves left behind that may be over.
 
         Raises:
             CheckpointExists, StoreError
@@ -122,7 +123,7 @@ class NodeService:
                 self._opened_at.pop(intent.save_id, None)
             raise
         for leftover in leftovers:
-            if not leftover.may_live:
+            if leftover.is_over:
                 self._fence.give_up(leftover.intent.save_id, leftover.why)
         return self.histories(scope_of(intent.checkpoint_id)), leftovers
 

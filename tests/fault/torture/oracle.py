@@ -148,7 +148,7 @@ class Oracle:
             attempt.parts = dict.fromkeys(names, "")
             attempt.nodes_by_part = {name: set() for name in names}
             attempt.published_by_part = {name: set() for name in names}
-        for name in attempt.parts:
+        for name in attempt.parts if not attempt.is_stock or lying.manifest is not None or not attempt.save_id else ():
             if name in lying.files:
                 attempt.parts[name] = attempt.parts[name] or lying.files[name]
         if attempt.parts.get(MANIFEST, "") == lying.files.get(MANIFEST):
