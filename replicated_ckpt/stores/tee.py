@@ -82,6 +82,7 @@ class _SinkThread(threading.Thread):
             self.finish_s = self._guard(partial(self.sink.finish, piece))
         if self.error is not None or piece is None:
             self.sink.discard()
+        del self._tee  # in a circle with its threads it would keep the buffers until the garbage collector comes by
 
     def _guard(self, action: Callable[[], object]) -> float:
         """Seconds that the action took."""

@@ -86,7 +86,7 @@ def shown_of(pid: int) -> dict[str, object]:
         "environment": sorted(texts["environ"]),
         "folder": (proc / "cwd").readlink(),
         "umask": next(line for line in (proc / "status").read_text().splitlines() if line.startswith("Umask:")),
-        "files": {path for path in targets if path.startswith("/") and "/.agent/" not in path},
+        "files": {path for path in targets if path.startswith("/") and "/.agent" not in path},
         "leads a session": os.getsid(pid) == pid,
         "has torch": "libtorch" in (proc / "maps").read_text(),
     }

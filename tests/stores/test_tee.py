@@ -1,7 +1,9 @@
 """The tee: every sink gets the same bytes in order, a failing one hurts no other, and memory is bounded."""
 
+import gc
 import threading
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -37,6 +39,24 @@ class Collecting:
 
     def discard(self) -> None:
         self.discarded = True
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_memory_goes_with_the_tee(*, is_whole: bool) -> None:
+    """The buffers are free as soon as nobody uses tee and buffers any more, not when the garbage collector comes by."""
+    buffers = Buffers(2, 4096)
+    written, found = Tee([Collecting(), Collecting()], buffers), weakref.ref(buffers)
+    written.write(b"x" * 10_000)
+    gc.disable()
+    try:
+        if is_whole:
+            written.finish()
+        else:
+            written.discard()
+        del written, buffers
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 @settings(max_examples=50, deadline=None)

@@ -27,21 +27,21 @@ def fetch_manifest(checkpoint_id: str, save_id: str, sources: Sequence[AgentAddr
     return fetch_first(sources, fetch, f"{checkpoint_id}/{MANIFEST_NAME}")
 
 
-def fetch_metadata(manifest: Manifest, sources: Sequence[AgentAddress]) -> bytes:
-    """The metadata of the manifest's save from the first source that has it intact.
+def fetch_metadata(checkpoint_id: str, manifest: Manifest, sources: Sequence[AgentAddress]) -> bytes:
+    """The metadata of the manifest's save, under `checkpoint_id`, from the first source that has it intact.
 
     Raises:
         ReplicatedCkptError: none has; what the last one answered.
     """
 
     def fetch(client: AgentClient) -> bytes:
-        path = file_path(manifest.checkpoint_id, manifest.save_id, METADATA_NAME)
+        path = file_path(checkpoint_id, manifest.save_id, METADATA_NAME)
         metadata = client.fetch_file(path, manifest.metadata_bytes)
         if crc32c(metadata) != manifest.metadata_crc32c:
             raise ObjectCorrupt(client.address.label, "take over", METADATA_NAME, "it does not match the manifest")
         return metadata
 
-    return fetch_first(sources, fetch, f"{manifest.checkpoint_id}/{METADATA_NAME}")
+    return fetch_first(sources, fetch, f"{checkpoint_id}/{METADATA_NAME}")
 
 
 def fetch_first(sources: Sequence[AgentAddress], fetch: Callable[[AgentClient], T | None], what: str) -> T:

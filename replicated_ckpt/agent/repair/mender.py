@@ -167,7 +167,7 @@ class Mender:
         if self._examine(directory, manifest, METADATA_NAME) is None:
             return None
         try:
-            metadata = fetch_metadata(manifest, self._addresses(action.sources))
+            metadata = fetch_metadata(action.checkpoint_id, manifest, self._addresses(action.sources))
         except ReplicatedCkptError as exc:
             return exc
         directory.put_small(METADATA_NAME, metadata)
@@ -177,7 +177,7 @@ class Mender:
     def _take_over(self, action: RestoreManifest) -> None:
         """Puts the save here as one that was published; one that is here and newer stays."""
         manifest, raw_manifest = fetch_manifest(action.checkpoint_id, action.save_id, self._addresses(action.sources))
-        metadata = fetch_metadata(manifest, self._addresses(action.sources))
+        metadata = fetch_metadata(action.checkpoint_id, manifest, self._addresses(action.sources))
         own = self._store.read_published(action.checkpoint_id)
         if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
             return

@@ -160,7 +160,7 @@ def _stage_decision(service: NodeService, intent: Intent, sources: Sequence[Agen
     """
     checkpoint_id = intent.checkpoint_id or _ask_name(intent.save_id, sources)
     manifest, raw = fetch_manifest(checkpoint_id, intent.save_id, sources)
-    metadata = fetch_metadata(manifest, sources)
+    metadata = fetch_metadata(checkpoint_id, manifest, sources)
     service.store.put_small(intent.save_id, METADATA_NAME, metadata)
     service.store.put_small(intent.save_id, MANIFEST_NAME, raw)
 
