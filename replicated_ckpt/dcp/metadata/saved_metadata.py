@@ -1,6 +1,7 @@
-"""What `dcp.save` returns on the ranks: metadata that lies on every node already, and does not travel to each rank."""
+"""What `dcp.save` returns: metadata that lies on every node already, and does not travel to each rank."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import fields
 from typing import Any, SupportsIndex
 
@@ -9,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
+from replicated_ckpt.dcp.planning.kept_layouts import holds_paths_only
 from replicated_ckpt.errors import CheckpointNotFound, ObjectCorrupt
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
@@ -37,10 +39,12 @@ class SavedMetadata(Metadata):
         return super().__getattribute__(name)
 
     def _read(self) -> None:
-        store: LocalStore | None = self._store
-        assert store is not None, "it has come to a rank"
-        vars(self).update(vars(_read_metadata(store, *self._save)))
-        del vars(self)["_save"], vars(self)["_store"]
+        """Two threads may do so at once: both read, and neither misses what the other has taken away."""
+        save, store = vars(self).get("_save"), vars(self)["_store"]
+        if save is not None:
+            assert store is not None, "it has come to a rank"
+            vars(self).update(vars(_read_metadata(store, *save)))
+            vars(self).pop("_save", None)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         kept = vars(self)
@@ -61,12 +65,17 @@ def tell_metadata(
 ) -> object:
     """Tells all ranks how a save ended, by DCP's broadcast; returns what DCP takes for the outcome on this rank.
 
-    `reference`, at the coordinator: goes in place of the metadata where every node has it.
+    `reference`, at the coordinator: goes in place of the metadata where every node has it, and any rank can read it there,
+    as it names no class of a foreign planner. What is returned shares no place of an item with what the coordinator keeps
+    for its next save: a caller may change it.
     """
-    told = broadcast(reference if reference is not None and type(own) is Metadata else own)
-    if not isinstance(told, SavedMetadata):
-        return told
-    return told.found_in(store) if own is None else own
+    is_readable = type(own) is Metadata and (own.planner_data is None or holds_paths_only(own.planner_data))
+    told = broadcast(reference if reference is not None and is_readable else own)
+    if isinstance(told, SavedMetadata):
+        return told.found_in(store)
+    if type(own) is Metadata:
+        own.storage_data = {index: copy(info) for index, info in own.storage_data.items()}
+    return told
 
 
 def _read_metadata(store: LocalStore, checkpoint_id: str, save_id: str) -> Metadata:

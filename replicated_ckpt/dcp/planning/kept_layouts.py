@@ -1,5 +1,6 @@
 """The layout of a save, kept for the next: a rank whose shard is laid out alike sends a digest in place of its results."""
 
+import copy
 import hashlib
 import operator
 import pickle
@@ -20,13 +21,21 @@ class ShardResults(list[WriteResult]):
 
     def __init__(self, results: Iterable[WriteResult] = (), digest: str = "", same_as: str = "") -> None:
         super().__init__(results)
-        self._digest, self._count = digest, len(self)
+        self._digest, self._described = digest, tuple(self)
         self._same_as = same_as
 
     @property
     def digest(self) -> str:
         """Of names, offsets and lengths; "" if a wrapper of the writer has changed the list since."""
-        return self._digest if len(self) == self._count else ""
+        is_as_it_was = len(self) == len(self._described) and all(map(operator.is_, self, self._described))
+        return self._digest if is_as_it_was else ""
+
+    def __copy__(self) -> list[WriteResult]:
+        """The results themselves: a rank that is not the coordinator could not find them by the digest."""
+        return list(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[WriteResult]:
+        return copy.deepcopy(list(self), memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         if self._same_as and self.digest:
@@ -38,18 +47,23 @@ class _LostResults(list[WriteResult]):
     """In the place of results that the coordinator does not have. Gathering cannot raise: the other ranks would wait."""
 
 
+def holds_paths_only(planner_data: Any) -> bool:
+    """Whether a planner has kept what DCP's own keeps: where each name lies in the nested state."""
+    return type(planner_data) is dict and all(type(path) is tuple for path in planner_data.values())
+
+
 class PlannerData:
     """A planner's own data as it was. Of what a foreign planner puts there, `==` may say anything: pickles are compared."""
 
     def __init__(self, data: Any) -> None:
-        is_paths = type(data) is dict and all(type(path) is tuple for path in data.values())
+        is_paths = holds_paths_only(data)
         self._paths = dict(data) if is_paths else None
         self._pickle = b"" if is_paths else pickle.dumps(data)
 
     def is_same(self, data: Any) -> bool:
         if self._paths is None:
             return pickle.dumps(data) == self._pickle
-        if type(data) is not dict or data.keys() != self._paths.keys():
+        if type(data) is not dict or list(data) != list(self._paths):
             return False
         if all(map(operator.is_, data.values(), self._paths.values())):
             return True

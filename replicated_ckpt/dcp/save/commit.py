@@ -58,7 +58,7 @@ def commit_save(
         with put_off():
             shards = _shard_entries(decision, receipts)
             same, layout = lay_out(decision, shards, metadata, results, layouts)
-            raw_metadata, manifest = _describe(decision, config.copies, shards, metadata, layout.raw, notes or {})
+            raw_metadata, manifest = _describe(decision, config.copies, shards, metadata, layout, notes or {})
         failpoints.reach("coordinator.accounted")
         store.put_small(decision.save_id, METADATA_NAME, raw_metadata)
         failpoints.reach("coordinator.metadata-staged")
@@ -70,7 +70,8 @@ def commit_save(
         raise
     failpoints.reach("coordinator.decided")
     layouts.keep(layout)
-    committed = cluster.commit(decision.save_id, raw_metadata, manifest.encode(), same)
+    is_as_before = raw_metadata == layout.raw  # else it has a part for the bucket, which names this save
+    committed = cluster.commit(decision.save_id, raw_metadata, manifest.encode(), same if is_as_before else None)
     failpoints.reach("coordinator.published")
     late = (
         f"node {node} has not published the checkpoint yet: {error}" for node, error in committed.error_by_node.items()
@@ -160,10 +161,10 @@ def _describe(
     copies: int,
     shards: Mapping[str, ShardEntry],
     metadata: Metadata,
-    raw: bytes,
+    layout: KeptLayout,
     notes: Mapping[str, Any],
 ) -> tuple[bytes, Manifest]:
-    raw_metadata, upload = _add_for_bucket(raw, metadata, decision)
+    raw_metadata, upload = _add_for_bucket(layout, metadata, decision)
     metadata.storage_meta = StorageMeta(checkpoint_id=decision.checkpoint_id, save_id=decision.save_id)
     manifest = Manifest(
         save_id=decision.save_id,
@@ -186,9 +187,9 @@ def _describe(
     return raw_metadata, manifest
 
 
-def _add_for_bucket(raw: bytes, metadata: Metadata, decision: SaveDecision) -> tuple[bytes, UploadEntry | None]:
+def _add_for_bucket(layout: KeptLayout, metadata: Metadata, decision: SaveDecision) -> tuple[bytes, UploadEntry | None]:
     """The bytes of `.metadata`, and what of them becomes the bucket's, where shards may lie under the save's own prefix."""
-    plan = decision.upload
+    plan, raw = decision.upload, layout.raw
     if plan is None:
         return raw, None
     if not plan.has_own_prefix:
@@ -198,7 +199,8 @@ def _add_for_bucket(raw: bytes, metadata: Metadata, decision: SaveDecision) -> t
     elsewhere = {
         index: replace(info, relative_path=paths[info.relative_path]) for index, info in metadata.storage_data.items()
     }
-    bucket = encode_metadata(replace(metadata, storage_data=elsewhere))
+    shared = dict(layout.described)  # of which equal parts are one object
+    bucket = encode_metadata(replace(metadata, state_dict_metadata=shared, storage_data=elsewhere))
     return raw + bucket, UploadEntry(plan.url, True, len(bucket), crc32c(bucket))
 
 
