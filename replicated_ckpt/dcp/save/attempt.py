@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 DECISION_TIMEOUT_S = 30.0
 HELD_STAGED_S = 60.0
 """So long a rank holds a save that was acknowledged as staged. From then on its node's agent settles it by itself."""
+FOLLOWED_STAGED_S = 600.0
+"""So long after its own shard is written a rank looks how such a save ends: the coordinator's node may be gone for good."""
+_UNKNOWN = "The coordinator's node does not say; `replicated-ckpt status` names the nodes that this save waits for."
 _LOOK_FIRST_S, _LOOK_MAX_S = 0.02, 0.5
 
 
@@ -231,7 +234,8 @@ class SaveAttempt:
         """The save is committed; or, acknowledged as staged, it will be: then a thread waits for that."""
         if self.ending is not None:
             return
-        if self._config.ack == "staged" and self._store.staging(self._decision.save_id).is_dir():
+        decision, catalog = self._decision, self._store.catalog
+        if self._config.ack == "staged" and catalog.save_id_of(decision.checkpoint_id) != decision.save_id:
             try:
                 self.ending = Ending(self._follow_publication)
             except StoreUnavailable as exc:
@@ -244,11 +248,17 @@ class SaveAttempt:
         ending.acknowledge()
         staging, pause_s = self._store.staging(self._decision.save_id), _LOOK_FIRST_S
         held_until = time.monotonic() + HELD_STAGED_S
+        followed_until = time.monotonic() + FOLLOWED_STAGED_S
         while staging.is_dir():
             time.sleep(pause_s)
             pause_s = min(_LOOK_MAX_S, 1.3 * pause_s)
             if time.monotonic() > held_until:
                 self.close()
+            if not self._held.is_written:
+                followed_until = time.monotonic() + FOLLOWED_STAGED_S
+            elif time.monotonic() > followed_until:
+                what = f"it is staged here {FOLLOWED_STAGED_S:g} s after this rank's shard was written"
+                raise StoreUnavailable(f"store {self._config.root}", "follow", self._decision.save_id, what, _UNKNOWN)
         self.close()
         if self._store.catalog.checkpoint_of(self._decision.save_id) is not None:
             self._report_committed()
