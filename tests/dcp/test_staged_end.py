@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,19 @@ def test_a_rank_does_not_follow_a_save_for_ever(tmp_path: Path, monkeypatch: pyt
     assert made.ending is not None
     with pytest.raises(StoreUnavailable, match="it is staged here"):
         made.ending.end.result(TIMEOUT_S)
+
+
+def test_saves_are_reported_in_their_order(tmp_path: Path, gate: threading.Event) -> None:
+    """The later one is seen published first, as a rank looks for the one before from time to time only."""
+    made = acknowledged(tmp_path, [])
+    last = Ending(held_back(gate))
+    keep_last(made._world.session, last)
+    made._learn_committed()
+    assert made.ending is not None
+    assert not wait([made.ending.end], 0.5).done
+    gate.set()
+    assert wait([made.ending.end], TIMEOUT_S).done
+    assert last.end.done()
 
 
 def test_an_interrupted_wait_for_the_save_before_is_made_again(

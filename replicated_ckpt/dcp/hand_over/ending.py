@@ -55,8 +55,14 @@ _last_by_session: dict[str, Ending] = {}
 
 
 def keep_last(session: str, ending: Ending) -> None:
-    """The save of this session that the next one waits for."""
+    """The save of this session that the next one waits for: the coordinator's rank opens it then, others report it then."""
     _last_by_session[session] = ending
+
+
+def find_last(session: str) -> Ending | None:
+    """The save of this session that was kept last, if it is not over."""
+    last = _last_by_session.get(session)
+    return None if last is None or last.end.done() else last
 
 
 def await_last(session: str) -> None:
