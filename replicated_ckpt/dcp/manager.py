@@ -173,7 +173,8 @@ class CheckpointManager:
     ) -> None:
         """Copies the state and returns; the rest is done in the background. Waits for the one before first.
 
-        Arguments as of `save`. What fails in the background is raised by the next call of this manager.
+        Arguments as of `save`. What fails in the background is raised by the next call of this manager; with ack="staged"
+        what fails after the acknowledgement, by `wait` and `close`, and it is logged: a later save does not raise it.
 
         Raises:
             CheckpointException, ReplicatedCkptError: the asynchronous save before it failed; nothing was saved now.
@@ -334,11 +335,12 @@ class CheckpointManager:
             CheckpointException, ReplicatedCkptError: the asynchronous save failed.
         """
         self._told.check_not_inside("close")
-        self._is_closed = True
+        was_closed, self._is_closed = self._is_closed, True
         self._preemption.close()
         with contextlib.closing(self._checkpoints):
             self._settle()
-            self._checkpoints.writer.raise_failure()
+            if not was_closed:
+                self._checkpoints.writer.raise_failure()
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:

@@ -17,6 +17,7 @@ class Ending:
     def __init__(self, work: Callable[["Ending"], object]) -> None:
         """`work` calls `acknowledge` once the save needs this rank no more. Raises StoreUnavailable: there is no thread."""
         self.end: Future[None] = Future()
+        self._runs_in: int | None = None
         self._is_acknowledged = threading.Event()
         start_worker(self._run, work, name="rckpt-ending")
 
@@ -30,7 +31,13 @@ class Ending:
         if self.end.done():
             self.end.result()
 
+    def wait(self) -> None:
+        """Returns once the save is over. What it calls itself, such as `on_save`, does not wait for itself."""
+        if threading.get_ident() != self._runs_in:
+            wait([self.end])
+
     def _run(self, work: Callable[["Ending"], object]) -> None:
+        self._runs_in = threading.get_ident()
         try:
             work(self)
         except BaseException as exc:  # noqa: BLE001 - top of a thread; who asks for the end gets the error
@@ -40,6 +47,7 @@ class Ending:
         else:
             self.end.set_result(None)
         finally:
+            self._runs_in = None
             self._is_acknowledged.set()
 
 
@@ -47,12 +55,19 @@ _last_by_session: dict[str, Ending] = {}
 
 
 def keep_last(session: str, ending: Ending) -> None:
-    """The save of this session that the next one waits for."""
+    """The save of this session that the next one waits for: the coordinator's rank opens it then, others report it then."""
     _last_by_session[session] = ending
+
+
+def find_last(session: str) -> Ending | None:
+    """The save of this session that was kept last, if it is not over."""
+    last = _last_by_session.get(session)
+    return None if last is None or last.end.done() else last
 
 
 def await_last(session: str) -> None:
     """Returns once this session's save before is over. A save that was opened earlier would end it: a session has one."""
-    last = _last_by_session.pop(session, None)
+    last = _last_by_session.get(session)
     if last is not None:
-        wait([last.end])
+        last.wait()
+        _last_by_session.pop(session, None)  # not before: a wait that is interrupted has to be made again

@@ -39,6 +39,11 @@ class HeldSave:
         if follower is not None:
             self._open.callback(follower.leave)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the agent is done with the shard that it was given, if any."""
+        return self._follower is None or self._follower.end.done()
+
     def find_written(self) -> WrittenCopies | None:
         """What the agent has written, if it was given a shard, and has said so: it does as it tells the coordinator's."""
         end = None if self._follower is None else self._follower.end

@@ -21,7 +21,7 @@ from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.standing import check_gives_way
-from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, keep_last
+from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, find_last, keep_last
 from replicated_ckpt.dcp.hand_over.finishing import Handing
 from replicated_ckpt.dcp.hand_over.held_save import HeldSave
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 DECISION_TIMEOUT_S = 30.0
 HELD_STAGED_S = 60.0
 """So long a rank holds a save that was acknowledged as staged. From then on its node's agent settles it by itself."""
+FOLLOWED_STAGED_S = 600.0
+"""So long after its own shard is written a rank looks how such a save ends: the coordinator's node may be gone for good."""
+_UNKNOWN = "The coordinator's node does not say; `replicated-ckpt status` names the nodes that this save waits for."
 _LOOK_FIRST_S, _LOOK_MAX_S = 0.02, 0.5
 
 
@@ -231,25 +234,40 @@ class SaveAttempt:
         """The save is committed; or, acknowledged as staged, it will be: then a thread waits for that."""
         if self.ending is not None:
             return
-        if self._config.ack == "staged" and self._store.staging(self._decision.save_id).is_dir():
+        decision, session = self._decision, self._world.session
+        before, there = find_last(session), self._store.catalog.save_id_of(decision.checkpoint_id)
+        if self._config.ack == "staged" and (before is not None or there != decision.save_id):
             try:
-                self.ending = Ending(self._follow_publication)
+                self.ending = Ending(partial(self._follow_publication, before))
+                if not self._world.is_coordinator:
+                    keep_last(session, self.ending)
             except StoreUnavailable as exc:
                 self._warn([f"this rank does not learn when the save is over: {exc}"])
         else:
             self._report_committed()
 
-    def _follow_publication(self, ending: Ending) -> None:
-        """A rank that is not the coordinator's sees in its own store how the save ends, and asks no other process."""
+    def _follow_publication(self, before: Ending | None, ending: Ending) -> None:
+        """A rank that is not the coordinator's sees in its own store how the save ends, and asks no other process.
+
+        It reports after the save before, which it may see later.
+        """
         ending.acknowledge()
         staging, pause_s = self._store.staging(self._decision.save_id), _LOOK_FIRST_S
         held_until = time.monotonic() + HELD_STAGED_S
+        followed_until = time.monotonic() + FOLLOWED_STAGED_S
         while staging.is_dir():
             time.sleep(pause_s)
             pause_s = min(_LOOK_MAX_S, 1.3 * pause_s)
             if time.monotonic() > held_until:
                 self.close()
+            if not self._held.is_written:
+                followed_until = time.monotonic() + FOLLOWED_STAGED_S
+            elif time.monotonic() > followed_until:
+                what = f"it is staged here {FOLLOWED_STAGED_S:g} s after this rank's shard was written"
+                raise StoreUnavailable(f"store {self._config.root}", "follow", self._decision.save_id, what, _UNKNOWN)
         self.close()
+        if before is not None:
+            before.wait()
         if self._store.catalog.checkpoint_of(self._decision.save_id) is not None:
             self._report_committed()
         elif not self._is_left:  # else a newer save may have taken its place by now

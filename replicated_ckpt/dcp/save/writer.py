@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -286,7 +285,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """Returns once agents have completed what was acknowledged as staged, or have given it up."""
         ending = None if self._attempt is None else self._attempt.ending
         if ending is not None:
-            wait([ending.end])
+            ending.wait()
 
     def raise_failure(self) -> None:
         """Raises what the last save has failed with after it was acknowledged as staged. It waits for the end of it."""

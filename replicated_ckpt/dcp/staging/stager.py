@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.dcp.runtime.torch_private import AsyncCall, async_calling
 from replicated_ckpt.dcp.staging.available import share_of_rank
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, drop_idle_segments, lease_segment
 from replicated_ckpt.dcp.staging.state_copy import StateCopy
+from replicated_ckpt.errors import RankFailed
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class Stager:
         self._staged_at = float("-inf")
         self._lease: weakref.ref[memoryview] | None = None
         self._future: weakref.ref[Future[Any]] | None = None
+        self._failure = ""
         self._asked_by: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._is_uncopied = False
@@ -50,6 +53,7 @@ class Stager:
         self.wait_for_last()
         self._asked_by, self._thread, self._lease, self._future = None, None, None, None
         self._is_uncopied = self._is_staged = False
+        self._failure = ""
         self._written.clear()
         call = async_calling()
         staged = self._copy(state_dict, call, await_written)
@@ -78,10 +82,20 @@ class Stager:
         return staged
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when the future of the last `dcp.async_save` is done; raises its error, or TimeoutError."""
+        """Returns when the future of the last `dcp.async_save` is done; raises its error, or TimeoutError.
+
+        Raises RankFailed, which says the error, if the caller of `dcp.async_save` has not kept the future.
+        """
         future = None if self._future is None else self._future()
         if future is not None:
             future.result(timeout_s)
+        elif self._failure:
+            raise RankFailed(f"The last asynchronous save has failed: {self._failure}")
+
+    def _note_end(self, future: "Future[Any]") -> None:
+        error = None if future.cancelled() else future.exception()
+        if error is not None and self._future is not None and self._future() is future:
+            self._failure = one_line(error)
 
     def synchronize(self) -> None:
         """From here on the original may change. One that was not copied was written by then, or that failed."""
@@ -89,6 +103,7 @@ class Stager:
         if call is None or call.future is None:
             return
         self._future = weakref.ref(call.future)  # its error may hold on to the copy
+        call.future.add_done_callback(self._note_end)
         while self._is_uncopied and not self._written.wait(_POLL_S) and not call.future.done():
             pass
 

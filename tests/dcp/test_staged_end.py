@@ -1,0 +1,150 @@
+"""The end of a save that was acknowledged as staged, as ranks follow it: nothing is taken for its end that is none."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from replicated_ckpt import CheckpointManager, ReplicatedWriter
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.hand_over import ending
+from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, keep_last
+from replicated_ckpt.dcp.save import attempt
+from replicated_ckpt.dcp.save.attempt import SaveAttempt
+from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted, StoreUnavailable
+from replicated_ckpt.stores.local.directories.intent import Intent
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+SAVE, TIMEOUT_S = "5" * 32, 20.0
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def held_back(gate: threading.Event) -> Callable[[Ending], object]:
+    def work(ending: Ending) -> None:
+        ending.acknowledge()
+        assert gate.wait(TIMEOUT_S)
+
+    return work
+
+
+def acknowledged(root: Path, reports: list[Any]) -> SaveAttempt:
+    """A save of a rank that is not the coordinator's, at the moment in which it learns of the acknowledgement."""
+    parts = ReplicatedWriter(root, ack="staged")._parts
+    made = SaveAttempt(parts, World(1, 2, None), "step-1", {}, reports.append)
+    made._decision = SimpleNamespace(save_id=SAVE, checkpoint_id="step-1")  # type: ignore[assignment]
+    return made
+
+
+def test_a_save_that_is_given_up_at_once_is_not_reported(tmp_path: Path) -> None:
+    """Nothing of it is staged any more when a rank looks first: that is not the commit, and `wait` raises it."""
+    reports: list[Any] = []
+    made = acknowledged(tmp_path, reports)
+    made._learn_committed()
+    assert made.ending is not None
+    with pytest.raises(SaveAborted, match="was given up"):
+        made.ending.end.result(TIMEOUT_S)
+    assert reports == []
+
+
+def test_a_rank_does_not_follow_a_save_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator's node is lost, and the save stays staged: what waits for the end of it goes on."""
+    monkeypatch.setattr(attempt, "FOLLOWED_STAGED_S", 0.1)
+    made = acknowledged(tmp_path, [])
+    made._store.begin(Intent(SAVE, "step-1", "session", overwrite=True))
+    made._learn_committed()
+    assert made.ending is not None
+    with pytest.raises(StoreUnavailable, match="it is staged here"):
+        made.ending.end.result(TIMEOUT_S)
+
+
+def test_saves_are_reported_in_their_order(tmp_path: Path, gate: threading.Event) -> None:
+    """The later one is seen published first, as a rank looks for the one before from time to time only."""
+    made = acknowledged(tmp_path, [])
+    last = Ending(held_back(gate))
+    keep_last(made._world.session, last)
+    made._learn_committed()
+    assert made.ending is not None
+    assert not wait([made.ending.end], 0.5).done
+    gate.set()
+    assert wait([made.ending.end], TIMEOUT_S).done
+    assert last.end.done()
+
+
+def test_an_interrupted_wait_for_the_save_before_is_made_again(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next save is opened too early, and ends one that was acknowledged."""
+    last = Ending(held_back(gate))
+    keep_last("session", last)
+
+    def interrupted(futures: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ending, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            await_last("session")
+    threading.Timer(0.2, gate.set).start()
+    await_last("session")
+    assert last.end.done()
+
+
+def test_what_an_ending_calls_does_not_wait_for_it(tmp_path: Path, gate: threading.Event) -> None:
+    """`on_save` may close the writer: the thread that calls it is the one that would be waited for."""
+    writer = ReplicatedWriter(tmp_path, ack="staged")
+
+    def work(ending: Ending) -> None:
+        held_back(gate)(ending)
+        writer.close()
+
+    writer._attempt = acknowledged(tmp_path, [])
+    writer._attempt.ending = Ending(work)
+    gate.set()
+    writer._attempt.ending.end.result(TIMEOUT_S)
+
+
+def test_wait_raises_a_failure_whose_future_was_not_kept(tmp_path: Path) -> None:
+    """`wait(ack=...)` returning is the acknowledgement: that of a save that has failed never comes."""
+    writer = ReplicatedWriter(tmp_path)
+    saving = dcp.async_save({"lock": threading.Lock()}, checkpoint_id="step-1", storage_writer=writer)
+    writer._stager.wait_for_last()
+    del saving
+    gc.collect()
+    with pytest.raises(ReplicatedCkptError, match="has failed"):
+        writer.wait(TIMEOUT_S, ack="peer")
+    dcp.async_save({"t": torch.ones(3)}, checkpoint_id="step-2", storage_writer=writer)
+    assert writer.wait(TIMEOUT_S, ack="peer") == ()
+
+
+def test_the_second_close_of_a_manager_raises_nothing(tmp_path: Path) -> None:
+    """What failed after the acknowledgement is raised once: `with` closes what was closed inside it."""
+
+    def fail(ending: Ending) -> None:
+        ending.acknowledge()
+        raise SaveAborted("It fails late.")
+
+    manager = CheckpointManager(tmp_path, preempt_on=(), ack="staged")
+    manager.async_save(1, {"t": torch.ones(3)})
+    manager.wait()
+    made = manager._checkpoints.writer._attempt
+    assert made is not None
+    made.ending = Ending(fail)
+    with pytest.raises(SaveAborted, match="late"):
+        manager.close()
+    manager.close()
