@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -166,6 +167,21 @@ def test_a_save_of_another_job_leaves_one_whose_ranks_still_plan_open(service: N
         _, leftovers = service.begin(Intent(NEWEST, "step-11", "another", overwrite=False))
     assert [(found.intent.save_id, found.is_over) for found in leftovers] == [(NEW, False)]
     service.check_open(NEW)
+
+
+def test_a_save_is_young_until_it_is_open(service: NodeService) -> None:
+    """A disk that takes a minute to open it leaves its ranks the whole grace all the same."""
+    intent, seen = Intent(NEW, "step-10", "one", overwrite=False), list[bool]()
+
+    def open_slowly(_: Intent) -> None:
+        with mock.patch("replicated_ckpt.agent.saves.service.time.monotonic", return_value=time.monotonic() + 60.0):
+            seen.append(service.was_opened_within(5.0, intent))
+
+    with mock.patch.object(service, "open_in_store", open_slowly):
+        service.begin(intent)
+    assert seen == [True]
+    assert service.was_opened_within(5.0, intent)
+    assert not service.was_opened_within(0.0, intent)
 
 
 def test_a_decision_comes_from_the_first_node_that_gives_it_intact(tmp_path: Path) -> None:

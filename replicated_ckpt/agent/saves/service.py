@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,7 +113,7 @@ class NodeService:
         self._complete_decided(self.leftovers(intent.session, intent))
         leftovers = self.leftovers(intent.session, intent)
         with self._lock:  # first: whoever looks at the disk meanwhile must not take it for one that nobody works on
-            self._opened_at[intent.save_id] = time.monotonic()
+            self._opened_at[intent.save_id] = math.inf  # however slow the disk is: it is young until it is open
         try:
             if intent.adopts:
                 self.adoption_locks.open(intent.save_id)
@@ -122,6 +123,9 @@ class NodeService:
             with self._lock:
                 self._opened_at.pop(intent.save_id, None)
             raise
+        with self._lock:
+            if intent.save_id in self._opened_at:  # else it was given up meanwhile
+                self._opened_at[intent.save_id] = time.monotonic()
         for leftover in leftovers:
             if leftover.is_over:
                 self._fence.give_up(leftover.intent.save_id, leftover.why)
