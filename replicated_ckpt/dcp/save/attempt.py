@@ -235,16 +235,18 @@ class SaveAttempt:
         if self.ending is not None:
             return
         decision, session = self._decision, self._world.session
-        before, there = find_last(session), self._store.catalog.save_id_of(decision.checkpoint_id)
-        if self._config.ack == "staged" and (before is not None or there != decision.save_id):
-            try:
-                self.ending = Ending(partial(self._follow_publication, before))
-                if not self._world.is_coordinator:
-                    keep_last(session, self.ending)
-            except StoreUnavailable as exc:
-                self._warn([f"this rank does not learn when the save is over: {exc}"])
-        else:
+        before = find_last(session)
+        if self._config.ack != "staged" or (
+            before is None and self._store.catalog.save_id_of(decision.checkpoint_id) == decision.save_id
+        ):
             self._report_committed()
+            return
+        try:
+            self.ending = Ending(partial(self._follow_publication, before))
+            if not self._world.is_coordinator:
+                keep_last(session, self.ending)
+        except StoreUnavailable as exc:
+            self._warn([f"this rank does not learn when the save is over: {exc}"])
 
     def _follow_publication(self, before: Ending | None, ending: Ending) -> None:
         """A rank that is not the coordinator's sees in its own store how the save ends, and asks no other process.
