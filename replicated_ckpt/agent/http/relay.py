@@ -12,7 +12,7 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError
-from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
@@ -77,7 +77,7 @@ def _opened_here(service: NodeService, checkpoint_id: str, save_id: str) -> Iter
 
 
 def _read_file(root: str, fd: int, start: int, piece: memoryview) -> None:
-    if os.preadv(fd, [piece], start) != len(piece):
+    if read_exactly(fd, piece, start) != len(piece):
         raise ObjectCorrupt(root, "read", METADATA_NAME, "it is shorter than what is wanted")
 
 

@@ -79,8 +79,7 @@ class HandOvers:
         with self._lock:
             known = self._written.get(key)
             if known is not None and not (known.done() and known.exception()):
-                for descriptor in descriptors:
-                    os.close(descriptor)
+                _close_all(descriptors)
                 return known
             self._forget_old()
             future: Future[WrittenCopies] = Future()
@@ -88,8 +87,7 @@ class HandOvers:
         try:
             start_worker(self._write, shard, descriptors, future, name=f"rckpt-write-{shard.copies.name}")
         except StoreUnavailable as exc:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            _close_all(descriptors)
             future.set_exception(exc)  # for who found it meanwhile; the next one who brings the shard is heard
             raise
         return future
@@ -149,8 +147,12 @@ class HandOvers:
         else:
             future.set_result(found)
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            _close_all(descriptors)
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _not_handed(save_id: str, name: str) -> ObjectMissing:

@@ -7,12 +7,11 @@ from typing import Any, SupportsIndex
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.planning.kept_layouts import holds_paths_only
-from replicated_ckpt.errors import CheckpointNotFound, ObjectCorrupt
-from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.errors import CheckpointNotFound, ObjectMissing
+from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.store import LocalStore
 
 _FIELDS = frozenset(field.name for field in fields(Metadata))
@@ -79,16 +78,14 @@ def tell_metadata(
 
 
 def _read_metadata(store: LocalStore, checkpoint_id: str, save_id: str) -> Metadata:
-    directory = store.catalog.directory_of(checkpoint_id, save_id)
-    if directory is None:
+    try:
+        with open_committed_save(store.root, checkpoint_id, save_id) as (directory, manifest):
+            raw = directory.read_checked(METADATA_NAME, manifest.metadata_bytes, manifest.metadata_crc32c)
+    except ObjectMissing as exc:
         raise CheckpointNotFound(
             f"What dcp.save returned for {checkpoint_id} cannot be read any more: this node has retired or replaced it.",
             "Look at it before a later save retires the checkpoint.",
-        )
-    manifest, path = store.catalog.manifest(directory), store.root / directory / METADATA_NAME
-    raw = read_plain(path, manifest.metadata_bytes + 1)
-    if (len(raw), crc32c(raw)) != (manifest.metadata_bytes, manifest.metadata_crc32c):
-        raise ObjectCorrupt(str(store.root), "read", f"{directory}/{METADATA_NAME}", "it is not what the manifest says")
-    metadata = decode_metadata(manifest.local_metadata(raw), str(path))
+        ) from exc
+    metadata = decode_metadata(manifest.local_metadata(raw), f"{checkpoint_id}/{METADATA_NAME} in {store.root}")
     metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
     return metadata
