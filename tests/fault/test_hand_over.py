@@ -72,6 +72,24 @@ def test_a_shard_is_what_its_pieces_say(store: LocalStore) -> None:
             os.fstat(fd)
 
 
+@pytest.mark.parametrize("size", [10, 11], ids=["written", "cut short"])
+def test_the_memory_is_closed_before_anybody_hears(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Who waits for the shard may count descriptors, or write to the segment anew: the agent has let go of it."""
+    close = os.close
+
+    def close_slowly(fd: int) -> None:
+        time.sleep(0.3)
+        close(fd)
+
+    staged = memory(b"0" * 10)
+    monkeypatch.setattr(os, "close", close_slowly)
+    HandOvers(store).take(handed(store, (0, 0, size)), [staged]).exception(30)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(staged)
+
+
 def test_memory_that_is_cut_short_fails_the_shard_alone(store: LocalStore) -> None:
     """A rank that truncates its segment gets an error; the agent lives and takes the shard again."""
     hand_overs, staged = HandOvers(store), memory(b"0" * 1000)

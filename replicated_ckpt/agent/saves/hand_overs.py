@@ -136,16 +136,22 @@ class HandOvers:
 
     def _write(self, shard: HandedShard, descriptors: Sequence[int], future: "Future[WrittenCopies]") -> None:
         try:
-            with self._slots:
-                failpoints.reach("agent.handed-over")
-                found = write_copies(self._store, shard.copies, Buffers(), lambda tee: _fill(tee, shard, descriptors))
-                with translate_errors("this agent", "note", shard.copies.name):
-                    self._note(shard.copies.save_id, found)
+            found = self._write_and_close(shard, descriptors)
         except BaseException as exc:  # noqa: BLE001 - top of a thread; who waits for the shard gets the error
             log.warning("%s of save %s: %s", shard.copies.name, shard.copies.save_id, exc)
             future.set_exception(exc)
         else:
             future.set_result(found)
+
+    def _write_and_close(self, shard: HandedShard, descriptors: Sequence[int]) -> WrittenCopies:
+        """Who is told of the shard finds the rank's memory free: it is closed before anybody hears."""
+        try:
+            with self._slots:
+                failpoints.reach("agent.handed-over")
+                found = write_copies(self._store, shard.copies, Buffers(), lambda tee: _fill(tee, shard, descriptors))
+                with translate_errors("this agent", "note", shard.copies.name):
+                    self._note(shard.copies.save_id, found)
+                return found
         finally:
             _close_all(descriptors)
 
