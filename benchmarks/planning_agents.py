@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.planning_world import address
-from replicated_ckpt.dcp.save.nodes import AgentCluster
+from replicated_ckpt.dcp.agreement.nodes import AgentCluster
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.directories.intent import Intent
 

@@ -26,12 +26,12 @@ from benchmarks.planning_world import WillingNodes, World
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import decode_manifest
+from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, decide
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.stores.local.store import LocalStore
 

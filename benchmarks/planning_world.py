@@ -10,11 +10,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt
+from replicated_ckpt.dcp.agreement.nodes import Committed, OnOpen, Opened
 from replicated_ckpt.dcp.node.node import NodePost
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, ShardReceipt
-from replicated_ckpt.dcp.save.nodes import Committed, OnOpen, Opened
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
 

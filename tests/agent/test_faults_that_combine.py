@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
-from replicated_ckpt.agent.saves import settle as settling
 from replicated_ckpt.agent.saves.leftover import Leftover
-from replicated_ckpt.agent.saves.outlived import drop_outlived
 from replicated_ckpt.agent.saves.pins import PIN_S, Pins
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.settling import settle as settling
+from replicated_ckpt.agent.settling.outlived import drop_outlived
+from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_DIR
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry

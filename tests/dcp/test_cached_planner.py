@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from replicated_ckpt import CachedSavePlanner, PlansUnknown
-from replicated_ckpt.dcp.save.announcement import announce
+from replicated_ckpt.dcp.agreement.announcement import announce
 
 State = dict[str, Any]
 

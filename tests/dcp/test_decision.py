@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decide, weaknesses
 from replicated_ckpt.dcp.node.node import NodePost
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, ShardReceipt, decide, weaknesses
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.peer.client import AgentAddress
 

@@ -22,11 +22,11 @@ from benchmarks.planning_world import World
 from replicated_ckpt import CachedSavePlanner, PlansUnknown, ReplicatedWriter
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import ShardEntry
+from replicated_ckpt.dcp.agreement.decision import decide
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts, ShardResults
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.commit import lay_out
-from replicated_ckpt.dcp.save.decision import decide
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter
 from replicated_ckpt.errors import SaveAborted
 from tests.marks import mark_long

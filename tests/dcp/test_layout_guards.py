@@ -21,13 +21,13 @@ from benchmarks.planning_world import WillingNodes, World
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.core.bucket.upload_plan import UploadPlan
 from replicated_ckpt.core.manifest import decode_manifest
+from replicated_ckpt.dcp.agreement.decision import decide
 from replicated_ckpt.dcp.metadata import saved_metadata
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts, PlannerData, ShardResults
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.decision import decide
 from replicated_ckpt.stores.local.store import LocalStore
 
 FIRST, SECOND = "1" * 32, "2" * 32

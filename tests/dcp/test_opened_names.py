@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.core.lineage import Named
-from replicated_ckpt.dcp.save.nodes import AgentCluster
+from replicated_ckpt.dcp.agreement.nodes import AgentCluster
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 

@@ -16,9 +16,9 @@ from benchmarks import planning_world as synthetic
 from benchmarks.planning_world import WillingNodes, World
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import decode_manifest
+from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, decide, weaknesses
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, weaknesses
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.errors import MeetingFailed
 from replicated_ckpt.stores.local.store import LocalStore

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.protocol.placement import Placement
+from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.rendezvous import meet
 from replicated_ckpt.dcp.find.survey import SURVEY_TIMEOUT_S, Surveyor
 from replicated_ckpt.dcp.node.node import NodePost, SeenStore
-from replicated_ckpt.dcp.save.decision import SaveDecision
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore

@@ -14,7 +14,7 @@ import pytest
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.unmanaged.adopter import Adopter
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.core.layout import MANIFEST_NAME

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.core.integrity.checksum import table_of
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
-from replicated_ckpt.dcp.save.announcement import OBJECTS_BYTES_MAX, announce
+from replicated_ckpt.dcp.agreement.announcement import OBJECTS_BYTES_MAX, announce
 from replicated_ckpt.errors import PeerProtocolError
 from replicated_ckpt.stores.local.directories.intent import Intent
 from tests.agent.agents import RunningAgent, running_agent, wait_for

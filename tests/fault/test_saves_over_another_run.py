@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicated_ckpt.dcp.save.nodes import AgentCluster
+from replicated_ckpt.dcp.agreement.nodes import AgentCluster
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import METADATA
 from tests.fault.test_two_histories import OTHER, PAIRS, Nodes, Save, is_whole_everywhere, nodes

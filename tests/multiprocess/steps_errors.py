@@ -22,9 +22,9 @@ import replicated_ckpt.dcp.save.attempt
 import replicated_ckpt.dcp.save.commit
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.endpoint import single_agent_lock
+from replicated_ckpt.dcp.agreement.nodes import AgentCluster
 from replicated_ckpt.dcp.find.survey import Survey, Surveyor
 from replicated_ckpt.dcp.load.attempt import LoadAttempt
-from replicated_ckpt.dcp.save.nodes import AgentCluster
 from replicated_ckpt.dcp.save.shard_writer import ShardWriter
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.multiprocess.context import Context

@@ -9,7 +9,7 @@ import pytest
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.local.directories.intent import Intent

@@ -8,7 +8,7 @@ import pytest
 
 from tests.style.package_source import Source, imported_names, sources_of
 
-FILES_MAX = 14
+FILES_MAX = 13
 FOLDERS = ("replicated_ckpt", "benchmarks")
 Graph = Mapping[str, set[str]]
 

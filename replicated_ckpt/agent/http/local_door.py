@@ -14,9 +14,9 @@ from replicated_ckpt.agent.requests.heartbeat import INTERVAL_S
 from replicated_ckpt.agent.requests.local_messages import check_same_user, listen, receive_message, send_message
 from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
-from replicated_ckpt.agent.saves.orphans import follow_orphan
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.agent.settling.orphans import follow_orphan
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreError, StoreUnavailable
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S

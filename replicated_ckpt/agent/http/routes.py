@@ -17,7 +17,7 @@ from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.state.rights import Right, needed_right
 from replicated_ckpt.core.layout import ShardName, is_checkpoint_id, is_save_id
 from replicated_ckpt.core.one_line import one_line

@@ -13,9 +13,9 @@ from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import Patience, PeerWatch
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.retire import Retirer
-from replicated_ckpt.agent.saves.outlived import drop_outlived
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.settling.outlived import drop_outlived
+from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.asked_repair import is_of_held_save, refuse_unplanned

@@ -19,6 +19,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
+from replicated_ckpt.dcp.agreement.nodes import Cluster, LoneNode, Opened, cluster_of
+from replicated_ckpt.dcp.agreement.receipts import check_none_aborted, collect_receipts, receipt_post
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.standing import check_gives_way
 from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, find_last, keep_last
@@ -31,10 +34,7 @@ from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import follow_step
 from replicated_ckpt.dcp.save.commit import commit_save
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
-from replicated_ckpt.dcp.save.nodes import Cluster, LoneNode, Opened, cluster_of
 from replicated_ckpt.dcp.save.numbering import assign_sequence
-from replicated_ckpt.dcp.save.receipts import check_none_aborted, collect_receipts, receipt_post
 from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
 from replicated_ckpt.dcp.save.shard_writer import WrittenShard
 from replicated_ckpt.dcp.save.writer_parts import WriterParts

@@ -16,14 +16,14 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry, decode_manifest
 from replicated_ckpt.core.protocol.placement import intended_holders
+from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardReceipt
+from replicated_ckpt.dcp.agreement.nodes import Cluster, Committed
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, Handing, finish_by_agent
 from replicated_ckpt.dcp.metadata.metadata import encode_metadata
 from replicated_ckpt.dcp.metadata.sharing import share_parts
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import metadata_version
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision, ShardReceipt
-from replicated_ckpt.dcp.save.nodes import Cluster, Committed
 from replicated_ckpt.errors import AckNotReached, SaveAborted
 from replicated_ckpt.stores.local.store import LocalStore
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from replicated_ckpt.core.lineage import Histories, History, join_replaced, merge_histories, newest_lineage
 from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.dcp.agreement.decision import SaveDecision
+from replicated_ckpt.dcp.agreement.nodes import Opened
 from replicated_ckpt.dcp.save.bucket import ObjectTier
-from replicated_ckpt.dcp.save.decision import SaveDecision
-from replicated_ckpt.dcp.save.nodes import Opened
 
 Seen = tuple[str, int] | None
 """The lineage that this process continues, and the largest sequence that it has seen of it."""

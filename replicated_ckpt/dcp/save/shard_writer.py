@@ -13,11 +13,11 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
 from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.dcp.agreement.decision import SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.hand_over.follower import Follower
 from replicated_ckpt.dcp.hand_over.handed import hand_over
 from replicated_ckpt.dcp.hand_over.layout import ShardLayout, TooMuchElsewhere
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
-from replicated_ckpt.dcp.save.decision import SaveDecision, ShardReceipt
 from replicated_ckpt.dcp.staging.segment import descriptor_of
 from replicated_ckpt.dcp.tensors.item_writer import ItemWriter
 from replicated_ckpt.dcp.tensors.tensor_writer import Stream

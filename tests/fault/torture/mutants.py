@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.agent.saves import outlived, settle
+from replicated_ckpt.agent.settling import outlived, settle
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision
+from replicated_ckpt.dcp.agreement.nodes import AgentCluster
 from replicated_ckpt.dcp.node.node import NodePost
-from replicated_ckpt.dcp.save.decision import Receipt, SaveDecision
-from replicated_ckpt.dcp.save.nodes import AgentCluster
 from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.peer.client import AgentAddress
 

@@ -12,18 +12,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
-from replicated_ckpt.agent.saves.outlived import drop_outlived
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.settling.outlived import drop_outlived
+from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.start.launch import SILENT_TIMEOUT_S
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Histories, Named, histories_from_json, merge_histories
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.dcp.agreement.decision import SaveDecision
+from replicated_ckpt.dcp.agreement.relay_tree import RELAY_FROM_BYTES, Relay
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout
-from replicated_ckpt.dcp.save.decision import SaveDecision
-from replicated_ckpt.dcp.save.relay_tree import RELAY_FROM_BYTES, Relay
 from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore

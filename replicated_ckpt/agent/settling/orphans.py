@@ -5,7 +5,7 @@ import time
 
 from replicated_ckpt.agent.saves.leftover import Leftover
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.settle import settle
+from replicated_ckpt.agent.settling.settle import settle
 
 log = logging.getLogger(__name__)
 

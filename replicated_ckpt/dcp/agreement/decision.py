@@ -13,8 +13,8 @@ from replicated_ckpt.core.bucket.upload_plan import UploadPlan
 from replicated_ckpt.core.layout import checkpoint_id_under
 from replicated_ckpt.core.protocol.announced import NOTHING_ANNOUNCED, Announced
 from replicated_ckpt.core.protocol.placement import PlacedNode, Placement, place_copies
+from replicated_ckpt.dcp.agreement.announcement import announce
 from replicated_ckpt.dcp.node.node import NodePost
-from replicated_ckpt.dcp.save.announcement import announce
 from replicated_ckpt.errors import CheckpointIdMismatch, ConfigInvalid
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress

@@ -1,0 +1,1 @@
+"""What the ranks and nodes of one save tell each other: its announcement, the decision, receipts, and commands."""
