@@ -172,13 +172,30 @@ def test_no_path_leads_out_of_a_checkpoint(tmp_path: Path, name: str) -> None:
 def test_malformed_requests_hurt_nobody(tmp_path: Path, raw: bytes) -> None:
     """Whatever arrives, the connection is answered or closed within the deadline and the agent goes on."""
     with running_agent(tmp_path / "a") as agent:
-        with socket.create_connection(("127.0.0.1", agent.endpoint.port), 10) as connection:
+        with (
+            socket.create_connection(("127.0.0.1", agent.endpoint.port), 10) as connection,
+            contextlib.suppress(OSError),  # closed before all of it was read
+        ):
             connection.sendall(raw.replace(b"TOKEN", agent.endpoint.token.encode()))
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(65536):
                 pass
         with agent.client() as client:
             assert client.call("GET", "/v1/status")["pid"] == agent.process.pid
+
+
+def test_what_a_killed_agent_was_writing_goes(tmp_path: Path) -> None:
+    """The next agent removes it; what a process that runs is writing stays."""
+    directory = tmp_path / "a" / ".agent"
+    directory.mkdir(parents=True, mode=0o700)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left, begun = (directory / f"peers.json.{pid}.tmp" for pid in (dead.pid, os.getpid()))
+    left.touch()
+    begun.touch()
+    with running_agent(tmp_path / "a"):
+        assert begun.exists()
+        assert not left.exists()
 
 
 # Shards --------------------------------------------------------------------------------------------------------------

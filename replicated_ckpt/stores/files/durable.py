@@ -137,6 +137,14 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     fsync_directory(path.parent)
 
 
+def remove_broken_off_writes(directory: Path) -> None:
+    """Removes what `write_file` left in a directory when its process was killed. A process that runs keeps its own."""
+    for path in directory.glob("*.tmp"):
+        pid = path.stem.rpartition(".")[2]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            path.unlink(missing_ok=True)
+
+
 def write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
