@@ -104,6 +104,7 @@ def test_the_main_job_needs_what_is_declared(tmp_path: Path) -> None:
     check_job(environment_with(tmp_path / "alone", declared(NAME, set())), tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_a_bucket_needs_what_the_extra_declares(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
-from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, Cluster, call
 from tests.multiprocess.launch import COLLECTIVE_TIMEOUT_ENV
 from tests.multiprocess.network import Network, network_of, why_no_network
@@ -76,7 +75,8 @@ def assert_whole_everywhere(site: Site, checkpoint_id: str) -> None:
     assert all(found["same"] for found in survivors.of(0))
 
 
-@pytest.mark.parametrize("point", mark_long(["coordinator.placed", MIDDLE], keep=[MIDDLE]))
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["coordinator.placed", MIDDLE])
 def test_another_node_takes_the_copy_of_an_unreachable_buddy(site: Site, point: str) -> None:
     """The coordinator's buddy can be reached by others only: its copy goes to the third node, and the save succeeds."""
     calls = [save("step-1"), site.save_while("cut_between", 0, 1, point=point), site.change("heal_between", 0, 1)]

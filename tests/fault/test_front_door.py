@@ -41,7 +41,7 @@ from tests.agent.checkpoints import checkpointed, held, shard
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
 TOKEN, OWNER = "t" * 32, "o" * 32
 SAVE = "1" * 32
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 RSS_MAX_KIB = 300 << 10
 
 

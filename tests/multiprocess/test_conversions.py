@@ -26,6 +26,7 @@ def test_one_file_of_what_survives_and_back_onto_ranks(cluster_of: ClusterOf) ->
     assert loaded.digests(0) == [saved.agreed(0)] * 3
 
 
+@pytest.mark.long
 def test_torchs_own_reader_of_torch_files_feeds_a_save(cluster_of: ClusterOf) -> None:
     """`BroadcastingTorchSaveReader` and `DynamicMetaLoadPlanner` bring an exported file onto ranks, which save it.
 

@@ -66,6 +66,7 @@ def test_new_writers_readers_and_managers_leave_nothing_behind(
         check_flat(footprints)
 
 
+@pytest.mark.long
 def test_an_agent_serves_one_world_after_another(cluster_of: ClusterOf) -> None:
     """The ranks end, their node's agent stays, and the next world uses it; each node has its own."""
     cluster = cluster_of(2, quick_exit=False)

@@ -70,6 +70,7 @@ def test_four_survivors_of_five_go_on_without_the_fifth(cluster_of: ClusterOf, g
     assert loaded.agreed(1) == {f"rank{rank}": rank + 1 for rank in range(5)}
 
 
+@pytest.mark.long
 @pytest.mark.fault
 @pytest.mark.parametrize("pairs", [PAIRS[1:3], long(PAIRS)], ids=str)
 def test_three_copies_survive_any_two_nodes(cluster_of: ClusterOf, pairs: list[tuple[int, int]]) -> None:

@@ -78,6 +78,7 @@ def test_models_parallel_in_every_way_survive_a_node(cluster_of: ClusterOf) -> N
     assert cluster.launch([load], nodes=[1], ranks=2).digests(0) == [saved] * 2
 
 
+@pytest.mark.long
 def test_a_part_of_a_checkpoint_goes_into_a_larger_state(cluster_of: ClusterOf) -> None:
     """Fine-tuning: what is new in the model keeps its values with `allow_partial_load`; without it every rank raises."""
     cluster = cluster_of(2)
@@ -93,6 +94,7 @@ def test_a_part_of_a_checkpoint_goes_into_a_larger_state(cluster_of: ClusterOf) 
     assert [result["message"] for result in results.of(1)] == ["Missing key in checkpoint state_dict: meshes.rows."] * 2
 
 
+@pytest.mark.long
 def test_swapped_ranks_read_their_own_stores(cluster_of: ClusterOf) -> None:
     """With two nodes every node holds everything: with ranks swapped nothing crosses the network and all is equal."""
     cluster = cluster_of(2)

@@ -33,6 +33,7 @@ def test_cached_plans_do_not_carry_one_save_into_the_next(cluster_of: ClusterOf)
     assert all(results.digests(step)[0] == results.digests(step)[1] for step in (1, 2, 3, 4))
 
 
+@pytest.mark.long
 def test_one_planner_serves_saves_of_any_states(cluster_of: ClusterOf) -> None:
     """CachedSavePlanner: alike, changed, broken off or refused in between, each save is of its own values, and loads."""
     saves = [["fsdp2", "plain"], ["fsdp2", "plain"], ["plain"], ["fsdp2", "plain"], ["fsdp2", "plain"], ["fsdp2"]]
@@ -130,6 +131,7 @@ def test_a_directory_that_is_there_on_some_nodes_is_saved_into(cluster_of: Clust
         assert (cluster.nodes[1].root / checkpoint_id / "tokenizer" / "vocab.txt").read_text() == checkpoint_id
 
 
+@pytest.mark.long
 def test_every_rank_of_a_manager_sees_the_same_steps(cluster_of: ClusterOf) -> None:
     """Steps, notes and the best one: alike on all ranks and from a blank node; rank 1's metrics count nowhere."""
     cluster = cluster_of(2)

@@ -78,6 +78,7 @@ def test_a_damaged_object_is_no_source(moto: Server, site_of: SiteOf, kind: str)
     assert all(value["same"] for value in results.of(1))
 
 
+@pytest.mark.long
 def test_two_bad_copies_make_a_good_one(moto: Server, site_of: SiteOf) -> None:
     """A peer's and the bucket's, damaged in different places: whole together, and both are named in the report."""
     site = site_of(moto, 2)

@@ -61,6 +61,7 @@ def test_one_node_survives(moto: Server, site_of: SiteOf) -> None:
     assert [sources(value) for value in found] == [(0, half, half), (half, 0, half)]
 
 
+@pytest.mark.long
 def test_readers_without_a_store(moto: Server, site_of: SiteOf) -> None:
     """Ranks that have no node of ours, in a group and alone, load from the bucket; no agent runs for them."""
     site = site_of(moto, 2)

@@ -88,6 +88,7 @@ def test_what_came_to_stocks_storage_is_not_counted_as_ours(tmp_path: Path) -> N
     assert use.stock == {"t::b", "t::c"}
 
 
+@pytest.mark.long
 def test_stocks_own_storage_says_that_it_was_called(tmp_path: Path) -> None:
     """Where a run has ours in stock's place, a save through a class of stock that a test kept is written down."""
     program = (

@@ -30,7 +30,7 @@ from tests.fault.power_loss.operations import Log, Mark, Names, Sync
 from tests.fault.power_loss.replay import crash_states
 from tests.fault.power_loss.scenarios import SCENARIOS, recorded
 from tests.fault.power_loss.verdict import Judge
-from tests.marks import long, mark_long
+from tests.marks import mark_long
 
 pytestmark = pytest.mark.fault
 
@@ -82,8 +82,9 @@ def test_a_restart_after_a_kill_can_itself_lose_power(name: str, base: Path, mem
     assert findings_after_kills(recorded(SCENARIOS[name], base).log, memory, restarted) == []
 
 
-@pytest.mark.parametrize("name", mark_long(["overwrite", "overwrite without exchange"], keep=["overwrite"]))
-@pytest.mark.parametrize("go_on", [long(settled_by_next_save), committed_again])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["overwrite", "overwrite without exchange"])
+@pytest.mark.parametrize("go_on", [settled_by_next_save, committed_again])
 def test_whoever_goes_on_after_a_kill_can_lose_power(name: str, go_on: GoOn, base: Path, memory: Path) -> None:
     """A next save without a restart, and a commit that is repeated, stand on nothing that is not durable."""
     log = recorded(SCENARIOS[name], base).log
@@ -160,6 +161,7 @@ def test_a_missing_kind_of_fsync_is_found(
     assert Judge(memory).findings(crash_states(log)) != []
 
 
+@pytest.mark.long
 def test_each_fsync_of_a_save_is_needed_or_known_not_to_be(base: Path, memory: Path) -> None:
     """Taking any one fsync out of a first save is found, but for those whose work another one does as well."""
     recorder = recorded(SCENARIOS["first save"], base)
