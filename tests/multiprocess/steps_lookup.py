@@ -85,6 +85,19 @@ def save_coordinated_by(context: Context, rank: int) -> dict[str, Any]:
     raise AssertionError("it was saved, under no id")
 
 
+def load_under_ids(context: Context, ids: list[str | None], set_before: str | None = None) -> dict[str, Any]:
+    """Rank r passes the r-th id to `dcp.load`, none where it is None: what this rank caught, and what it holds then."""
+    wanted = {"a": torch.zeros(4)}
+    reader = context.reader()
+    if set_before is not None:
+        reader.reset(set_before)
+    try:
+        dcp.load(wanted, checkpoint_id=ids[context.rank], storage_reader=reader)
+    except CheckpointException as exc:
+        return failure(exc)
+    return {"types": [], "sum": float(wanted["a"].sum())}
+
+
 def catch_missing(context: Context) -> dict[str, Any]:
     """A program written for stock storage loads what is not there, and then one rank reads metadata by itself."""
     try:

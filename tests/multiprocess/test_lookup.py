@@ -1,5 +1,7 @@
 """`exists` and `latest`, and ids that differ by rank: one answer on every rank."""
 
+import pytest
+
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -65,3 +67,21 @@ def test_programs_written_for_stock_storage_are_told_as_there(cluster_of: Cluste
     for outcome in results.of(3):
         assert outcome["types"] == ["ConfigInvalid"], outcome
         assert "coordinator_rank" in outcome["hint"], outcome
+
+
+@pytest.mark.parametrize("ids", [["step-1", None], [None, "step-1"]])
+def test_a_rank_without_an_id_ends_the_load_on_all(cluster_of: ClusterOf, ids: list[str | None]) -> None:
+    """DCP takes such a rank into its first step by itself: the others end there with it, and learn which rank it was."""
+    cluster = cluster_of(2)
+    calls = [
+        call("lookup.save_names", names=["a"]),
+        call("lookup.load_under_ids", ids=ids),
+        call("lookup.load_under_ids", ids=["step-9" if each else None for each in ids], set_before="step-9"),
+        call("lookup.load_under_ids", ids=ids, set_before="step-1"),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    for outcome in results.of(1):
+        assert set(outcome["types"]) == {"ConfigInvalid"}, outcome
+        assert f"no checkpoint_id on rank {ids.index(None)}" in outcome["message"], outcome
+    assert [set(outcome["types"]) for outcome in results.of(2)] == [{"CheckpointNotFound"}] * 2
+    assert results.agreed(3) == {"types": [], "sum": 4.0}

@@ -183,8 +183,9 @@ def name_checkpoint(
     """
     if id_from == "coordinator" and not is_coordinator:
         return None
-    if given_id is None:
-        raise ConfigInvalid("dcp.save was given no checkpoint_id.", _NAME_IT)
+    if not isinstance(given_id, str | os.PathLike):
+        what = "no checkpoint_id" if given_id is None else f"{given_id!r} as its checkpoint_id"
+        raise ConfigInvalid(f"dcp.save was given {what}.", _NAME_IT)
     return checkpoint_id_under(root, os.fspath(given_id))
 
 

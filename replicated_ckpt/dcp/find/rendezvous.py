@@ -43,19 +43,18 @@ _consumed: dict[tuple[str, int], list[str | None]] = {}
 _posted: dict[str, str] = {}
 """Nonce of this process's last post in a load, by process group."""
 
-
 _NAME_IT = 'Pass dcp.load(..., checkpoint_id="step-10") or "latest", say. The deprecated load_state_dict takes none.'
 
 
 class AgreedError(Exception):
-    """Carries the error with which a meeting ended: every rank of it raises one.
+    """Carries the error with which a meeting ended: every rank raises one, `in_step` where DCP gathers what ranks raise.
 
     It is the same on all, unless it is none of ours: then the others raise RankFailed for it.
     """
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, *, in_step: bool = False) -> None:
         super().__init__(error)
-        self.error = error
+        self.error, self.in_step = error, in_step
 
 
 def meet(
@@ -65,8 +64,11 @@ def meet(
     opened_bucket: Callable[[], Bucket | None] = lambda: None,
     *,
     lineage: str = NEWEST_LINEAGE,
+    in_step: bool = False,
 ) -> Survey:
     """The survey for a load of `given_id`, the same on every rank; only the coordinator looks into the bucket.
+
+    `in_step`: this rank comes out of DCP's first step, and cannot leave it. Then no rank may raise before that step.
 
     Raises:
         AgreedError: with the error that this rank raises, as every rank does. Others: this rank's alone.
@@ -79,6 +81,7 @@ def meet(
             return _survey(store, world, posts, opened_bucket(), lineage)
 
     post, failure = _present(store, world, given_id)
+    post["in_step"] = in_step
     decision = _decision(world, world.blackboard, post, failure, survey)
     return _remember(store, _with_own_store(store, Survey.from_json(decision["survey"])))
 
@@ -127,7 +130,7 @@ def _decision(
             board.withdraw("load")
         raise AgreedError(failure or exc) from exc
     if error is not None:
-        raise AgreedError(failure or error)
+        raise AgreedError(failure or error, in_step=bool(decision.get("in_step")))
     if failure is not None:
         raise failure
     return decision
@@ -139,7 +142,7 @@ def _present(
     """What this rank posts, its error if it cannot take part; and the error, if it is none of ours."""
     try:
         with translate_errors(str(store.root), "present", "node"):
-            checkpoint_id = _resolve_id(store, given_id)
+            checkpoint_id = _resolve_id(store, given_id, world)
             node = None if is_nowhere(store) else reading_post(store)
             post: dict[str, Any] = {"checkpoint_id": checkpoint_id, "node": node.to_json() if node else None}
             if node is not None and node.silence:
@@ -172,7 +175,7 @@ def _alone(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None, bucket: Bucket | None, lineage: str
 ) -> Survey:
     look = Surveyor(store, store.read_node_id(), _known_peers(store), bucket, lineage=lineage)
-    survey = look.survey(_resolve_id(store, given_id))
+    survey = look.survey(_resolve_id(store, given_id, world))
     own = None if is_only_read(store) else listening_endpoint(store.root_agent_directory())
     tell_load([*survey.addresses, *([] if own is None else [own.local_address()])], survey, world)
     return survey
@@ -183,10 +186,11 @@ def _known_peers(store: LocalStore) -> Sequence[AgentAddress]:
     return () if is_only_read(store) else PeerBook(store.root_agent_directory()).read_all()
 
 
-def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None) -> str:
+def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None, world: World) -> str:
     if not isinstance(given_id, str | os.PathLike):
         what = "no checkpoint_id" if given_id is None else f"{given_id!r} as its checkpoint_id"
-        raise ConfigInvalid(f"The load was given {what}.", _NAME_IT)
+        on_rank = "" if world.blackboard is None else f" on rank {world.rank}"
+        raise ConfigInvalid(f"The load was given {what}{on_rank}.", _NAME_IT)
     text = os.fspath(given_id)
     return LATEST if text == LATEST else checkpoint_id_under(str(store.root), text)
 
@@ -208,7 +212,8 @@ def _coordinate(
         failure, outcome = exc, _failure_post(world, exc)
     posts = posts or board.collect("load", LINGER_S, stale)[0]
     _consumed[key] = [before if post is None else post["nonce"] for post, before in zip(posts, stale, strict=True)]
-    board.decide("load", posts, outcome, stale)
+    in_step = any(post is not None and post.get("in_step") for post in posts)
+    board.decide("load", posts, {**outcome, "in_step": in_step}, stale)
     return failure
 
 

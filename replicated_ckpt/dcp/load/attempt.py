@@ -79,20 +79,22 @@ class LoadAttempt:
         """The checkpoint that was found, if one was."""
         return None if self._found is None else self._found.found.checkpoint_id
 
-    def meet(self, world: World) -> None:
-        """The ranks meet and find the checkpoint.
+    def meet(self, world: World, *, in_step: bool = False) -> None:
+        """The ranks meet and find the checkpoint. `in_step`: out of DCP's first step, as this rank passed no id.
 
         Raises:
-            ReplicatedCkptError: on every rank alike. What went wrong on this rank alone is raised by `prepare`.
+            ReplicatedCkptError: on every rank alike. What went wrong on this rank alone is raised by `prepare`, and what
+                went wrong on all where one of them is in DCP's first step, in which DCP waits for each.
         """
         self.is_met = True
         self._world = world
-        lineage = self._parts.config.lineage
+        lineage, bucket = self._parts.config.lineage, self._parts.bucket.open
         try:
-            self._found = meet(self._store, world, self._given_id, self._parts.bucket.open, lineage=lineage)
+            self._found = meet(self._store, world, self._given_id, bucket, lineage=lineage, in_step=in_step)
         except AgreedError as exc:
             self._failure = exc.error
-            raise exc.error from None
+            if not exc.in_step:
+                raise exc.error from None
         except BaseException as exc:
             self._failure = exc
             if world.blackboard is None:

@@ -146,8 +146,8 @@ class ReplicatedReader(StorageReader):
 
         Raises:
             CheckpointNotFound, CheckpointNotCommitted, CheckpointIdMismatch, ShardLost, ConfigInvalid, StoreError: on
-                every rank alike, each of them a CheckpointException, too. What went wrong on this rank alone is raised
-                later, where DCP tells all ranks.
+                every rank alike, each of them a CheckpointException, too. What went wrong on this rank alone, or where a
+                rank passed no id, is raised later, where DCP tells all ranks.
         """
         if checkpoint_id is not None:
             self._given_id = checkpoint_id
@@ -158,10 +158,10 @@ class ReplicatedReader(StorageReader):
             except ReplicatedCkptError as exc:
                 raise as_checkpoint_exception(exc, self._world.rank) from exc.__cause__
 
-    def _meet(self) -> None:
+    def _meet(self, *, in_step: bool = False) -> None:
         is_alone = True if calling() is None else self._no_dist
         self._world = world_of_call(self._process_group, is_alone)
-        self._attempt.meet(self._world)
+        self._attempt.meet(self._world, in_step=in_step)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's `.metadata`, verified and safely read.
@@ -180,7 +180,7 @@ class ReplicatedReader(StorageReader):
                 "rank" not in kwargs and not self._attempt.is_met
             ):  # no reset came first: DCP passes a checkpoint_id to it
                 self._attempt = self._begin()
-                self._meet()
+                self._meet(in_step=calling() is not None)
             self._attempt.is_met = False
             return self._attempt.read_metadata()
         except Exception as exc:
