@@ -131,17 +131,17 @@ class AckNotReached(ReplicatedCkptError):
 class ShardLost(ReplicatedCkptError):
     """No intact copy of these shards was found anywhere; no tensor was given a wrong byte."""
 
-    default_hint = (
-        "Bring back one of the nodes named above (its store is enough), or load an older checkpoint "
-        '("latest" picks the newest one that is whole).'
-    )
-
     def __init__(self, checkpoint_id: str, owner_by_shard: Mapping[str, str], searched: Sequence[str]) -> None:
         shards = ", ".join(f"{shard} (owner {owner})" for shard, owner in sorted(owner_by_shard.items()))
         where = "; ".join(searched) or "nowhere: no store could be reached"
+        absent = [place.partition(": not reached")[0] for place in searched if ": not reached" in place]
+        step = "All that was asked has none: bring back a node that is not named above, if one had a copy"
+        if absent or not searched:
+            step = f"Bring back {' and '.join(absent) or 'the nodes of the checkpoint'}, with the store, and load again"
         super().__init__(
             f"Checkpoint {checkpoint_id!r}: no intact copy of {plural(len(owner_by_shard), 'shard')} is left: {shards}. "
-            f"Searched: {where.rstrip('.')}."
+            f"Searched: {where.rstrip('.')}.",
+            f'{step}, or load an older checkpoint ("latest" picks the newest one that is whole).',
         )
         self.args = (checkpoint_id, dict(owner_by_shard), tuple(searched))
         self.checkpoint_id = checkpoint_id

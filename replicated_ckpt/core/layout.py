@@ -33,6 +33,7 @@ _PART_BYTES_MAX = 200
 _ID_BYTES_MAX = 512
 _NOT_IN_NAMES = frozenset('*?[]{}<>|"`\\^%$')
 """Patterns, quotes and escapes, which shells, URLs and the clients of object stores read as something else."""
+_NOT_FIRST = " .-~"
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,27 @@ def _is_plain_part(part: str) -> bool:
     """Whether it names one directory and nothing else, wherever it is written: on disk, in a URL, a key or a command."""
     return (
         0 < len(part.encode()) <= _PART_BYTES_MAX
-        and part[0] not in " .-~"
+        and part[0] not in _NOT_FIRST
         and part[-1] != " "
         and _NOT_IN_NAMES.isdisjoint(part)
         and not part.endswith(SHARD_SUFFIX)
     )
+
+
+def _describe_refusal(text: str) -> str:
+    """What of `text` keeps it from being a name under a root."""
+    if not text.isprintable() or len(text.encode()) > _ID_BYTES_MAX or text in (LATEST, NODE_NAME):
+        taken = "that name is reserved" if text in (LATEST, NODE_NAME) else f"it has more than {_ID_BYTES_MAX} bytes"
+        return taken if text.isprintable() else "it has a control character"
+    part = next(part for part in text.split("/") if not _is_plain_part(part))
+    bad = sorted(_NOT_IN_NAMES.intersection(part))
+    if not part:
+        return "a part of it is empty" if text else "it is empty"
+    if part[0] in _NOT_FIRST or part[-1] == " ":
+        return f"{part!r} starts with {part[0]!r}" if part[0] in _NOT_FIRST else f"{part!r} ends with a space"
+    if bad:
+        return f"{part!r} has {' '.join(bad)} in it"
+    return f"{part!r} ends as a shard does" if part.endswith(SHARD_SUFFIX) else f"{part!r} is too long"
 
 
 def checkpoint_id_under(root: str, given: str) -> str:
@@ -110,7 +127,7 @@ def checkpoint_id_under(root: str, given: str) -> str:
     text = text.rstrip("/")
     if not is_checkpoint_id(text):
         raise ConfigInvalid(
-            f"checkpoint_id {text!r} is not a valid name under {root!r}.",
+            f"checkpoint_id {text!r} is not a valid name under {root!r}: {_describe_refusal(text)}.",
             "No part may start with . - ~ or a space, end with a space, hold a control character or one of "
             f"{' '.join(sorted(_NOT_IN_NAMES))}, or have more than {_PART_BYTES_MAX} bytes; 'latest' is reserved.",
         )

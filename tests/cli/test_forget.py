@@ -2,12 +2,17 @@
 
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.nodes.forget import find_node
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import checkpointed, held, shard
 from tests.agent.scattered import ID, scattered
@@ -38,6 +43,19 @@ def test_a_node_that_never_comes_back_is_not_waited_for(tmp_path: Path) -> None:
         assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
         done = command("forget", "host2", "--root", nodes[0].root)
         assert (done.returncode, "is no node of this node's address book" in done.stderr) == (ExitCode.USAGE, True)
+
+
+def test_a_host_that_several_nodes_share_names_none(tmp_path: Path) -> None:
+    """It is said to be ambiguous, not unknown, though one of them is this node itself."""
+    nodes = stores(tmp_path, 2)
+    ids = [store.node_id() for store in nodes]
+    manifest = checkpointed(nodes, 1, {shard(0): (0, 1)})
+    same = replace(manifest, nodes=tuple(replace(node, host="vm") for node in manifest.nodes))
+    seen = NodesSeen(ids[0], {}, {ids[1]: AgentAddress(ids[1], "127.0.0.1", 1, "token")}, {}, {same.save_id: same})
+    with pytest.raises(ConfigInvalid, match="'vm' names several nodes") as raised:
+        find_node(seen, "vm")
+    assert raised.value.hint == f"Name one by its id. In the book: vm/{ids[1]}."
+    assert find_node(seen, f"vm/{ids[1]}") == ids[1]
 
 
 def test_what_would_be_lost_keeps_it_in_the_book(tmp_path: Path) -> None:

@@ -137,7 +137,12 @@ def test_prune_removes_by_the_rule_and_says_it(tmp_path: Path) -> None:
         assert (code, found["removed"], found["still_on"]) == (ExitCode.OK, ["step-1", "step-2"], {})
         assert [there(store) for store in nodes] == [[3, 4], [3, 4]]
         assert "nothing to remove" in command("prune", "--keep-last", "2", "--root", nodes[1].root).stdout
-        assert command("prune", "--keep-last", "0", "--root", nodes[1].root).returncode == ExitCode.USAGE
+        for wrong in ("0", "-1", "all"):
+            done = command("prune", f"--keep-last={wrong}", "--root", nodes[1].root)
+            assert (done.returncode, f"--keep-last: it is a whole number from 1, not '{wrong}'" in done.stderr) == (
+                2,
+                True,
+            )
     assert [findings(store) for store in nodes] == [[], []]
 
 

@@ -85,11 +85,12 @@ def test_another_users_store_is_said_to_be_that(open_place: Path, verb: str, mod
     done = command(verb, "--root", root, user=NOBODY)
     assert (done.returncode, done.stdout) == (ExitCode.UNREACHABLE, "")
     assert "the store of user root" in done.stderr or "may not read it" in done.stderr
-    assert "sudo -u USER" in done.stderr
+    assert f"sudo -u {'root' if mode == 0o755 else 'USER'}" in done.stderr
     assert not {"intact", "defect", "Traceback"} & set(done.stderr.replace(".", " ").split())
     for path in (root, *root.rglob("*")):
         os.chown(path, NOBODY, -1)
     done = command(verb, "--root", root)
     assert (done.returncode, done.stdout) == (ExitCode.UNREACHABLE, "")
     assert "the store of user nobody" in done.stderr
+    assert "sudo -u nobody" in done.stderr
     assert not (root / ".agent").exists()

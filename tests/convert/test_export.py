@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt import Converted, KeyRules, export_checkpoint
+from replicated_ckpt.cli.convert.conversion import Printer, describe
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.chunk import Chunk
 from replicated_ckpt.dcp.convert.entries import source
+from replicated_ckpt.dcp.convert.entries.progress import Progress
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ObjectCorrupt, ObjectUnsafe, ShardLost, StoreFull
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.output import local as output_local
@@ -255,3 +258,13 @@ def test_a_torch_file_goes_to_a_url(saved: Saved, tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match="exists"):
         exported(saved, f"{url}/m.pth", "torch")  # type: ignore[arg-type]
     assert entries(tmp_path / "bucket") == ["m.pth", "plain"]
+
+
+def test_progress_and_outcome_fit_any_size(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is smaller than a megabyte is not "0 of 0 MB", and one tensor is no "1 tensors"."""
+    with Printer("export") as printer:
+        printer.show(Progress("verifying", 40, 40))
+    assert re.fullmatch(r"export: verifying, 40 B of 40 B \(100%\), [\d.]+ k?B/s\n", capsys.readouterr().err)
+    one, more = (Converted("step-1", "x", count, count, count, 0.2) for count in (1, 2))
+    assert describe(one) == "1 tensor and 1 other entry, 1 byte in 0.2 s,"
+    assert describe(more) == "2 tensors and 2 other entries, 2 bytes in 0.2 s,"

@@ -125,6 +125,15 @@ def test_a_loss_counts_its_shards() -> None:
     assert "no intact copy of 2 shards is left" in str(ShardLost("step-1", {"a": "node x", "b": "node x"}, ["x"]))
 
 
+def test_the_next_step_after_a_loss_is_of_what_did_not_answer() -> None:
+    """A node that gave no answer is named; where all answered, no node that was asked is to be brought back."""
+    asked = "node a at /nvme (own store)"
+    absent = ShardLost("step-1", {"s": "node b"}, [asked, "node b at 10.0.0.2:1: not reached (no answer)"])
+    assert absent.hint.startswith("Bring back node b at 10.0.0.2:1, with the store, and load again")
+    assert ShardLost("step-1", {"s": "node a"}, [asked]).hint.startswith("All that was asked has none")
+    assert ShardLost("step-1", {"s": "node a"}, []).hint.startswith("Bring back the nodes of the checkpoint")
+
+
 def test_a_store_error_ends_with_one_full_stop() -> None:
     """Also where the detail is a sentence."""
     assert StoreFull("/nvme", "write", "x", "OSError: No space left.").message.endswith("No space left.")

@@ -44,6 +44,29 @@ def test_names_that_hide_or_climb_are_refused(text: str) -> None:
         checkpoint_id_under("/nvme/ckpt", text)
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it is empty"),
+        ("a//b", "a part of it is empty"),
+        ("../x", "'..' starts with '.'"),
+        ("run/-a", "'-a' starts with '-'"),
+        ("run /b", "'run ' ends with a space"),
+        ("latest", "that name is reserved"),
+        ("a\n", "it has a control character"),
+        ("run/a*[1]", "'a*[1]' has * [ ] in it"),
+        ("x" * 201, f"'{'x' * 201}' is too long"),
+        ("/".join(["x" * 190] * 3), "it has more than 512 bytes"),
+        ("a.distcp", "'a.distcp' ends as a shard does"),
+    ],
+)
+def test_a_refused_name_is_told_why(text: str, why: str) -> None:
+    """The message has the reason for this name; the hint has all the rules."""
+    with pytest.raises(ConfigInvalid) as raised:
+        checkpoint_id_under("/nvme/ckpt", text)
+    assert raised.value.message.endswith(f": {why}.")
+
+
 def test_an_absolute_path_inside_the_root_means_the_name_under_it() -> None:
     """Programs that pass whole paths work, as long as the path is in the root."""
     assert checkpoint_id_under("/nvme/ckpt", "/nvme/ckpt/run/step-1") == "run/step-1"

@@ -28,6 +28,38 @@ def test_a_checkpoint_given_as_root_is_told_apart(tmp_path: Path) -> None:
     assert "pass the directory above as root, and checkpoint_id='step-1'" in raised.value.hint
 
 
+def test_no_store_is_made_in_a_checkpoint(tmp_path: Path) -> None:
+    """FileSystemWriter takes the checkpoint's own directory: as a root it is refused, and stays as it is."""
+    save(tmp_path, "step-1")
+    before = sorted((tmp_path / "step-1").iterdir())
+    with pytest.raises(CheckpointException) as raised:
+        save(tmp_path / "step-1", "step-1")
+    error, _ = raised.value.failures[0]
+    assert isinstance(error, ConfigInvalid)
+    assert f"Pass the directory above as root: {tmp_path}, and checkpoint_id='step-1'" in error.hint
+    assert sorted((tmp_path / "step-1").iterdir()) == before
+
+
+@pytest.mark.parametrize("given", [7, 1.5, b"step-1"])
+def test_an_id_that_is_no_text_is_an_argument_to_correct(tmp_path: Path, given: object) -> None:
+    """A step's number by itself is no name, of a save or of a load."""
+    for call in (
+        lambda: save(tmp_path, given),  # type: ignore[arg-type]
+        lambda: dcp.load({}, checkpoint_id=given, storage_reader=ReplicatedReader(tmp_path), no_dist=True),
+    ):
+        with pytest.raises(CheckpointException) as raised:
+            call()
+        error, _ = raised.value.failures[0]
+        assert isinstance(error, ConfigInvalid)
+        assert f"was given {given!r} as its checkpoint_id" in error.message
+
+
+def test_a_root_without_a_store_is_said_to_be_that(tmp_path: Path) -> None:
+    """A mistyped root has no node to name."""
+    with pytest.raises(CheckpointNotFound, match=r"Searched: .*/typo \(own root, no store of ours yet\)"):
+        dcp.load({}, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path / "typo"), no_dist=True)
+
+
 def test_a_path_outside_the_root_is_no_id(tmp_path: Path) -> None:
     """FileSystemWriter's ids are paths: the hint says what the root is, and what an id."""
     with pytest.raises(CheckpointException) as raised:

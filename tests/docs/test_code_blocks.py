@@ -99,11 +99,15 @@ def test_a_block_without_a_reason_is_found(mark: str) -> None:
     assert not block.is_marked
 
 
-def test_the_ten_lines_run(tmp_path: Path) -> None:
-    """The first example of the tutorial saves and loads on one process."""
-    assert text_of("docs/getting-started.md").count('"/nvme/ckpt")') == 2
-    assert_loaded(run("docs/getting-started.md", tmp_path), "step-1000")
-    assert (tmp_path / "ckpt" / "step-1000" / ".metadata").exists()
+def test_the_tutorial_runs_after_the_readme_and_twice(tmp_path: Path) -> None:
+    """Who has tried README's lines goes on here, with the same disk; the second save finds the name taken, as is said."""
+    run("README.md", tmp_path)
+    for _ in range(2):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            names = run("docs/getting-started.md", tmp_path)
+        assert_loaded(names, "step-1000")
+        assert names["saved_before"] is True
+        assert "rank 0: CheckpointExists: Checkpoint already exists: 'step-1000'" in output.getvalue()
 
 
 def test_the_asynchronous_save_runs(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from replicated_ckpt.core.bucket.keys import KeyRules
 from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptWarning
+from replicated_ckpt.wording import describe_bytes, plural
 
 if TYPE_CHECKING:
     from replicated_ckpt.dcp.convert.entries.progress import Converted, Progress
@@ -63,8 +64,8 @@ def key_rules(arguments: argparse.Namespace) -> KeyRules:
 
 def describe(done: "Converted") -> str:
     """What was converted, in words."""
-    objects = f" and {done.objects} other entries" if done.objects else ""
-    return f"{done.tensors} tensors{objects}, {done.size_bytes} bytes in {done.seconds:.1f} s,"
+    objects = f" and {plural(done.objects, 'other entry')}" if done.objects else ""
+    return f"{plural(done.tensors, 'tensor')}{objects}, {plural(done.size_bytes, 'byte')} in {done.seconds:.1f} s,"
 
 
 class Printer:
@@ -92,9 +93,9 @@ class Printer:
             return
         self._shown_at, self._step = now, progress.step
         share = progress.done_bytes / progress.total_bytes if progress.total_bytes else 1.0
-        speed = progress.done_bytes / max(now - self._started_at, 1e-9) / 1e6
-        size = f"{progress.done_bytes / 1e6:.0f} of {progress.total_bytes / 1e6:.0f} MB"
-        self.note(f"{progress.step}, {size} ({share:.0%}), {speed:.0f} MB/s")
+        speed = describe_bytes(progress.done_bytes / max(now - self._started_at, 1e-9))
+        size = f"{describe_bytes(progress.done_bytes)} of {describe_bytes(progress.total_bytes)}"
+        self.note(f"{progress.step}, {size} ({share:.0%}), {speed}/s")
 
     def note(self, line: str) -> None:
         print(f"{self._verb}: {line}", file=sys.stderr, flush=True)

@@ -39,16 +39,22 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
     except PermissionError as exc:
         raise _refuse(store.root, f"this user may not read it ({exc.strerror})") from exc
     if owner is not None:
-        raise _refuse(store.root, f"it is the store of {owner}")
+        raise _refuse(store.root, f"it is the store of {owner}", _account(owner))
     if not _OF_A_STORE.intersection(names):
         _check_content(store, names)
     return store
 
 
-def _refuse(root: Path, why: str) -> StoreDenied:
+def _account(owner: str) -> str:
+    """A user as sudo takes one: by name, or by number as `#1000`."""
+    name = owner.split()[1]
+    return f"'#{name}'" if name.isdecimal() else name
+
+
+def _refuse(root: Path, why: str, owner: str = "USER") -> StoreDenied:
     hint = (
-        "Run the command as that user: `sudo -u USER replicated-ckpt ...`; only the owner of a store reaches its agent. "
-        f"{TRUST_ROOT_ENV}=1 believes all users of this host."
+        f"Run the command as that user: `sudo -u {owner} replicated-ckpt ...`; only the owner of a store reaches its "
+        f"agent. {TRUST_ROOT_ENV}=1 believes all users of this host."
     )
     return StoreDenied(str(root), "look at", str(root), f"{why}. Nothing of it was checked", hint)
 

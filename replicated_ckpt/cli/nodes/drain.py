@@ -89,13 +89,17 @@ class _Drained:
     def _has_others(self) -> bool:
         return self.seen is not None and self.seen.nodes_known > 1
 
+    def _name_shortage(self, seen: NodesSeen) -> str:
+        if seen.unreached:
+            return "too few nodes answered to hold the copies"
+        return "no room for enough copies elsewhere" if self._has_others else "no other node for a copy"
+
     def describe(self, store: LocalStore) -> list[str]:
         assert self.seen is not None
         size = format_bytes(sum(copy.size_bytes for copy in self.plan.copy))
         lines = [f"to do: {action}" for action in self.plan.actions]
         lines += [f"to do in all: {size} to copy"] if self.plan.copy else []
-        elsewhere = "no room for enough copies elsewhere" if self._has_others else "no other node for a copy"
-        lines += [f"{elsewhere}: {short}" for short in self.plan.short]
+        lines += [f"{self._name_shortage(self.seen)}: {short}" for short in self.plan.short]
         lines += [f"failed: {what}: {why}" for what, why in self.failed.items()]
         lines += [f"not drained: {what}" for what in self.stays]
         others = count(len(self.seen.held) - 1, "other node")

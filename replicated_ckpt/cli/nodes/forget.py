@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     store = open_store(arguments.root)
     seen = look_at_nodes(store)
-    node = _find(seen, arguments.node)
+    node = find_node(seen, arguments.node)
     if node not in seen.unreached:
         hint = "Only a node that never comes back is forgotten: end its agent first, once its copies are elsewhere."
         raise ConfigInvalid(f"{seen.label(node)} answers.", hint)
@@ -49,12 +49,18 @@ def run(arguments: argparse.Namespace) -> int:
     return ExitCode.OK if is_done else ExitCode.FAILED
 
 
-def _find(seen: NodesSeen, named: str) -> str:
+def find_node(seen: NodesSeen, named: str) -> str:
+    """The id of the node that is named by its id, its host, or both.
+
+    Raises:
+        ConfigInvalid: none or several are, of this node and those of its address book.
+    """
     found = [node for node in seen.addresses if named in (node, seen.name(node), seen.addresses[node].host)]
     found = [named] if named in found else found
     if len(found) != 1:
         known = ", ".join(seen.label(node) for node in sorted(seen.addresses)) or "no other node"
-        what = "names several nodes" if found else "is no node of this node's address book"
+        shared = any(name.startswith(f"{named}/") for name in seen.names.values())
+        what = "names several nodes" if found or shared else "is no node of this node's address book"
         raise ConfigInvalid(f"{named!r} {what}.", f"Name one by its id. In the book: {known}.")
     return found[0]
 

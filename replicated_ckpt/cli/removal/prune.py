@@ -15,11 +15,22 @@ HELP = "Remove all but the newest checkpoints of each run from this node, and fr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--keep-last", type=int, required=True, metavar="N", help="how many whole ones stay, from 1")
     parser.add_argument(
-        "--keep-every", type=int, metavar="N", help="and those whose number in the order of saves is a multiple of it"
+        "--keep-last", type=_number, required=True, metavar="N", help="how many whole ones stay, from 1"
+    )
+    parser.add_argument(
+        "--keep-every",
+        type=_number,
+        metavar="N",
+        help="and those whose number in the order of saves is a multiple of it",
     )
     add_removal_arguments(parser)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it is a whole number from 1, not {text!r}; `rm ID` removes one checkpoint")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

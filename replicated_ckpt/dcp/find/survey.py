@@ -25,7 +25,7 @@ from replicated_ckpt.errors import CheckpointNotCommitted, CheckpointNotFound, R
 from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave, manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.remains import RemainsReader
-from replicated_ckpt.stores.local.store import LocalStore, is_nowhere
+from replicated_ckpt.stores.local.store import NO_NODE, LocalStore, is_nowhere
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -191,7 +191,11 @@ class Surveyor:
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
         self._remains += RemainsReader(self._store, self._own_node).found(checkpoint_id)
         if not is_nowhere(self._store):
-            self._searched[self._own_node] = f"node {self._own_node} at {self._store.root} (own store)"
+            place = f"node {self._own_node} at {self._store.root} (own store)"
+            has_node = self._own_node != NO_NODE
+            self._searched[self._own_node] = (
+                place if has_node else f"{self._store.root} (own root, no store of ours yet)"
+            )
         path = "/v1/holdings" + ("" if checkpoint_id is None else f"?{urlencode({'checkpoint_id': checkpoint_id})}")
 
         def asked(node: str) -> Held:

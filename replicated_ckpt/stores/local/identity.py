@@ -5,7 +5,7 @@ import os
 import uuid
 from pathlib import Path
 
-from replicated_ckpt.core.layout import NODE_NAME
+from replicated_ckpt.core.layout import MANIFEST_NAME, NODE_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import check_root
@@ -20,6 +20,7 @@ def ensure_identity(root: Path) -> str:
     path = root / NODE_NAME
     with translate_errors(str(root), "identify", NODE_NAME):
         if not path.exists():
+            _check_is_no_checkpoint(root)
             _make_directory(root)
             check_root(root)
             fresh = path.with_name(f".{NODE_NAME}.{uuid.uuid4().hex}")
@@ -32,6 +33,12 @@ def ensure_identity(root: Path) -> str:
                 fresh.unlink()
         fsync_directory(root)  # also the name that another process has just made
     return read_identity(root)
+
+
+def _check_is_no_checkpoint(root: Path) -> None:
+    if (root / MANIFEST_NAME).exists():
+        hint = f"Pass the directory above as root: {root.parent}, and checkpoint_id={root.name!r}, say."
+        raise ConfigInvalid(f"The root {root} is a checkpoint itself.", hint)
 
 
 def _make_directory(root: Path) -> None:
