@@ -18,3 +18,4 @@ def test_a_wrong_address_is_named_where_it_hurts(cluster_of: ClusterOf) -> None:
     assert f"set {HOST_ENV} to that there" in said
     assert f"{WRONG}:" in said
     assert "/v1/status` answers 401" in said
+    assert len([text for text in results.all_warnings if HOST_ENV in text]) == 1

@@ -41,6 +41,7 @@ SILENT_TIMEOUT_S = 1.0
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
 IDLE_EXIT_S = 60.0
 _POLL_S = 0.005
+_TAIL_BYTES = 800
 _client_lock_by_root: dict[Path, FileLock] = {}
 _silent_by_directory: dict[Path, int] = {}
 
@@ -278,8 +279,11 @@ def _held_hint(directory: Path, lock_name: str) -> str:
 
 
 def _unavailable(directory: Path, why: str) -> AgentUnavailable:
-    tail = (directory / LOG_NAME).read_bytes()[-800:].decode(errors="replace")
+    log_bytes = (directory / LOG_NAME).read_bytes()
+    tail = log_bytes[-_TAIL_BYTES:]
+    if len(log_bytes) > _TAIL_BYTES:  # its first line is a piece of one
+        tail = tail.partition(b"\n")[2] or tail
     return AgentUnavailable(
-        f"The agent of {directory.parent} could not be started: {why}. End of its log: {tail!r}.",
+        f"The agent of {directory.parent} could not be started: {why}. End of its log: {tail.decode(errors='replace')!r}.",
         f"Mend what the log says; `replicated-ckpt agent --root {directory.parent}` runs one in the foreground.",
     )

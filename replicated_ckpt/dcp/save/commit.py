@@ -74,7 +74,9 @@ def commit_save(
     committed = cluster.commit(decision.save_id, raw_metadata, manifest.encode(), same if is_as_before else None)
     failpoints.reach("coordinator.published")
     late = (
-        f"node {node} has not published the checkpoint yet: {error}" for node, error in committed.error_by_node.items()
+        f"node {node} has not published the checkpoint yet"
+        + ("; it does when it is reached" if node in decision.unreached else f": {error}")
+        for node, error in committed.error_by_node.items()
     )
     _check_reached(manifest, committed, must_have_all=config.must_have_all_copies)
     return [*missed, *late], receipts

@@ -25,7 +25,10 @@ def assign_sequence(
     Raises:
         CheckpointExists: the bucket holds the checkpoint, and the save may not overwrite it.
     """
-    unreached = [f"node {node} did not answer when the save began: {why}" for node, why in opened.error_by_node.items()]
+    unreached = [
+        f"node {node} did not answer when the save began, and takes no copies of other nodes' shards: {why}"
+        for node, why in opened.error_by_node.items()
+    ]
     decision = replace(decision, unreached=tuple(opened.error_by_node))
     decision, problems = _place_in_lineage(decision, opened.histories, seen)
     decision = replace(decision, replaces=join_replaced(decision.lineage, opened.named))
