@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import os
 import re
 import subprocess
@@ -15,7 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+import replicated_ckpt
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter, Retention
 from tests.agent.agents import stop_agent
 from tests.docs.test_docs import DOCUMENTS, ROOT, text_of
 
@@ -24,9 +26,13 @@ RUN_HERE = {
     "docs/async.md",
     "docs/conversions.md",
     "docs/getting-started.md",
+    "docs/migrating.md",
     "docs/object-store.md",
     "docs/own-tier.md",
+    "docs/rank-state.md",
+    "docs/reference.md",
     "docs/runbook.md",
+    "docs/shared-file-system.md",
 }
 HELD_ELSEWHERE = {  # document -> the test that runs its commands
     "examples/README.md": "tests/multiprocess/test_examples.py",
@@ -74,11 +80,12 @@ def runnable_code(document: str) -> list[str]:
     return [block.code for block in blocks_of(text_of(document)) if block.mark == RUNNABLE]
 
 
-def run(document: str, folder: Path) -> dict[str, object]:
-    """Runs a document's blocks in turn, word for word but for the places."""
-    names: dict[str, object] = {}
+def run(document: str, folder: Path, **yours: object) -> dict[str, object]:
+    """Runs a document's blocks in turn, word for word but for the places; `yours` is what a user's program has by then."""
+    names: dict[str, object] = yours
     for code in runnable_code(document):
         placed = code.replace('"/nvme', f'"{folder}').replace("s3://bucket", f"file://{folder}/bucket")
+        placed = placed.replace("file:///lustre", f"file://{folder}/lustre")
         exec(placed, names)
     return names
 
@@ -127,6 +134,55 @@ def test_the_readmes_lines_run_twice_in_a_row(tmp_path: Path) -> None:
         assert_loaded(names, "step-1000")
         saved = {path.parent.name for path in (tmp_path / "ckpt").glob("*/.metadata")}
         assert {"step-800", "step-900", "step-1000"} <= saved
+
+
+@pytest.mark.parametrize("steps", [250, 300])
+def test_the_references_loop_and_kept_plans_run(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int) -> None:
+    """The manager saves every 100 steps and goes on from there; a planner that is kept saves; the log has its line."""
+    state = {"step": 0}
+
+    def train_step(_: object) -> int:
+        state["step"] += 1
+        return state["step"]
+
+    writer = ReplicatedWriter(tmp_path / "own")
+    ours = {name: getattr(replicated_ckpt, name) for name in replicated_ckpt.__all__}
+    yours = ours | {"dcp": dcp, "logging": logging, "state": state, "writer": writer}
+    run("docs/reference.md", tmp_path, steps=steps, train_step=train_step, **yours)
+    assert {path.parent.name for path in tmp_path.glob("*/*/.metadata")} >= {"step-100", "step-200"}
+    assert (tmp_path / "own" / "step-200" / ".metadata").exists()
+    dcp.save(state, checkpoint_id="step-201", storage_writer=writer)
+    assert "saved step-201 (save " in caplog.text
+    logging.getLogger("replicated_ckpt").setLevel(logging.NOTSET)
+
+
+def test_a_stock_checkpoint_loads_as_the_page_on_migrating_says(tmp_path: Path) -> None:
+    """With one changed line, from the directory above the checkpoint's."""
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt" / "step-10")
+    state = {"a": torch.zeros(3)}
+    with pytest.warns(replicated_ckpt.ReplicatedCkptWarning, match="step-10 was written by stock torch"):
+        run("docs/migrating.md", tmp_path, dcp=dcp, ReplicatedReader=ReplicatedReader, state=state)
+    assert state["a"].tolist() == [1, 1, 1]
+
+
+def test_the_state_of_a_rank_is_saved_as_its_page_says(tmp_path: Path) -> None:
+    """The loader goes through its epoch, and the manager has restored nothing, as nothing was there."""
+    data, app = torch.utils.data.TensorDataset(torch.arange(96)), {"w": torch.ones(2)}
+    names = run("docs/rank-state.md", tmp_path, DataLoader=torch.utils.data.DataLoader, data=data, app=app)
+    assert names["step"] == 0
+    assert len(names["batch"][0]) == 32  # type: ignore[index]
+
+
+def test_the_share_behind_the_nodes_is_given_as_its_page_says(tmp_path: Path) -> None:
+    """Each argument is taken, and what the writer saves then reaches the share."""
+    (tmp_path / "lustre").mkdir()
+    names = run("docs/shared-file-system.md", tmp_path, ReplicatedWriter=ReplicatedWriter, Retention=Retention)
+    writer = names["writer"]
+    assert isinstance(writer, ReplicatedWriter)
+    for number in range(1, 11):
+        dcp.save({"a": torch.ones(3)}, checkpoint_id=f"step-{number}", storage_writer=writer)
+    writer.wait()
+    assert [path.parent.name for path in tmp_path.glob("lustre/project/run-42/*/.metadata")] == ["step-10"]
 
 
 def assert_loaded(names: dict[str, object], checkpoint_id: str) -> None:
