@@ -15,6 +15,7 @@ from pathlib import Path
 from replicated_ckpt.drill import marked
 from replicated_ckpt.drill.errors import DrillError, JobFailed, WaitTimedOut
 from replicated_ckpt.drill.evidence import Evidence, JobSpec, count_reports
+from replicated_ckpt.errors import HINT_MARK
 
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 KILL_LIMIT_S = 10.0
@@ -125,7 +126,9 @@ class Cluster:
         job = Job(name, (node,), 0, self.workdir / name)
         job.wait_until_ended(limit_s)
         if node.process.returncode != 0:
-            raise JobFailed(node.log.read_text(errors="replace").strip() or f"{name} failed without a word.")
+            said = node.log.read_text(errors="replace").strip() or f"{name} failed without a word."
+            message, _, hint = said.partition(HINT_MARK)  # an error of ours brings its own
+            raise JobFailed(message, hint or None)
 
     def kill_nodes(self, stores: Sequence[Path]) -> None:
         """The nodes are gone: SIGKILL to their torchruns, ranks and agents, then their stores with all that is in them.

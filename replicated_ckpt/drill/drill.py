@@ -201,13 +201,18 @@ class Drill:
 def drill_directory(given: Path | None, *, keep: bool) -> Iterator[Path]:
     """A fresh work directory, `given` or a temporary one; removed at the end unless `keep`.
 
-    Raises: DrillError when `given` has something in it: nothing of somebody else's may be deleted.
+    Raises: DrillError when `given` has something in it, as only what the drill made may be deleted; or cannot be made.
     """
     if given is None:
         workdir = Path(tempfile.mkdtemp(prefix="replicated-ckpt-drill-"))
     else:
         workdir = given.resolve()
-        workdir.mkdir(parents=True, exist_ok=True)
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise DrillError(
+                f"--workdir {given} cannot be made: {exc.strerror}.", "Name one that you may write."
+            ) from exc
         if any(workdir.iterdir()):
             raise DrillError(
                 f"--workdir {given} is not empty.", "Name a new or an empty folder; it is removed afterwards."

@@ -110,6 +110,7 @@ def _moto(workdir: Path) -> Iterator[str]:
 @contextmanager
 def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
     """A new place under `url`, known to be writable."""
+    ObjectTarget.check(url, None)  # an error names the URL as it was given
     own = f"{url.rstrip('/')}/drill-{uuid.uuid4().hex[:12]}"
     target = ObjectTarget.check(own, None)
     if target.is_process_local:

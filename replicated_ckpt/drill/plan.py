@@ -220,7 +220,7 @@ def _global_batch(worlds: Iterable[int]) -> int:
 def _check(options: DrillOptions) -> None:
     problems = {
         "--scenario: name at least one": not options.scenarios,
-        "--nodes: at least 2, or there is nobody to hold a copy": options.nodes < 2,
+        "--nodes: at least 2, as a copy lies on another node": options.nodes < 2,
         "--ranks-per-node: at least 1": options.ranks_per_node < 1,
         f"--copies: between 2 and the number of nodes ({options.nodes})": not 2 <= options.copies <= options.nodes,
         f"--steps: at least {STEPS_MIN}, for two saves and an end": options.steps < STEPS_MIN,
@@ -229,7 +229,7 @@ def _check(options: DrillOptions) -> None:
     }
     for problem, is_real in problems.items():
         if is_real:
-            raise ConfigInvalid(problem)
+            raise ConfigInvalid(f"{problem}.", "Correct it; `replicated-ckpt drill --help` has the defaults.")
 
 
 def _check_object_store(options: DrillOptions, *, has_moto: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 from replicated_ckpt.drill import marked
 from replicated_ckpt.drill.cluster import Cluster, Job
 from replicated_ckpt.drill.drill import drill_directory
-from replicated_ckpt.drill.errors import DrillError, JobFailed, WaitTimedOut
+from replicated_ckpt.drill.errors import DatasetUnusable, DrillError, JobFailed, WaitTimedOut
 from replicated_ckpt.drill.evidence import (
     Evidence,
     JobSpec,
@@ -35,6 +35,18 @@ def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
     """The error carries what the command printed."""
     with pytest.raises(JobFailed, match="no luck"):
         Cluster(tmp_path).run_alone("bad", (sys.executable, "-c", "raise SystemExit('no luck')"), 30)
+
+
+def test_an_error_of_ours_keeps_its_own_next_step(tmp_path: Path) -> None:
+    """The hint that the command printed is the hint, and not one of two."""
+    program = (
+        "from replicated_ckpt.drill.errors import DatasetUnusable; raise SystemExit(str(DatasetUnusable('No data.')))"
+    )
+    with pytest.raises(JobFailed) as raised:
+        Cluster(tmp_path).run_alone("bad", (sys.executable, "-c", program), 30)
+    assert raised.value.message == "No data."
+    assert raised.value.hint == DatasetUnusable.default_hint
+    assert str(raised.value).count("Hint:") == 1
 
 
 def test_a_hang_ends_in_an_error_and_nothing_is_left(tmp_path: Path) -> None:
@@ -121,3 +133,13 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DrillError, match="not empty"), drill_directory(tmp_path, keep=False):
         pass
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_an_argument_to_correct(tmp_path: Path) -> None:
+    """It is no defect, and the option is named."""
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(DrillError, match=r"--workdir .*/file/x cannot be made: Not a directory\."),
+        drill_directory(tmp_path / "file" / "x", keep=False),
+    ):
+        pass

@@ -145,5 +145,9 @@ def test_a_bucket_that_cannot_be_written_is_said_before_anything_starts(bucket: 
 @pytest.mark.parametrize("url", ["", "bucket", "s3://", "memory://x", "s3://key:secret@bucket", "s3://bucket?x=1"])
 def test_a_url_that_cannot_work_is_refused(url: str, tmp_path: Path) -> None:
     """No place, no secrets in it, and no memory that would be gone with the rank that wrote there."""
-    with pytest.raises(ConfigInvalid), object_store.object_store(url, tmp_path, keep=False, progress=print):
+    with (
+        pytest.raises(ConfigInvalid) as refused,
+        object_store.object_store(url, tmp_path, keep=False, progress=print),
+    ):
         pass
+    assert "drill-" not in refused.value.message

@@ -1,5 +1,7 @@
 """Drill plans: what is lost, who resumes, and what is refused before anything starts."""
 
+import re
+
 import pytest
 
 from replicated_ckpt.drill.plan import (
@@ -141,5 +143,6 @@ def test_a_run_saves_twice_and_goes_on(steps: int) -> None:
 )
 def test_options_that_cannot_work_are_refused(options: DrillOptions) -> None:
     """Nothing starts on options that contradict each other."""
-    with pytest.raises(ConfigInvalid, match="--"):
+    with pytest.raises(ConfigInvalid, match="--") as refused:
         plan_drill(options)
+    assert re.search(r"\w\)?\. Hint: [A-Z].*\.$", str(refused.value))
