@@ -56,7 +56,7 @@ def test_an_id_that_is_no_text_is_an_argument_to_correct(tmp_path: Path, given: 
 
 def test_a_root_without_a_store_is_said_to_be_that(tmp_path: Path) -> None:
     """A mistyped root has no node to name."""
-    with pytest.raises(CheckpointNotFound, match=r"Searched: .*/typo \(own root, no store of ours yet\)"):
+    with pytest.raises(CheckpointNotFound, match=r"Searched: no node's store yet at .*/typo \(own store\)"):
         dcp.load({}, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path / "typo"), no_dist=True)
 
 

@@ -191,11 +191,8 @@ class Surveyor:
         holdings = [*DamageBook.mark_noted(self._store, self._store.catalog.holdings(self._own_node, checkpoint_id))]
         self._remains += RemainsReader(self._store, self._own_node).found(checkpoint_id)
         if not is_nowhere(self._store):
-            place = f"node {self._own_node} at {self._store.root} (own store)"
-            has_node = self._own_node != NO_NODE
-            self._searched[self._own_node] = (
-                place if has_node else f"{self._store.root} (own root, no store of ours yet)"
-            )
+            who = f"node {self._own_node}" if self._own_node != NO_NODE else "no node's store yet"
+            self._searched[self._own_node] = f"{who} at {self._store.root} (own store)"
         path = "/v1/holdings" + ("" if checkpoint_id is None else f"?{urlencode({'checkpoint_id': checkpoint_id})}")
 
         def asked(node: str) -> Held:

@@ -73,13 +73,18 @@ def commit_save(
     is_as_before = raw_metadata == layout.raw  # else it has a part for the bucket, which names this save
     committed = cluster.commit(decision.save_id, raw_metadata, manifest.encode(), same if is_as_before else None)
     failpoints.reach("coordinator.published")
-    late = (
+    late = _list_late(committed, decision)
+    _check_reached(manifest, committed, must_have_all=config.must_have_all_copies)
+    return [*missed, *late], receipts
+
+
+def _list_late(committed: Committed, decision: SaveDecision) -> list[str]:
+    """The nodes that have not published it; why, unless that was said when the save began."""
+    return [
         f"node {node} has not published the checkpoint yet"
         + ("; it does when it is reached" if node in decision.unreached else f": {error}")
         for node, error in committed.error_by_node.items()
-    )
-    _check_reached(manifest, committed, must_have_all=config.must_have_all_copies)
-    return [*missed, *late], receipts
+    ]
 
 
 def _decide(
