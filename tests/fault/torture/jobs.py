@@ -177,7 +177,9 @@ class Job:
             opened_bucket: Callable[[], Bucket | None],
             *,
             lineage: str,
+            in_step: bool = False,
         ) -> Survey:
+            assert not in_step, "each rank passes an id"
             if not surveys:
                 posts = [
                     {"checkpoint_id": given_id, "node": self._post(rank).to_json()} for rank in range(len(self.nodes))
