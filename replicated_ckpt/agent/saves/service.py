@@ -37,6 +37,7 @@ from replicated_ckpt.stores.files.durable import exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
 from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.unmanaged.adoption import check_adopted, stage_shards
@@ -235,11 +236,12 @@ class NodeService:
             return Received.of(raw)
         if name == METADATA_NAME:
             with taking_metadata(intent, body.size_bytes) as take:
-                return receive_plain_file(path, body, take)
+                return receive_plain_file(path, body, take, RecycledFiles(self.store.root))
         if ShardName.parse(name) is None or intent.adopts:
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint that could be brought here.")
         with self._intake.taking(intent, name, body.size_bytes) as take:
-            return receive_file(path, body, take, durable=durable, direct_io=self._direct_io)
+            pool = (RecycledFiles if durable else RoomOfRecycled)(self.store.root)
+            return receive_file(path, body, take, durable=durable, direct_io=self._direct_io, recycled=pool)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
         """Publishes a save; returns the shards held here. Idempotent.
