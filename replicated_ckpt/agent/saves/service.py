@@ -271,6 +271,11 @@ class NodeService:
         """Whether saves that were handed over are being written, or finished."""
         return self.hand_overs.is_busy or self.finisher.is_busy
 
+    def is_in_use(self) -> bool:
+        """Whether ranks of this node save, or a load was told to read here."""
+        staged = self.store.list_staged()
+        return self.is_saving or self.pins.has_any() or any(self.store.is_held(intent.save_id) for intent in staged)
+
     def adopt(self, save_id: str, names: Sequence[str]) -> Mapping[str, BlockTable]:
         """Stages shards of the checkpoint without a manifest that an open save is to adopt; then it is held for an hour.
 
