@@ -279,8 +279,9 @@ def test_what_is_no_file_of_ours_is_not_used(make: Callable[[Path], None], store
     make(pooled(store))
     target = pooled(store).with_name("target")
     before = target.read_bytes() if target.exists() else b""
-    path = write(store, os.urandom(OLD_BYTES))
-    assert path.is_file()
+    with counting_uses() as uses:
+        path = write(store, os.urandom(OLD_BYTES))
+    assert uses == []
     assert not path.is_symlink()
     assert (target.read_bytes() if target.exists() else b"") == before
 

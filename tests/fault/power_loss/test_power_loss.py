@@ -213,10 +213,12 @@ def test_recycling_before_something_is_durable_is_found(
 ) -> None:
     """The old checkpoint would come back with bytes of the new one, or a shard that was acknowledged would be lost."""
     if forgotten == "the removal":
+        name = "removal and save over its files"
         monkeypatch.setattr(retiring, "fsync_directory", lambda path: None)
     else:
+        name = "save over recycled files"
         without_shard_fsync(monkeypatch)
-    log = recorded(SCENARIOS["removal and save over its files"], base).log
+    log = recorded(SCENARIOS[name], base).log
     assert Judge(memory).findings(crash_states(log)) != []
 
 
