@@ -235,7 +235,8 @@ class AgentConfig:
     root's agent had last; at last, where it is empty, any free one. `idle_exit_s` None: it stays until it is told to
     stop. `lost_after_s`: so long a peer that fell silent is taken to hold its copies; `away_after_s`: the same for one
     that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`, `upload_mib_per_s`: pace of re-protection, scrub and
-    uploads to the object store, in MiB a second; `scrub_every_s`: pause between two passes of the scrub;
+    uploads to the object store, in MiB a second; `copy_mib_per_s` None: 256 while the node saves or loads, else no
+    bound; `scrub_every_s`: pause between two passes of the scrub;
     `round_every_s`: pause between two rounds of re-protection while there is nothing to do. `tls_cert`,
     `tls_key`: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
     `direct_io`: how copies are written, as of `check_direct_io`.
@@ -247,7 +248,7 @@ class AgentConfig:
     idle_exit_s: float | None = None
     lost_after_s: float = 30.0
     away_after_s: float = 3600.0
-    copy_mib_per_s: float = 256.0
+    copy_mib_per_s: float | None = None
     scrub_mib_per_s: float = 32.0
     scrub_every_s: float = 86400.0
     round_every_s: float = 15.0
@@ -269,7 +270,7 @@ class AgentConfig:
             "round_every_s",
             "upload_mib_per_s",
         ):
-            if not getattr(self, name) > 0:
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigInvalid("tls_cert and tls_key are both needed for TLS, or neither.")

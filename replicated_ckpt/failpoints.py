@@ -30,6 +30,7 @@ POINTS: Mapping[str, str] = {
     "agent.writing": "step 3: an agent has read the first bytes of a shard that was handed over",
     "rank.handed-over": "step 3: the rank's agent has taken its shard, no other node knows it",
     "agent.receiving": "step 3: an agent has received the first bytes of a copy",
+    "store.recycled": "step 3: a recycled file is the part of a new shard, with its old bytes",
     "store.shard-fsynced": "step 3: a shard is fsynced and has not got its name (own store, or a buddy's)",
     "store.shard-named": "step 3: a shard has its name, durably (own store, or a buddy's)",
     "rank.written": "step 3: a rank's shard and its copies are acknowledged",
@@ -60,6 +61,7 @@ POINTS: Mapping[str, str] = {
     "abort.trashed": "a save that is given up is in the trash, its intent still in place",
     "restore.copied": "a missing copy was pulled from a peer",
     "retire.trashed": "a checkpoint that is kept no longer is in the trash, not durably",
+    "retire.recycled": "its shards are in the pool of recycled files, the rest of it still in the trash",
 }
 """Every failpoint, and what holds when it is reached."""
 

@@ -42,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lost-after-s", type=float, help="take a silent peer's copies for lost after this long (default: %(default)s)"
     )
     add("--away-after-s", type=float, help="the same for a peer that said it leaves (default: %(default)s)")
-    add("--copy-mib-per-s", type=float, help="pace at which missing copies are made up (default: %(default)s)")
+    add(
+        "--copy-mib-per-s",
+        type=float,
+        help="pace at which missing copies are made up (default: 256 while the node saves or loads, else no bound)",
+    )
     add("--scrub-mib-per-s", type=float, help="pace of the scrub, which re-reads the store (default: %(default)s)")
     add("--upload-mib-per-s", type=float, help="pace of uploads to the object store (default: %(default)s)")
     add("--scrub-every-s", type=float, help="pause between two passes of the scrub (default: %(default)s)")
@@ -62,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="log every request")
 
 
-def _default(name: str) -> str | float:
+def _default(name: str) -> str | float | None:
     """What an option is if it is not given: of the environment, which agents that ranks start inherit, else the usual."""
-    usual: float = getattr(AgentConfig, name)
+    usual: float | None = getattr(AgentConfig, name)
     return os.environ.get(f"REPLICATED_CKPT_AGENT_{name.upper()}", usual)
 
 

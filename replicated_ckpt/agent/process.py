@@ -40,9 +40,9 @@ from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
-from replicated_ckpt.stores.files.room import measure_room
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.throttle import Pace
+from replicated_ckpt.stores.local.versions.recycled import measure_room
+from replicated_ckpt.stores.throttle import Pace, copy_pace
 from replicated_ckpt.version import __version__
 
 log = logging.getLogger(__name__)
@@ -156,9 +156,8 @@ class Agent:
     def _start_background_work(self) -> None:
         """Makes the threads of re-protection and scrub; they start once the agent can be reached."""
         config = self.config
-        copying, scrubbing = (
-            Pace(mib_per_s * (1 << 20), self._stopping) for mib_per_s in (config.copy_mib_per_s, config.scrub_mib_per_s)
-        )
+        copying = copy_pace(config.copy_mib_per_s, self._stopping, self._service.is_in_use)
+        scrubbing = Pace(config.scrub_mib_per_s * (1 << 20), self._stopping)
         patience = Patience(config.lost_after_s, config.away_after_s)
         self._reprotector = Reprotector(
             self._service,

@@ -2,6 +2,11 @@
 
 import threading
 import time
+from collections.abc import Callable
+
+BUSY_BYTES_PER_S = 256 << 20
+"""Pace of copies that are made up while ranks of the node save or load."""
+_LOOK_EVERY_S = 0.05
 
 
 class Stopped(Exception):
@@ -31,3 +36,29 @@ class Pace:
         self._due = max(self._due, now - self.BURST_S) + size_bytes / self._bytes_per_s
         if self._stopping.wait(max(0.0, self._due - now)):
             raise Stopped
+
+
+class YieldingPace(Pace):
+    """A rate that is kept only while `is_busy` says that the node has something else to do; it is asked now and then."""
+
+    def __init__(self, bytes_per_s: float, stopping: threading.Event, is_busy: Callable[[], bool]) -> None:
+        super().__init__(bytes_per_s, stopping)
+        self._ask = is_busy
+        self._is_busy = False
+        self._asked_at = -_LOOK_EVERY_S
+
+    def take(self, size_bytes: int) -> None:
+        now = time.monotonic()
+        if now - self._asked_at >= _LOOK_EVERY_S:
+            self._is_busy, self._asked_at = self._ask(), now
+        if self._is_busy:
+            super().take(size_bytes)
+        elif self._stopping.is_set():
+            raise Stopped
+
+
+def copy_pace(mib_per_s: float | None, stopping: threading.Event, is_busy: Callable[[], bool]) -> Pace:
+    """The pace of copies that are made up: the one that is named, or as fast as it goes while the node is not busy."""
+    if mib_per_s is not None:
+        return Pace(mib_per_s * (1 << 20), stopping)
+    return YieldingPace(BUSY_BYTES_PER_S, stopping, is_busy)

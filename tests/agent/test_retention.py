@@ -10,6 +10,7 @@ import pytest
 
 from replicated_ckpt import Retention, failpoints
 from replicated_ckpt.agent.state.policies import PolicyBook
+from replicated_ckpt.core.layout import RECYCLED_DIR
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.local.store import LocalStore
@@ -263,6 +264,22 @@ def test_a_killed_agent_leaves_all_or_nothing(tmp_path: Path, monkeypatch: pytes
             meet(first, again)
             gone_to(stores, [2])
             stays(stores, first, again)
+
+
+def test_files_of_what_goes_wait_for_the_next_save(tmp_path: Path) -> None:
+    """One checkpoint's shards, and as room in the status; once no policy removes anything, they go, too."""
+    stores = stored(tmp_path, 2, (1, 2, 3))
+    names = {"__0_0.recycled", "__1_0.recycled"}
+    with agents(stores) as running:
+        for agent in running:
+            tell(agent, Retention(keep_last=1), revision=3)
+        gone_to(stores, [3])
+        for store in stores:
+            assert {path.name for path in (store.root / RECYCLED_DIR).iterdir()} == names
+        for agent in running:
+            tell(agent, None, revision=4)
+        wait_for(lambda: not any(any((store.root / RECYCLED_DIR).iterdir()) for store in stores), 20, "an empty pool")
+        assert [there(store) for store in stores] == [[3], [3]]
 
 
 @pytest.mark.parametrize("action", ["raise", "kept"])

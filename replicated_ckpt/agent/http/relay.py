@@ -16,6 +16,7 @@ from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 
 _PIECE_BYTES = 4 << 20
@@ -44,7 +45,8 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
     service.check_open(save_id)
     with taking_metadata(Intent.read(save_id, service.store.intent_path(save_id)), wanted.size_bytes):
         pass  # nothing is taken of what would be too much
-    sink = FileSink(service.store.path_of_staged(save_id, METADATA_NAME))
+    pool = RecycledFiles(service.store.root)
+    sink = FileSink(service.store.path_of_staged(save_id, METADATA_NAME), recycled=pool)
     try:
         with request.heartbeat, opened() as (label, read):
             _copy(label, read, wanted, sink)

@@ -24,8 +24,8 @@ from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.announced import Announced
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import flush_file
-from replicated_ckpt.stores.files.room import measure_room
 from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.unmanaged.adoption import check_announced

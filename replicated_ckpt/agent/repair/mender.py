@@ -34,6 +34,7 @@ from replicated_ckpt.stores.local.directories.committed import (
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import Inspector, Paced
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
 from replicated_ckpt.stores.peer.suspects import tell_suspect
@@ -215,7 +216,8 @@ class Mender:
             with incoming_file(self._store.root) as path:
                 try:
                     hint = _bring_back(manifest, entry, action.sources)
-                    pull_shard(sources, action.shard, FileSink(path), self._pace.take, hint)
+                    sink = FileSink(path, recycled=RecycledFiles(self._store.root))
+                    pull_shard(sources, action.shard, sink, self._pace.take, hint)
                 finally:
                     sources.close()
                 directory.place(path, action.shard)

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import Patience, PeerWatch
 from replicated_ckpt.agent.repair.mender import Mender
+from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S, PAUSE_S, Pauses
 from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.outlived import drop_outlived
@@ -28,9 +29,7 @@ from replicated_ckpt.stores.throttle import Pace, Stopped
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 2.0
-IDLE_PAUSE_S = 15.0
-STALE_ROUNDS_MAX = 6
+STALE_ROUNDS_MAX = 10
 LEFTOVER_GRACE_S = 60.0
 SUSPECTS_MAX = 4096
 _NOT_PLANNED = "this node would not do it by its own look at the nodes; ask on its own host"
@@ -78,7 +77,7 @@ class Reprotector:
         self._service = service
         self.standing = standing
         self._on_seen = on_seen
-        self._idle_s = idle_pause_s
+        self._pauses = Pauses(idle_pause_s)
         self._retirer = Retirer(service, stopping)
         self._patience = patience
         self._clock = clock
@@ -155,6 +154,8 @@ class Reprotector:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            if self._woken.is_set():
+                self._pauses.begin(len(self._service.peers.read_all()))
             self._woken.clear()
             try:
                 self._do_orders()
@@ -163,16 +164,12 @@ class Reprotector:
             except Stopped:
                 return
             except (ReplicatedCkptError, OSError) as exc:
-                log.error("re-protection goes on in %.0f s: %s", self._idle_s, exc)  # noqa: TRY400 - it explains itself
+                log.error("re-protection goes on soon: %s", exc)  # noqa: TRY400 - it explains itself
                 self.last = Protection(is_complete=False, failed=(str(exc),))
             is_active = self._is_active(self.last)
             if not is_active and not self._woken.is_set():
                 self._busy.clear()
-            self._woken.wait(min(PAUSE_S, self._idle_s) if is_active else self._idle_pause_s())
-
-    def _idle_pause_s(self) -> float:
-        """Many nodes ask each other less often, so that an agent answers about as many questions a second."""
-        return max(self._idle_s, 0.05 * len(self._service.peers.read_all()))
+            self._woken.wait(self._pauses.after(len(self._service.peers.read_all()), is_active=is_active))
 
     def _is_active(self, found: Protection) -> bool:
         return found.in_doubt or (found.planned > 0 and self._stale[1] < STALE_ROUNDS_MAX)

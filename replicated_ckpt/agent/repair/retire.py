@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.upkeep.policy import Policy, agree, confirm
+from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, confirm
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan, plan_retention, without_retired
 from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
+from replicated_ckpt.stores.local.versions.retire import recycle, retire
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class Retirer:
         if set(own) == set(told) and not in_doubt:
             by_own_word = plan_retention(manifests, views, confirm(agreed, own)).retired
             self.carry_out(plan.only(by_own_word | self._find_brought(manifests)))
+        if not any(policy.tier == NODES and policy.retention for policy in own):
+            RecycledFiles(self._service.store.root).drop()  # no checkpoint goes that would bring new ones
         self._finish_removals()
         return without_retired(manifests, plan.retired | find_removed(views))
 
@@ -109,7 +112,8 @@ class Retirer:
         if self._service.pins.is_pinned(removal.save_id):
             log.info("kept while it is loaded: %s", removal)
             return False
-        if not retire(self._service.store.root, removal.checkpoint_id, removal.save_id):
+        remove = retire if removal.rule == BY_HAND else recycle
+        if not remove(self._service.store.root, removal.checkpoint_id, removal.save_id):
             return False
         self._removed += 1
         log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)

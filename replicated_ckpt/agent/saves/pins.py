@@ -66,6 +66,12 @@ class Pins:
         with self._lock:
             return bool(self._readers_of(save_id))
 
+    def has_any(self) -> bool:
+        """Whether any save is kept for a reader."""
+        with self._lock:
+            now = self._clock()
+            return any(until > now for _, until in self._by_reader.values())
+
     def _release(self) -> None:
         for save_id in [save_id for save_id in self._fd_by_save if not self._readers_of(save_id)]:
             self._close(save_id)

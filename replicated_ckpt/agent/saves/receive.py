@@ -12,6 +12,7 @@ from replicated_ckpt.errors import ObjectCorrupt
 from replicated_ckpt.stores.files.direct import page_aligned
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 
 _PIECE_BYTES = 1 << 20
 _DIRECT_PIECE_BYTES = 4 << 20
@@ -29,15 +30,19 @@ class Received:
         return cls(len(raw), crc32c(raw))
 
 
-def receive_file(path: Path, body: Body, take: Take, *, durable: bool, direct_io: str) -> Received:
+def receive_file(
+    path: Path, body: Body, take: Take, *, durable: bool, direct_io: str, recycled: RecycledFiles | None = None
+) -> Received:
     """Writes the body to `path`. Afterwards the file is whole, intact and, if asked for, durable; or it is not there.
+
+    `recycled`: the pool of its store.
 
     Raises:
         PeerProtocolError: it is more than `take` lets through.
         ObjectCorrupt: the bytes do not match the footer that came with them.
         StoreFull, StoreError, SaveAborted: the disk refused. ConnectionResetError, TimeoutError: the sender stopped.
     """
-    sink = FileSink(path, direct_io)
+    sink = FileSink(path, direct_io, recycled)
     try:
         size, crc = _write(sink, body, take)
         _check_against_footer(path, sink, size, crc)
@@ -50,9 +55,9 @@ def receive_file(path: Path, body: Body, take: Take, *, durable: bool, direct_io
     return Received(size, crc)
 
 
-def receive_plain_file(path: Path, body: Body, take: Take) -> Received:
+def receive_plain_file(path: Path, body: Body, take: Take, recycled: RecycledFiles | None = None) -> Received:
     """As `receive_file`, for a file without a footer: whoever uses it holds it against the manifest. Durable afterwards."""
-    sink = FileSink(path)
+    sink = FileSink(path, recycled=recycled)
     try:
         size, crc = _write(sink, body, take)
         sink.finish_durably()

@@ -37,6 +37,7 @@ from replicated_ckpt.stores.files.durable import exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
 from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.unmanaged.adoption import check_adopted, stage_shards
@@ -235,11 +236,12 @@ class NodeService:
             return Received.of(raw)
         if name == METADATA_NAME:
             with taking_metadata(intent, body.size_bytes) as take:
-                return receive_plain_file(path, body, take)
+                return receive_plain_file(path, body, take, RecycledFiles(self.store.root))
         if ShardName.parse(name) is None or intent.adopts:
             raise ConfigInvalid(f"{name!r} is no file of a checkpoint that could be brought here.")
         with self._intake.taking(intent, name, body.size_bytes) as take:
-            return receive_file(path, body, take, durable=durable, direct_io=self._direct_io)
+            pool = (RecycledFiles if durable else RoomOfRecycled)(self.store.root)
+            return receive_file(path, body, take, durable=durable, direct_io=self._direct_io, recycled=pool)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
         """Publishes a save; returns the shards held here. Idempotent.
@@ -268,6 +270,11 @@ class NodeService:
     def is_saving(self) -> bool:
         """Whether saves that were handed over are being written, or finished."""
         return self.hand_overs.is_busy or self.finisher.is_busy
+
+    def is_in_use(self) -> bool:
+        """Whether ranks of this node save, or a load was told to read here."""
+        staged = self.store.list_staged()
+        return self.is_saving or self.pins.has_any() or any(self.store.is_held(intent.save_id) for intent in staged)
 
     def adopt(self, save_id: str, names: Sequence[str]) -> Mapping[str, BlockTable]:
         """Stages shards of the checkpoint without a manifest that an open save is to adopt; then it is held for an hour.

@@ -13,6 +13,7 @@ from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.copy import PeerSink
 from replicated_ckpt.stores.peer.deadline import is_time_out
@@ -91,7 +92,8 @@ def write_copies(
     Raises:
         SaveAborted: the save was given up elsewhere. StoreError: the own store failed. And whatever `fill` raises.
     """
-    own_file = FileSink(store.path_of_staged(wanted.save_id, wanted.name), wanted.direct_io)
+    path = store.path_of_staged(wanted.save_id, wanted.name)
+    own_file = FileSink(path, wanted.direct_io, RecycledFiles(store.root))
     sinks: list[Sink] = [own_file]
     sinks += [_sink_at(address, wanted) for address in wanted.buddies]
     tee = Tee(sinks, buffers, copies=own_file.is_direct)

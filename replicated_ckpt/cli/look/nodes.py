@@ -19,9 +19,9 @@ from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.stores.files.room import measure_room
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 

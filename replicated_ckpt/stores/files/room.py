@@ -1,13 +1,9 @@
 """How much room a file system has left for this user."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import index
-from pathlib import Path
 from typing import Any
-
-from replicated_ckpt.stores.files.durable import translate_errors
 
 
 @dataclass(frozen=True)
@@ -27,10 +23,3 @@ class Room:
         if not 0 <= room.free_bytes <= room.size_bytes:
             raise ValueError(f"no room of a file system: {room!r}"[:200])
         return room
-
-
-def measure_room(root: Path) -> Room:
-    """Raises StoreError."""
-    with translate_errors(str(root), "measure", ""):
-        found = os.statvfs(root)
-    return Room(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)

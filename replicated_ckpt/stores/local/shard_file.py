@@ -10,6 +10,7 @@ from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.files.direct import is_worthwhile, switch_direct_io, write_direct
 from replicated_ckpt.stores.files.durable import fsync_directory, read_exactly, translate_errors, write_vector
 from replicated_ckpt.stores.local.store import PART_SUFFIX
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, is_full
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 
@@ -18,18 +19,23 @@ class FileSink:
 
     `direct_io`: "auto", "on" or "off", see `replicated_ckpt.stores.files.direct`. `is_direct` says what became of it: while
     it holds, single pieces of whole pages in page-aligned memory go past the page cache. The first other one ends it.
+    `recycled`: the store's pool. A file of it with the shard's name is written over, and cut to size before it is synced;
+    on a full disk the others make room.
     """
 
-    def __init__(self, path: Path, direct_io: str = "off") -> None:
+    def __init__(self, path: Path, direct_io: str = "off", recycled: RecycledFiles | None = None) -> None:
         self._path = path
+        self._recycled = recycled
         self._part = path.with_name(path.name + PART_SUFFIX)
         with translate_errors(str(path.parent), "create", path.name):
             try:
                 wants_direct = is_worthwhile(path.parent, direct_io)
                 # Another process may still write it: that goes on in a file without a name.
                 self._part.unlink(missing_ok=True)
+                taken = None if recycled is None else recycled.take(self._part, path.name)
+                self._is_recycled = taken is not None
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._fd = os.open(self._part, flags, 0o640)
+                self._fd = os.open(self._part, flags, 0o640) if taken is None else taken
                 os.fchmod(self._fd, 0o640)  # whatever the umask: who may come this far is said by the directories
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
@@ -41,9 +47,19 @@ class FileSink:
 
     def write(self, *pieces: memoryview) -> None:
         with translate_errors(str(self._path.parent), "write", self._path.name):
-            if self.is_direct:
-                pieces = self._rest_of(pieces)
-            write_vector(self._fd, pieces)
+            start = os.lseek(self._fd, 0, os.SEEK_CUR)
+            try:
+                self._write(pieces)
+            except OSError as exc:
+                if not is_full(exc) or self._recycled is None or not self._recycled.drop():
+                    raise
+                os.lseek(self._fd, start, os.SEEK_SET)
+                self._write(pieces)
+
+    def _write(self, pieces: tuple[memoryview, ...]) -> None:
+        if self.is_direct:
+            pieces = self._rest_of(pieces)
+        write_vector(self._fd, pieces)
 
     def _rest_of(self, pieces: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
         """Writes what can go past the page cache; what is left, if anything, ends direct I/O for this file."""
@@ -63,12 +79,19 @@ class FileSink:
 
     def sync(self) -> None:
         with translate_errors(str(self._path.parent), "fsync", self._path.name):
+            self._cut()
             os.fsync(self._fd)
+
+    def _cut(self) -> None:
+        """Takes off what a recycled file has beyond the bytes that were written."""
+        if self._is_recycled:
+            os.ftruncate(self._fd, os.lseek(self._fd, 0, os.SEEK_CUR))
 
     def read_back(self, size_bytes: int) -> memoryview:
         """The last bytes that were written; nothing is written directly afterwards."""
         if self.is_direct:
             self.is_direct = switch_direct_io(self._fd, on=False)
+        self._cut()
         target = memoryview(bytearray(size_bytes))
         read_exactly(self._fd, target, os.fstat(self._fd).st_size - size_bytes)
         return target
@@ -81,6 +104,8 @@ class FileSink:
             failpoints.reach("store.shard-fsynced")
             if not is_own:
                 raise SaveAborted(f"{self._path} was aborted, or is written anew by another process.")
+            if self._is_recycled and self._recycled is not None:
+                self._recycled.sync()
             try:
                 self._part.rename(self._path)
                 fsync_directory(self._path.parent)

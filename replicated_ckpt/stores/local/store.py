@@ -40,7 +40,6 @@ from replicated_ckpt.stores.files.durable import (
     publish_directory,
     remove_tree,
     translate_errors,
-    write_file,
 )
 from replicated_ckpt.stores.files.ownership import make_private
 from replicated_ckpt.stores.files.plain import open_plain, read_plain
@@ -50,6 +49,7 @@ from replicated_ckpt.stores.local.directories.place import PlaceNotes
 from replicated_ckpt.stores.local.identity import ensure_identity, read_identity
 from replicated_ckpt.stores.local.versions import others, replaced
 from replicated_ckpt.stores.local.versions.carry_over import carry_over
+from replicated_ckpt.stores.local.versions.recycled import write_with_room
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
 from replicated_ckpt.stores.local.versions.retire import empty_trash
 
@@ -144,7 +144,7 @@ class LocalStore:
             asked = "" if replaces is None or not replaces_others else replaces.save_id
             intent = replace(intent, replaces=asked)
             if not self._is_intent_kept(intent):
-                write_file(self.intent_path(intent.save_id), intent.encode())
+                write_with_room(self.root, self.intent_path(intent.save_id), intent.encode())
             failpoints.reach("store.intent-written")
             make_directory(staging)
             fsync_directory(staging.parent)
@@ -187,7 +187,7 @@ class LocalStore:
         with translate_errors(str(self.root), "write", name), exclusive(self.root / STAGING_DIR):
             if not path.parent.is_dir():
                 raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
-            write_file(path, data)
+            write_with_room(self.root, path, data)
 
     def commit(self, save_id: str) -> tuple[str, ...]:
         """Publishes a staged save under its checkpoint id, in one step and durably; returns the shards held here.

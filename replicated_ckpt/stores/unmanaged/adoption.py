@@ -24,6 +24,7 @@ from replicated_ckpt.stores.local.inspection import Paced, at_once
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.versions.carry_over import Signature, originals_path, signature
 from replicated_ckpt.stores.local.versions.others import link_others
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 
 PIECE_BYTES = 4 << 20
 CLOCKS_DIFFER_S = 86400.0
@@ -98,7 +99,8 @@ def stage_shards(
             fd = directory.open(name)
             try:
                 signatures[name] = signature(os.fstat(fd))
-                tables[name] = copy_with_footer(fd, FileSink(staging / name), f"{root}/{checkpoint_id}/{name}", paced)
+                sink = FileSink(staging / name, recycled=RecycledFiles(root))
+                tables[name] = copy_with_footer(fd, sink, f"{root}/{checkpoint_id}/{name}", paced)
             finally:
                 os.close(fd)
             _check_items(staging / name, ranges.get(name, ()), tables[name].data_bytes)

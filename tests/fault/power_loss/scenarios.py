@@ -29,7 +29,8 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.inspection import at_once
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, RoomOfRecycled
+from replicated_ckpt.stores.local.versions.retire import recycle, retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
@@ -99,7 +100,7 @@ def nothing(store: LocalStore) -> None:
 
 def write_own(store: LocalStore, save_id: str, shard: str) -> None:
     """A rank's shard, as the writer writes it: the first one past the page cache, the others through it."""
-    sink = FileSink(store.path_of_staged(save_id, shard), _direct_io(shard))
+    sink = FileSink(store.path_of_staged(save_id, shard), _direct_io(shard), RecycledFiles(store.root))
     tee = Tee([sink], Buffers(2, PAGE_BYTES), copies=sink.is_direct)
     tee.write(shard_data(save_id, shard))
     for outcome in tee.finish()[1]:
@@ -113,7 +114,8 @@ def receive_copy(store: LocalStore, save_id: str, shard: str, *, in_memory: bool
     headers = Message()
     headers["Content-Length"] = str(len(raw))
     body, path = Body(io.BytesIO(raw), headers), store.path_of_staged(save_id, shard)
-    receive_file(path, body, lambda _: None, durable=not in_memory, direct_io=_direct_io(shard))
+    pool = (RoomOfRecycled if in_memory else RecycledFiles)(store.root)
+    receive_file(path, body, lambda _: None, durable=not in_memory, direct_io=_direct_io(shard), recycled=pool)
 
 
 def _direct_io(shard: str) -> str:
@@ -257,6 +259,37 @@ def retired(store: LocalStore, mark: Marker) -> None:
     mark(f"checkpoint {CHECKPOINT}", None)
 
 
+def given_to_the_pool(store: LocalStore, mark: Marker) -> None:
+    """As `retired`, its files kept for the next save: they are no checkpoint."""
+    mark("node", store.node_id())
+    mark(f"checkpoint {CHECKPOINT}", OLD, None)
+    assert recycle(store.root, CHECKPOINT, OLD)
+    mark(f"checkpoint {CHECKPOINT}", None)
+
+
+def pooled(store: LocalStore) -> None:
+    committed(store)
+    assert recycle(store.root, CHECKPOINT, OLD)
+
+
+def save_over_pool(store: LocalStore, mark: Marker) -> None:
+    """Own shards and received ones are written over the files of the checkpoint that was removed."""
+    recycled = RecycledFiles(store.root)
+    assert recycled.size_bytes()
+    save(store, mark, NEW, write=write_either)
+    assert not recycled.size_bytes()
+
+
+def write_either(store: LocalStore, save_id: str, shard: str) -> None:
+    (write_own if shard == SHARDS[0] else receive_copy)(store, save_id, shard)
+
+
+def save_after_removal(store: LocalStore, mark: Marker) -> None:
+    """The removal and the save that takes its files at once."""
+    given_to_the_pool(store, mark)
+    save_over_pool(store, mark)
+
+
 def peers_of(*ports: int) -> tuple[AgentAddress, ...]:
     return tuple(AgentAddress(f"{port:012x}", "127.0.0.1", port, "token") for port in ports)
 
@@ -287,6 +320,9 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario("restore of a short copy", one_shard_short, restored),
         Scenario("restore of a manifest", committed, manifest_restored),
         Scenario("retirement", committed, retired),
+        Scenario("files for the next save", committed, given_to_the_pool),
+        Scenario("save over recycled files", pooled, save_over_pool),
+        Scenario("removal and save over its files", committed, save_after_removal),
         Scenario("peers", nothing, met_peers),
     )
 }

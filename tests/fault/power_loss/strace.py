@@ -25,6 +25,7 @@ _LINE = re.compile(r"(?:\d+ +)?(?P<call>\w+)\((?P<arguments>.*)\) += (?P<result>
 _PLACE = re.compile(r'(?:(?:AT_FDCWD|\d+)<(?P<directory>[^>]*)>, )?"(?P<name>(?:[^"\\]|\\.)*)"')
 _OF_FD = re.compile(r"\d+<(?P<path>[^>]*)>")
 _KINDS = {"renameat": "rename", "linkat": "link", "mkdirat": "mkdir", "pwrite64": "write", "writev": "write"}
+_KINDS["ftruncate"] = "truncate"
 _BY_FD = {"write", "pwrite64", "writev", "pwritev", "pwritev2", "ftruncate", "fallocate", "fsync", "fdatasync"}
 _BY_FD |= {"sync_file_range", "syncfs", "copy_file_range", "sendfile", "splice"}
 
@@ -67,6 +68,8 @@ def _as_noted(base: Path, call: str, arguments: str, result: str) -> Iterator[Ca
         place = _OF_FD.match(arguments)
         places = [_relative(base, place["path"])] if place is not None else []
         kind, details = _KINDS.get(call, call), [result] if "write" in call else []
+        if call == "ftruncate":
+            details = [arguments.rpartition(", ")[2]]
     else:
         places, kind, details = _places(base, arguments), _KINDS.get(call, call), []
         if call == "renameat2":

@@ -28,7 +28,7 @@ from tests.fault.power_loss.nested import (
 )
 from tests.fault.power_loss.operations import Log, Mark, Names, Sync
 from tests.fault.power_loss.replay import crash_states
-from tests.fault.power_loss.scenarios import SCENARIOS, recorded
+from tests.fault.power_loss.scenarios import SCENARIOS, STORE, recorded
 from tests.fault.power_loss.verdict import Judge
 from tests.marks import mark_long
 
@@ -205,6 +205,30 @@ def test_removing_before_a_retirement_is_durable_is_found(
     log = recorded(SCENARIOS["retirement"], base).log
     found = Judge(memory).findings(crash_states(log)) or findings_after_kills(log, memory, restarted)
     assert any("distcp" in finding for finding in found)
+
+
+@pytest.mark.parametrize("forgotten", ["the removal", "their bytes"])
+def test_recycling_before_something_is_durable_is_found(
+    base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
+) -> None:
+    """The old checkpoint would come back with bytes of the new one, or a shard that was acknowledged would be lost."""
+    if forgotten == "the removal":
+        name = "removal and save over its files"
+        monkeypatch.setattr(retiring, "fsync_directory", lambda path: None)
+    else:
+        name = "save over recycled files"
+        without_shard_fsync(monkeypatch)
+    log = recorded(SCENARIOS[name], base).log
+    assert Judge(memory).findings(crash_states(log)) != []
+
+
+def test_a_recycled_file_has_left_the_pool_durably_before_it_is_a_shard(base: Path) -> None:
+    """Also where a crash can leave both names of a rename, as without a journal: no later save finds it in the pool."""
+    calls = recorded(SCENARIOS["save over recycled files"], base).calls
+    for name in ("__0_0", "__1_0"):
+        left = next(at for at, call in enumerate(calls) if call[1].endswith(f".recycled/{name}.recycled"))
+        named = next(at for at, call in enumerate(calls) if call[0] == "rename" and call[2].endswith(f"/{name}.distcp"))
+        assert left < calls.index(("fsync", f"{STORE}/.recycled"), left) < named
 
 
 @pytest.mark.long

@@ -1,14 +1,16 @@
 """Retiring a committed checkpoint: it goes in one step, durably, and only then its files; a crash leaves all or nothing."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.core.layout import STAGING_DIR, TRASH_DIR, is_checkpoint_id
+from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR, TRASH_DIR, is_checkpoint_id
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing
 from replicated_ckpt.stores.files.durable import (
     exclusive,
+    fsync_directory,
     make_directories,
     make_directory,
     remove_moved,
@@ -16,6 +18,7 @@ from replicated_ckpt.stores.files.durable import (
 )
 from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.versions.others import remove_trash
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.local.versions.replaced import unread
 
 log = logging.getLogger(__name__)
@@ -24,12 +27,34 @@ log = logging.getLogger(__name__)
 def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
     """Removes a committed checkpoint; False, and nothing changed, if it is read, not here, or of another save by now.
 
+    Recycled files go, too: who removes a checkpoint by hand wants the room.
+
     At every instant, and after a crash at any point, the checkpoint is there with all its files, or it is no checkpoint.
     Files of it that are open stay readable. What is not ours in its directory stays there.
 
     Raises:
         ConfigInvalid: no checkpoint id. StoreError
     """
+    is_removed = _remove(root, checkpoint_id, save_id, lambda *_: None)
+    with translate_errors(str(root), "remove", RECYCLED_DIR):
+        RecycledFiles(root).drop()
+    return is_removed
+
+
+def recycle(root: Path, checkpoint_id: str, save_id: str) -> bool:
+    """As `retire`, and the next save writes its shards over the checkpoint's files, which wait for that in the pool."""
+    return _remove(root, checkpoint_id, save_id, partial(_give_to_pool, root))
+
+
+def _give_to_pool(root: Path, trash: Path, origin: Path) -> None:
+    """Once the move to the trash is durable: else a power loss could give the checkpoint its name back, written over."""
+    for directory in (origin, trash.parent):
+        fsync_directory(directory)
+    RecycledFiles(root).put(trash)
+
+
+def _remove(root: Path, checkpoint_id: str, save_id: str, put: Callable[[Path, Path], None]) -> bool:
+    """`put` is told where in the trash the checkpoint is, and which directory it has left."""
     if not is_checkpoint_id(checkpoint_id):
         raise ConfigInvalid(f"{checkpoint_id[:200]!r} is no checkpoint id.")
     staging = root / STAGING_DIR
@@ -47,6 +72,7 @@ def retire(root: Path, checkpoint_id: str, save_id: str) -> bool:
                     return False
                 place.rename(trash)
             failpoints.reach("retire.trashed")
+            put(trash, place.parent)
             remove_trash(root, trash, place.parent)
     return True
 

@@ -1,0 +1,159 @@
+"""Recycled files: shards of the checkpoint that retention removed last. The next save writes its shards over them.
+
+Pages and extents that a file has already cost less than fresh ones. What waits here is no checkpoint, and its bytes are
+believed by no reader: a file leaves the pool under the name of a `.part`, and gets a shard's name once all of it is
+written anew, cut to size and fsynced, and once it has left the pool durably.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from stat import S_ISREG
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.layout import RECYCLED_DIR, SHARD_SUFFIX, ShardName
+from replicated_ckpt.stores.files.durable import fsync_directory, make_directory, translate_errors, write_file
+from replicated_ckpt.stores.files.openers import is_open_elsewhere, is_sole_name
+from replicated_ckpt.stores.files.room import Room
+
+log = logging.getLogger(__name__)
+_SUFFIX = ".recycled"
+
+
+class RecycledFiles:
+    """The pool of one store: a file for each shard name of one checkpoint at most. Safe for several processes at once.
+
+    A file that is linked elsewhere, another user's, or lost is not used; whoever wants it makes a new one.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._pool = root / RECYCLED_DIR
+
+    def put(self, directory: Path) -> None:
+        """Moves the shards of a removed checkpoint into the pool; what was there before goes.
+
+        The checkpoint must have left its name durably. What cannot be moved stays where it is.
+        """
+        names = [entry.name for entry in os.scandir(directory) if _is_usable(entry)]
+        try:
+            make_directory(self._pool)
+            for path in self._files():
+                if path.name.replace(_SUFFIX, SHARD_SUFFIX) not in names:
+                    path.unlink(missing_ok=True)
+            for name in names:
+                (directory / name).rename(self._pool_path(name))
+        except OSError as exc:
+            log.warning("files of %s are not recycled: %s", directory, exc)
+        failpoints.reach("retire.recycled")
+
+    def take(self, part: Path, name: str) -> int | None:
+        """Gives the pool's file for a shard the name `part`; returns its descriptor, for writing. None: there is none.
+
+        A file that a process still reads is left to it, without a name.
+        """
+        path = self._pool_path(name)
+        try:
+            if not S_ISREG(path.lstat().st_mode):
+                return None
+            path.rename(part)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            log.warning("the recycled file for %s is not used: %s", part, exc)
+            return None
+        fd = _open_if_free(part)
+        if fd is None:
+            part.unlink(missing_ok=True)
+        else:
+            failpoints.reach("store.recycled")
+        return fd
+
+    def sync(self) -> None:
+        """Makes durable that the files that were taken have left the pool."""
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed all of it
+            fsync_directory(self._pool)
+
+    def drop(self) -> int:
+        """Removes what is in the pool; returns how many bytes that frees."""
+        freed = self.size_bytes()
+        for path in self._files():
+            path.unlink(missing_ok=True)
+        return freed
+
+    def size_bytes(self) -> int:
+        """The room that the pool takes, which the next save may have."""
+        total = 0
+        for path in self._files():
+            with contextlib.suppress(FileNotFoundError):
+                total += path.lstat().st_blocks * 512
+        return total
+
+    def _files(self) -> Iterator[Path]:
+        if self._pool.is_dir():
+            entries = [entry for entry in os.scandir(self._pool) if entry.name.endswith(_SUFFIX)]
+            yield from (Path(entry.path) for entry in entries if not entry.is_dir(follow_symlinks=False))
+
+    def _pool_path(self, name: str) -> Path:
+        """Under this name no reader takes it for a shard."""
+        return self._pool / (name.removesuffix(SHARD_SUFFIX) + _SUFFIX)
+
+
+class RoomOfRecycled(RecycledFiles):
+    """The same pool for a file that has its name before its bytes are durable: it gives room, and no file.
+
+    After a power loss the old bytes could lie there, whole, under the new name.
+    """
+
+    def take(self, part: Path, name: str) -> int | None:  # noqa: ARG002 - as the pool's
+        return None
+
+
+def write_with_room(root: Path, path: Path, data: bytes) -> None:
+    """As `write_file`, once more if the disk was full and recycled files of the store could make room."""
+    try:
+        write_file(path, data)
+    except OSError as exc:
+        if not is_full(exc) or not RecycledFiles(root).drop():
+            raise
+        write_file(path, data)
+
+
+def measure_room(root: Path) -> Room:
+    """Of the file system that a store lies on. What its recycled files take is free for the store.
+
+    Raises:
+        StoreError
+    """
+    with translate_errors(str(root), "measure", ""):
+        found, recycled = os.statvfs(root), RecycledFiles(root).size_bytes()
+    size = found.f_blocks * found.f_frsize
+    return Room(min(found.f_bavail * found.f_frsize + recycled, size), size)
+
+
+def is_full(exc: OSError) -> bool:
+    """Whether it says that there is no room left, on the disk or in the user's quota."""
+    return exc.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _is_usable(entry: "os.DirEntry[str]") -> bool:
+    if ShardName.parse(entry.name) is None:
+        return False
+    status = entry.stat(follow_symlinks=False)
+    return S_ISREG(status.st_mode) and is_sole_name(status)
+
+
+def _open_if_free(part: Path) -> int | None:
+    """Descriptor of a file that is a plain one, this user's, and neither linked nor open elsewhere; None: it is not."""
+    try:
+        fd = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as exc:
+        log.warning("a recycled file is not used: %s", exc)
+        return None
+    status = os.fstat(fd)
+    if S_ISREG(status.st_mode) and is_sole_name(status) and not is_open_elsewhere(fd):
+        return fd
+    os.close(fd)
+    return None

@@ -1,0 +1,70 @@
+"""The pace of copies that are made up: it yields to saves and loads, and otherwise holds nothing up."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.throttle import BUSY_BYTES_PER_S, Stopped, YieldingPace, copy_pace
+from tests.agent.checkpoints import checkpointed, shard
+
+SAVE = "e" * 32
+MINUTE_BYTES = 60 * BUSY_BYTES_PER_S
+
+
+class NotedWaits(threading.Event):
+    """An event that notes how long it was to be waited for, and does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout or 0.0)
+        return self.is_set()
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_pace_is_kept_only_while_the_node_is_busy(is_busy: bool) -> None:
+    """What takes a minute while the node saves or loads is not held up on a node that has nothing else to do."""
+    stopping = NotedWaits()
+    copy_pace(None, stopping, lambda: is_busy).take(MINUTE_BYTES)
+    assert [round(seconds / 10) for seconds in stopping.seconds] == ([6] if is_busy else [])
+
+
+def test_a_pace_that_is_named_is_always_kept() -> None:
+    """An operator who sets one has a bound on what copies take of the network."""
+    stopping = NotedWaits()
+    copy_pace(256.0, stopping, lambda: False).take(MINUTE_BYTES)
+    assert round(stopping.seconds[0] / 10) == 6
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_an_agent_that_leaves_stops_a_copy(is_busy: bool) -> None:
+    """At the next piece, paced or not."""
+    stopping = threading.Event()
+    stopping.set()
+    with pytest.raises(Stopped):
+        YieldingPace(1.0, stopping, lambda: is_busy).take(1)
+
+
+def test_a_node_is_in_use_while_it_saves_or_is_read(tmp_path: Path) -> None:
+    """From a rank's hold on an open save to its end; while a load is told to read here; and not otherwise."""
+    service = NodeService(LocalStore(tmp_path / "node"))
+    store = service.store
+    assert not service.is_in_use()
+    service.begin(Intent(SAVE, "step-2", "session", overwrite=False))
+    lock = store.lock_save(SAVE)
+    assert service.is_in_use()
+    os.close(lock)
+    service.abort(SAVE, "a rank failed")
+    manifest = checkpointed([store], 1, {shard(0): (0,)})
+    assert not service.is_in_use()
+    service.pins.pin(manifest.save_id, "session/0")
+    assert service.is_in_use()
+    service.pins.end("session")
+    assert not service.is_in_use()
