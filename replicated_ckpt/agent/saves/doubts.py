@@ -56,6 +56,10 @@ class Doubts:
             self._by_save.pop(save_id, None)
             self._failure_by_save.pop(save_id, None)
 
+    def has(self, save_id: str) -> bool:
+        with self._lock:
+            return save_id in self._by_save
+
     def read_all(self) -> tuple[Doubt, ...]:
         with self._lock:
             return tuple(sorted(self._by_save.values(), key=lambda doubt: doubt.since))
