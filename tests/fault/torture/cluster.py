@@ -224,7 +224,7 @@ class Cluster:
             return
         if outage.how in ("trainers", "trainers and agents"):
             for rank in list(self.ranks):
-                self.faults.die(rank)
+                self.faults.die(rank, is_undone=False)
                 rank.release()
         for index in sorted(outage.nodes) if outage.how != "trainers" else ():
             if outage.how == "off":

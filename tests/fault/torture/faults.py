@@ -86,8 +86,11 @@ class Faults:
 
     # Dying -------------------------------------------------------------------------------------------------------
 
-    def die(self, actor: Actor) -> None:
-        """SIGKILL. What the process is in the middle of is unwound here and now, without effect on its disk."""
+    def die(self, actor: Actor, *, is_undone: bool = True) -> None:
+        """SIGKILL. What the process is in the middle of is unwound here and now, without effect on its disk.
+
+        `is_undone`: also while it waits for another one, which must not change that disk any more.
+        """
         if actor.is_dead:
             return
         actor.is_dead = True
@@ -96,7 +99,7 @@ class Faults:
             if operation in operations.paused:
                 actor.undo = self.take_snapshot(actor.node)
                 operations.resume(operation)
-        if actor in operations.running.actors:
+        if actor in operations.running.actors if is_undone else actor is operations.running.actors[-1]:
             actor.undo = self.take_snapshot(actor.node)
 
     def take_snapshot(self, node: int) -> Callable[[], None]:

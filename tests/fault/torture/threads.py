@@ -57,10 +57,18 @@ class Threads:
         self._operations.start(name, run, lambda point, _: point == BEGUN, is_thread=True)
 
     def yield_now(self) -> None:
-        """The thread that runs waits while others go on."""
+        """The thread that runs waits while others go on. Not if its process was killed: then it ends here."""
+        self._check_alive()
         running = self._operations.running
         running.pauses_at = lambda point, _: point == BEGUN
         self._operations.reach(BEGUN)
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        actor = self._cluster.network.actor
+        if actor.is_dead:  # what it still does to its disk, as it is unwound, is undone
+            actor.undo = actor.undo or self._cluster.faults.take_snapshot(actor.node)
+            raise Killed("it was killed while it waited")
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         """Others run until it is so. A process that was killed meanwhile waits no more."""
@@ -73,10 +81,7 @@ class Threads:
             self.yield_now()
         elif not self.run_one():
             raise Hung(f"{self._operations.running.name} waits for {what}, which no thread brings")
-        actor = self._cluster.network.actor
-        if actor.is_dead:  # what it still does to its disk, as it is unwound, is undone
-            actor.undo = actor.undo or self._cluster.faults.take_snapshot(actor.node)
-            raise Killed(what)
+        self._check_alive()
 
     def run_one(self) -> bool:
         """Runs one thread until it is over or waits again; whether there was one."""
@@ -138,7 +143,7 @@ class Threads:
             yield module, "Future", partial(FutureInTurn, self)
         for module in (finish, finishing, follower):
             yield module, "time", clock
-        yield orphans, "time", SimpleNamespace(monotonic=self._cluster.now, sleep=lambda _: self._cluster.wait(20))
+        yield orphans, "time", SimpleNamespace(monotonic=self._cluster.now, sleep=lambda _: self.sleep(20.0))
         yield hand_overs, "Buffers", partial(Buffers, 4, 1 << 16)
         yield held_save, "wait", self._wait_for_all
         yield ending, "wait", self._wait_for_all
