@@ -91,6 +91,8 @@ class Course:
     counts: Counter[str] = field(default_factory=Counter)
     trainers_alone_die: bool = False
     """All that happens in the next save is that every trainer is killed."""
+    agent_alone_dies: bool = False
+    """All that happens in the next save is that one agent is killed with a shard in its hands; all others run."""
     _ids: int = 0
 
     def __post_init__(self) -> None:
@@ -243,6 +245,10 @@ class Course:
                 )
             if error is not None and attempt.parts:
                 raise Violation(f"all trainers died before agents had the outline of attempt {attempt.number}")
+        if self.agent_alone_dies and error is not None and not job.is_dead:
+            raise Violation(
+                f"an agent died with a shard in its hands, and its rank did not hand it over again: {error!r}"
+            )
         return Saved(error, saved.copies_made, saved.warnings)
 
     def finish(self, job: Any, attempt: Attempt, saved: Saved, what: str, *, is_calm: bool) -> None:

@@ -48,6 +48,20 @@ def save_with_a_kill(course: Course) -> None:
     course.save(job, checkpoint_id, what, overwrite=overwrite)
 
 
+def kill_with_a_shard(course: Course) -> None:
+    """An agent is killed with a shard that it was handed: its rank starts it again, and hands it over again."""
+    job = course.current_job()
+    if job is None:
+        return
+    name, node = course.random.choice(["agent.handed-over", "agent.writing"]), course.random.choice(job.nodes)
+    course.cluster.plan_kill(name, node, is_agent=True)
+    course.disturbances += 1
+    course.agent_alone_dies = course.are_all_up(job.nodes)
+    checkpoint_id, overwrite = course.draw_id()
+    course.save(job, checkpoint_id, f", agent of node {node} to be killed at {name}", overwrite=overwrite)
+    course.agent_alone_dies = False
+
+
 def lose_trainers(course: Course) -> None:
     """Every trainer is killed at one step of a save that is handed over; with them some agents, or none."""
     job = course.current_job()
@@ -424,13 +438,14 @@ STEPS: dict[str, tuple[int, Callable[[Course], None]]] = {
     "repair": (1, run_repair),
     "end_job": (1, end_job),
     "lose_trainers": (0, lose_trainers),
+    "kill_with_a_shard": (0, kill_with_a_shard),
 }
 """By name: how often it is drawn where anything may happen, and what it does."""
 
 NEED_A_PAUSE = {"begin_slowly", "twin", "go_on", "round_slowly", "load_slowly", "read_on", "bucket_comes_and_goes"}
 """Steps that only a simulation can do: something pauses in the middle, or a bucket does not answer."""
 ANYTHING = {name: weight for name, (weight, _) in STEPS.items()}
-HANDING = {"lose_trainers": 5}
+HANDING = {"lose_trainers": 5, "kill_with_a_shard": 2}
 """How often steps are drawn besides where jobs hand their saves over."""
 THEMES: dict[str, dict[str, int]] = {
     "anything": ANYTHING,
