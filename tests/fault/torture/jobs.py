@@ -122,7 +122,11 @@ class Job:
         """What a save that was acknowledged as staged has failed with since."""
         attempts = [writer._attempt for writers in self._writers.values() for writer in writers[:1]]
         endings = [each.ending.end for each in attempts if each is not None and each.ending is not None]
-        return next((end.exception() for end in endings if end.exception() is not None), None)
+        errors = [end.exception() for end in endings]
+        return next(
+            (FirstError([error]) if isinstance(error, ReplicatedCkptError) else error for error in errors if error),
+            None,
+        )
 
     def _writer(self, node: int, *, overwrite: bool, ack: Any) -> ReplicatedWriter:
         keep_last = self.policy.keep_last
