@@ -4,7 +4,6 @@ import logging
 import threading
 import time
 
-from replicated_ckpt.agent.saves.finish import AGAIN_WITHIN_S
 from replicated_ckpt.agent.saves.service import OPEN_GRACE_S, NodeService
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.errors import StoreUnavailable
@@ -13,6 +12,8 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
+SILENT_S = 5.0
+"""A node that has been silent for so long is not stayed for."""
 _ASK_TIMEOUT_S = 3.0
 _PAUSE_S = 0.1
 Debt = tuple[str, str]
@@ -88,7 +89,7 @@ class Draining:
 
     def _waits_in_vain(self, debt: Debt) -> bool:
         """Whether a node has been silent for so long that it is not waited for. Its part goes on when both are back."""
-        return time.monotonic() > self._silent_since.setdefault(debt, time.monotonic()) + AGAIN_WITHIN_S
+        return time.monotonic() > self._silent_since.setdefault(debt, time.monotonic()) + SILENT_S
 
 
 def _tell(owed: dict[Debt, str]) -> str:
