@@ -40,6 +40,7 @@ from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.room import measure_room
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
@@ -147,7 +148,7 @@ class Agent:
         is_told = self._stopping.is_set()
         self._stopping.set()
         if is_told:
-            Draining(self._service, self._hurry).run(self.config.drain_s)
+            self._drain()
         self._greeter.say_goodbye()
         server.shutdown()
         server.server_close()  # else whoever connects now, a peer that leaves too, waits for an answer in vain
@@ -157,6 +158,12 @@ class Agent:
         self._reprotector.join()
         self._scrubber.join()
         self._uploader.join()
+
+    def _drain(self) -> None:
+        try:
+            Draining(self._service, self._hurry).run(self.config.drain_s)
+        except (ReplicatedCkptError, OSError) as exc:  # of the own disk: what is left the next start settles
+            log.error("leaves without knowing what is undone: %s", exc)  # noqa: TRY400 - it explains itself
 
     def _listening(self, identity: Identity) -> AgentServer:
         objects = ObjectRoutes(self._service, self._targets, self._uploader)
