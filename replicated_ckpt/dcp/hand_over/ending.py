@@ -36,7 +36,7 @@ class Ending:
         """Raises what the save has failed with by then. AgentSilent: this thread was interrupted, and the save goes on."""
         try:
             self._is_acknowledged.wait()
-        except BaseException as exc:
+        except (KeyboardInterrupt, SystemExit) as exc:
             what = f"waiting for it was interrupted by {type(exc).__name__}"
             raise AgentSilent("this node's agent", "finish", save_id, what, _GOES_ON) from exc
         if self.end.done():
