@@ -25,6 +25,9 @@ JOB_SECRET_FILE_ENV = "REPLICATED_CKPT_JOB_SECRET_FILE"  # noqa: S105
 
 NEWEST_LINEAGE = "newest"
 REFUSE_LINEAGES = "refuse"
+DRAIN_S = 120.0
+LEAVE_WITHIN_S = 150.0
+"""An agent that is told to stop has ended by then, if `drain_s` is the usual."""
 _COPIES_MAX = 16
 _PORT_MAX = 65535
 
@@ -237,7 +240,8 @@ class AgentConfig:
     that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`, `upload_mib_per_s`: pace of re-protection, scrub and
     uploads to the object store, in MiB a second; `copy_mib_per_s` None: 256 while the node saves or loads, else no
     bound; `scrub_every_s`: pause between two passes of the scrub;
-    `round_every_s`: pause between two rounds of re-protection while there is nothing to do. `tls_cert`,
+    `round_every_s`: pause between two rounds of re-protection while there is nothing to do;
+    `drain_s`: once it is told to stop it stays so long at most for saves that are open. `tls_cert`,
     `tls_key`: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
     `direct_io`: how copies are written, as of `check_direct_io`.
     """
@@ -252,6 +256,7 @@ class AgentConfig:
     scrub_mib_per_s: float = 32.0
     scrub_every_s: float = 86400.0
     round_every_s: float = 15.0
+    drain_s: float = DRAIN_S
     upload_mib_per_s: float = 1024.0
     tls_cert: str = ""
     tls_key: str = ""
@@ -269,6 +274,7 @@ class AgentConfig:
             "scrub_every_s",
             "round_every_s",
             "upload_mib_per_s",
+            "drain_s",
         ):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")

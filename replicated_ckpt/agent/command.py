@@ -19,6 +19,7 @@ _BACKGROUND = (
     "scrub_every_s",
     "upload_mib_per_s",
     "round_every_s",
+    "drain_s",
 )
 HELP = "Serve one node's store to its peers until stopped (ranks start one by themselves if none runs)."
 
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--upload-mib-per-s", type=float, help="pace of uploads to the object store (default: %(default)s)")
     add("--scrub-every-s", type=float, help="pause between two passes of the scrub (default: %(default)s)")
     add("--round-every-s", type=float, help="pause between two looks for copies to make up (default: %(default)s)")
+    add("--drain-s", type=float, help="once told to stop, stay this long for open saves (default: %(default)s)")
     certificate = os.environ.get(TLS_CERT_ENV, "")
     add("--tls-cert", default=certificate, metavar="FILE", help="certificate (PEM) to use (default: one of its own)")
     add("--tls-key", default=os.environ.get(TLS_KEY_ENV, ""), metavar="FILE", help="its private key (PEM)")

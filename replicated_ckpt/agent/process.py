@@ -14,13 +14,13 @@ from typing import Any
 from replicated_ckpt.agent.certificate import open_certificate
 from replicated_ckpt.agent.http.local_door import open_local_door
 from replicated_ckpt.agent.http.object_routes import ObjectRoutes
-from replicated_ckpt.agent.http.routes import Routes, is_upkeep
 from replicated_ckpt.agent.http.server import AgentServer
+from replicated_ckpt.agent.http.watched_routes import Activity, WatchedRoutes
 from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
-from replicated_ckpt.agent.requests.request import Answer, Request
+from replicated_ckpt.agent.saves.drain import Draining
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import (
     Endpoint,
@@ -40,6 +40,7 @@ from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
+from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.throttle import Pace, copy_pace
@@ -52,58 +53,13 @@ _LEAVE_GRACE_S = 3.0
 _LEAVE_POLL_S = 0.02
 
 
-class _Activity:
-    """When the agent last had work. Requests under way count."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._under_way = 0
-        self._last = time.monotonic()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._under_way += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._under_way -= 1
-            self._last = time.monotonic()
-
-    def touch(self) -> None:
-        with self._lock:
-            self._last = time.monotonic()
-
-    @property
-    def is_idle(self) -> bool:
-        with self._lock:
-            return self._under_way == 0
-
-    def idle_s(self) -> float:
-        with self._lock:
-            return 0.0 if self._under_way else time.monotonic() - self._last
-
-
-class _WatchedRoutes(Routes):
-    """Routes that count as work while they answer, but for upkeep: else the agents of idle nodes keep each other up."""
-
-    def __init__(self, activity: _Activity, *args: Any) -> None:
-        super().__init__(*args)
-        self._activity = activity
-
-    def answer(self, request: Request) -> Answer:
-        if is_upkeep(request.target):
-            return super().answer(request)
-        with self._activity:
-            return super().answer(request)
-
-
 class Agent:
     """One node's agent in this process."""
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
-        self._stopping = threading.Event()
-        self._activity = _Activity()
+        self._stopping, self._hurry = threading.Event(), threading.Event()
+        self._activity = Activity()
         self._started_at = time.monotonic()
         self._hello: threading.Thread | None = None
 
@@ -184,24 +140,33 @@ class Agent:
         )
 
     def _leave(self, server: AgentServer) -> None:
-        """Ends in good order: the peers hear goodbye, new connections are refused, what is under way gets a moment.
+        """Ends in good order: what it owes is done, the peers hear goodbye, then new connections are refused.
 
-        The agent still answers while it says goodbye: its peers ask it whether it does.
+        The agent still answers until it has said goodbye: its peers bring it copies, and ask it whether it leaves.
         """
+        is_told = self._stopping.is_set()
         self._stopping.set()
+        if is_told:
+            self._drain()
         self._greeter.say_goodbye()
         server.shutdown()
         server.server_close()  # else whoever connects now, a peer that leaves too, waits for an answer in vain
         deadline = time.monotonic() + _LEAVE_GRACE_S
-        while (not self._activity.is_idle or self._service.is_saving) and time.monotonic() < deadline:
-            time.sleep(_LEAVE_POLL_S)
+        while not self._activity.is_idle and time.monotonic() < deadline and not self._hurry.wait(_LEAVE_POLL_S):
+            pass
         self._reprotector.join()
         self._scrubber.join()
         self._uploader.join()
 
+    def _drain(self) -> None:
+        try:
+            Draining(self._service, self._hurry).run(self.config.drain_s)
+        except (ReplicatedCkptError, OSError) as exc:  # of the own disk: what is left the next start settles
+            log.error("leaves without knowing what is undone: %s", exc)  # noqa: TRY400 - it explains itself
+
     def _listening(self, identity: Identity) -> AgentServer:
         objects = ObjectRoutes(self._service, self._targets, self._uploader)
-        routes = _WatchedRoutes(
+        routes = WatchedRoutes(
             self._activity, self._service, self._reprotector, objects, self.status, self._stopping.set
         )
         tls = self._certificate.context if self._certificate else None
@@ -262,7 +227,7 @@ class Agent:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         log.info("stopping on %s", signal.Signals(number).name)
-        self._stopping.set()
+        (self._hurry if self._stopping.is_set() else self._stopping).set()
 
     def _on_seen(self, nodes: Collection[str]) -> None:
         self._greeter.greet(nodes)

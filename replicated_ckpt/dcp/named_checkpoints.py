@@ -81,7 +81,8 @@ class NamedCheckpoints:
         )
 
     def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
-        """Fills `state`; the name of what was loaded, where "latest" was asked for."""
+        """Fills `state`; the name of what was loaded, where "latest" was asked for. As `find`, of an asynchronous save."""
+        self.writer.await_end()
         with self.use_group() as group:
             dcp.load(
                 state,
@@ -95,13 +96,18 @@ class NamedCheckpoints:
         return self.reader.last_load.checkpoint_id
 
     def find(self, name: str) -> str | None:
-        """The checkpoint of this name, or the newest whole one for "latest"; None: there is none."""
+        """The checkpoint of this name, or the newest whole one for "latest"; None: there is none.
+
+        A save that was acknowledged as staged is over first. The future of one that is not is the caller's to wait for.
+        """
+        self.writer.await_end()
         if name == LATEST:
             return self.reader.latest()
         return name if self.reader.exists(name) else None
 
     def delete(self, checkpoint_id: str) -> bool:
-        """Removes it from every node and the bucket; False: there is none."""
+        """Removes it from every node and the bucket; False: there is none. As `find`, of an asynchronous save."""
+        self.writer.await_end()
         with self.use_group() as group:
             return delete_everywhere(self.reader, self.writer.store, group, checkpoint_id)
 

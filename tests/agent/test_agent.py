@@ -339,8 +339,9 @@ def test_it_stops_cleanly_on_sigterm(tmp_path: Path) -> None:
 def test_an_agent_that_leaves_refuses_and_does_not_keep_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it ends what is under way, a new connection is refused at once, and the request under way is answered."""
+    """Once its time for open saves is over, a new connection is refused at once, and the request under way is answered."""
     monkeypatch.setenv(failpoints.ENV, "store.opened=sleep:2")
+    monkeypatch.setenv("REPLICATED_CKPT_AGENT_DRAIN_S", "0.1")
     with running_agent(tmp_path / "a") as agent, ThreadPoolExecutor(1) as threads:
         under_way = threads.submit(begin, agent, 1)
         wait_for(lambda: list((agent.root / ".staging").glob("*.json")), 10, "the request")

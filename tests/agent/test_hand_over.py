@@ -220,6 +220,7 @@ def test_a_shard_is_handed_over_again_to_a_new_agent(job: Job) -> None:
         assert (len(raw), crc32c(raw)) == (written.size_bytes, written.crc32c)
     finally:
         follower.leave()
+        job.die()  # else the agent stays for its save
         stop_agent(store.root)
 
 

@@ -1,7 +1,10 @@
 """The end of a save that was acknowledged as staged, as ranks follow it: nothing is taken for its end that is none."""
 
 import gc
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -16,6 +19,7 @@ from replicated_ckpt import CheckpointManager, ReplicatedWriter
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.hand_over import ending
 from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, keep_last
+from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
 from replicated_ckpt.dcp.save import attempt
 from replicated_ckpt.dcp.save.attempt import SaveAttempt
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted, StoreUnavailable
@@ -103,6 +107,32 @@ def test_an_interrupted_wait_for_the_save_before_is_made_again(
     threading.Timer(0.2, gate.set).start()
     await_last("session")
     assert last.end.done()
+
+
+def test_an_interrupted_wait_for_the_acknowledgement_says_that_the_save_goes_on(gate: threading.Event) -> None:
+    """Ctrl-C while `dcp.save` waits: the error names the save, that it may be committed, and what tells; and it goes on."""
+    waiter = threading.get_ident()
+
+    def is_waiting() -> bool:
+        frame, names = sys._current_frames().get(waiter), []
+        while frame is not None:
+            names.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        return "Ending.wait_for_acknowledgement" in names[1:] and "Event.wait" in names
+
+    def work(ending: Ending) -> None:
+        while not is_waiting():
+            time.sleep(0.01)
+        signal.pthread_kill(waiter, signal.SIGINT)
+        held_back(gate)(ending)
+
+    last = Ending(work)
+    with pytest.raises(AgentSilent, match=f"{SAVE}.*interrupted by KeyboardInterrupt") as raised:
+        last.wait_for_acknowledgement(SAVE)
+    assert "may commit it" in raised.value.hint
+    assert "writer.wait(ack=" in raised.value.hint
+    gate.set()
+    last.end.result(TIMEOUT_S)
 
 
 def test_what_an_ending_calls_does_not_wait_for_it(tmp_path: Path, gate: threading.Event) -> None:

@@ -90,6 +90,21 @@ def test_a_save_that_falls_behind_is_queued(cluster: Cluster) -> None:
         assert results.digests(index + 1) == [told["digests"][index] for told in results.of(0)]
 
 
+def test_what_is_looked_for_waits_for_the_commit(cluster: Cluster) -> None:
+    """`find`, `load` and `delete` of the object that saved see a save that was acknowledged as staged, on every rank."""
+    slow = {failpoints.ENV: "agent.writing=sleep:3"}
+    cluster.start_agents({0: slow, 1: slow}, idle_exit_s=AGENTS_STAY_S)
+    for told in cluster.launch([call("async.save_and_look", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1]).of(0):
+        assert told == {
+            "was_there": False,
+            "found": "step-1",
+            "loaded": "step-1",
+            "is_same": True,
+            "removed": True,
+            "left": ["step-1"],
+        }
+
+
 def test_what_fails_after_the_acknowledgement_is_raised_by_wait(cluster: Cluster) -> None:
     """On every rank; nothing is left of that save, and the next one is good."""
     cluster.start_agents({0: {failpoints.ENV: "agent.writing=raise"}, 1: {}}, idle_exit_s=AGENTS_STAY_S)

@@ -176,6 +176,16 @@ def test_all_trainers_die_once_the_save_is_handed_over(cluster: Cluster, slow: s
     assert seed(cluster) == 0
 
 
+def test_all_trainers_die_and_all_agents_are_told_to_stop(cluster: Cluster) -> None:
+    """SIGTERM to all agents together, with bytes still to write and to send: when they are gone the save is whole."""
+    slow = "agent.writing=sleep:3"
+    save(cluster, rank0="coordinator.handed-over=kill", agent0=slow, agent1=slow)
+    assert not any(node.checkpoints() for node in cluster.nodes), "they were to be told before the save is over"
+    cluster.stop_agents()
+    assert all(map(has_all, cluster.nodes)), [(node.checkpoints(), node.staging()) for node in cluster.nodes]
+    assert seed(cluster) == 0
+
+
 @pytest.mark.parametrize(
     "armed",
     [

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from replicated_ckpt.agent.peers.greeting import GREETING_DEADLINE_S
 from replicated_ckpt.cli.main import parser
-from replicated_ckpt.config import HOST_ENV
+from replicated_ckpt.config import DRAIN_S, HOST_ENV, LEAVE_WITHIN_S
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import findings
@@ -62,6 +63,21 @@ def test_manifests_call_what_there_is(path: Path) -> None:
         elif container["name"] == "train":
             assert f"--root={mount['mountPath']}" in container["args"]
             assert HOST_ENV in {variable["name"] for variable in container["env"]}
+
+
+def test_agents_are_given_the_time_that_they_may_take() -> None:
+    """Each launcher waits as long after SIGTERM as an agent may stay for open saves; a pod, for its ranks before that."""
+    unit = (LAUNCHERS / "replicated-ckpt-agent.service").read_text(encoding="utf-8")
+    pods = {
+        path.name: document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        for path in MANIFESTS
+        for document in documents(path)
+        if "template" in document["spec"]
+    }
+    assert f"TimeoutStopSec={LEAVE_WITHIN_S:.0f}\n" in unit
+    assert pods["kubernetes-agent.yaml"] == LEAVE_WITHIN_S
+    assert pods["kubernetes-sidecar.yaml"] == pods["kubernetes-job.yaml"] + LEAVE_WITHIN_S
+    assert DRAIN_S + 2 * GREETING_DEADLINE_S < LEAVE_WITHIN_S
 
 
 def test_the_units_command_is_one(tmp_path: Path) -> None:

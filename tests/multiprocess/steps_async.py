@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
 from replicated_ckpt.config import Ack
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
@@ -229,4 +231,29 @@ def _footprint(pid: int) -> dict[str, int]:
         "bytes": int(status["VmRSS"].split()[0]) << 10,
         "descriptors": len(list((process / "fd").iterdir())),
         "threads": int(status["Threads"]),
+    }
+
+
+def save_and_look(context: Context, kinds: list[str], checkpoint_id: str) -> dict[str, Any]:
+    """A save that is acknowledged as staged, and at once what the same object finds, loads and removes of it."""
+    states = build_all(context, kinds, 0)
+    saved = digests_of(states)
+    checkpoints = NamedCheckpoints(context.root, {"ack": "staged"})
+    checkpoints.save_later(checkpoint_id, dict(states)).result(timeout=100)
+    was_there = (context.root / checkpoint_id).exists()
+    found = checkpoints.find(LATEST)
+    spoil({kind: state.state_dict() for kind, state in states.items()})
+    loaded = checkpoints.load(checkpoint_id, dict(states))
+    is_same = digests_of(states) == saved
+    checkpoints.save_later(f"{checkpoint_id}-b", dict(states)).result(timeout=100)
+    removed = checkpoints.delete(f"{checkpoint_id}-b")
+    checkpoints.close()
+    left = sorted(path.name for path in context.root.glob("step-*"))
+    return {
+        "was_there": was_there,
+        "found": found,
+        "loaded": loaded,
+        "is_same": is_same,
+        "removed": removed,
+        "left": left,
     }

@@ -1,5 +1,6 @@
 """Each example does what its README says: it runs on real ranks, a node is lost in between, and the results agree."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -125,6 +126,21 @@ def test_ddp_saves_once_and_loads_everywhere(cluster_of: ClusterOf) -> None:
     assert losses(again[0]) == pytest.approx(losses(first[0])[-2:], rel=1e-6)
     three = cluster.launch([example("ddp", "--steps", "5")], nodes=[1, 0], ranks=[2, 1]).of(0)
     assert [lines[0] for lines in three] == [f"rank {r} loaded step-4 onto cpu: {weights}" for r in range(3)]
+
+
+def test_saves_every_few_steps_are_all_whole(cluster_of: ClusterOf) -> None:
+    """Step times with and without asynchronous saves are printed; the last save is whole on both nodes when it ends."""
+    cluster = cluster_of(2)
+    run = example("async_every_few_steps", "--steps", "9", "--save-every", "3", "--width", "64")
+    without, with_saves, newest = cluster.launch([run], nodes=[0, 1]).of(0)[0]
+    figure = r"[0-9]+\.[0-9]+"
+    every = rf"{figure} ms a step \(median\), {figure} ms \(99 of 100\)"
+    assert re.fullmatch(rf"without saves: {every}; {figure} s in all", without), without
+    saving = rf'with ack="staged": {every}; {figure} ms a step that saves; {figure} s in all'
+    assert re.fullmatch(saving, with_saves), with_saves
+    assert newest == "newest checkpoint: step 9"
+    for node in cluster.nodes:
+        assert node.files("step-9") == {".metadata", ".manifest.json", "__0_0.distcp", "__1_0.distcp"}
 
 
 def test_the_shortest_job_goes_on_after_a_loss(cluster_of: ClusterOf) -> None:

@@ -56,6 +56,11 @@ class Doubts:
             self._by_save.pop(save_id, None)
             self._failure_by_save.pop(save_id, None)
 
+    def has(self, save_id: str) -> bool:
+        """Whether the last try to settle a save left it staged, other than because ranks or agents work on it."""
+        with self._lock:
+            return save_id in self._by_save or save_id in self._failure_by_save
+
     def read_all(self) -> tuple[Doubt, ...]:
         with self._lock:
             return tuple(sorted(self._by_save.values(), key=lambda doubt: doubt.since))

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 AGAIN_WITHIN_S = 20.0
 """An agent that does not answer, or has lost its shards, is asked again for so long: its ranks may start it again."""
+PUBLISHED_WITHIN_S = 60.0
+"""The nodes of a save publish it within so long after its decision, or re-protection has it done."""
 _PAUSE_S = 0.3
 _KEPT = 64
 
@@ -99,11 +101,22 @@ class Finisher:
         self._commit, self._abort = commit, abort
         self._lock = threading.Lock()
         self._ends: dict[str, Future[Finished]] = {}
+        self._nodes: dict[str, tuple[float, frozenset[str]]] = {}
 
     @property
     def is_busy(self) -> bool:
         with self._lock:
             return any(not end.done() for end in self._ends.values())
+
+    def is_finishing(self, save_id: str) -> bool:
+        with self._lock:
+            return save_id in self._ends and not self._ends[save_id].done()
+
+    def read_published(self) -> Mapping[str, frozenset[str]]:
+        """The other nodes of each save that was decided here a short while ago: they may need this one to publish it."""
+        since = time.monotonic() - PUBLISHED_WITHIN_S
+        with self._lock:
+            return {save_id: nodes for save_id, (decided_at, nodes) in self._nodes.items() if decided_at > since}
 
     def begin(self, outline: Outline) -> "Future[Finished]":
         """From here on the save needs no rank. Of one that was begun, or has ended: its end.
@@ -163,6 +176,7 @@ class Finisher:
             raw = outline.complete(written).encode()
             decode_manifest(raw, "what agents have written")
             self._store.put_small(save_id, MANIFEST_NAME, raw)
+            self._note_nodes(outline.manifest)
         except BaseException as exc:
             self._abort(save_id, f"its shards are not all written: {one_line(exc)}")
             if isinstance(exc, StoreUnavailable | ObjectMissing):  # of another node: this one's agent is there
@@ -175,6 +189,13 @@ class Finisher:
             log.warning("save %s is decided, and not published here yet: %s", save_id, exc)
         failpoints.reach("agent.finished")
         return Finished(raw.decode(), tuple(written.values()))
+
+    def _note_nodes(self, manifest: Manifest) -> None:
+        nodes = frozenset(entry.node_id for entry in manifest.nodes) - {self._store.node_id()}
+        with self._lock:
+            self._nodes[manifest.save_id] = time.monotonic(), nodes
+            for old in list(self._nodes)[:-_KEPT]:
+                del self._nodes[old]
 
     def _collect(self, save_id: str, outline: Outline) -> Mapping[str, WrittenCopies]:
         names_by_node: dict[str, list[str]] = {}

@@ -66,6 +66,16 @@ class HandOvers:
         with self._lock:
             return any(not future.done() for future in self._written.values())
 
+    def has(self, save_id: str) -> bool:
+        """Whether a shard of this save was handed over to this agent."""
+        with self._lock:
+            return any(known == save_id for known, _ in self._written)
+
+    def list_unwritten(self, save_id: str) -> list[str]:
+        """The shards of a save that are being written."""
+        with self._lock:
+            return sorted(name for (known, name), end in self._written.items() if known == save_id and not end.done())
+
     def take(self, shard: HandedShard, descriptors: Sequence[int]) -> "Future[WrittenCopies]":
         """Begins to write a shard of an open save; closes the descriptors. Of one that is being written: what comes of it.
 

@@ -32,7 +32,14 @@ from replicated_ckpt.core.lineage import History, merge_histories
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from replicated_ckpt.core.protocol.settlement import Answer
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ReplicatedCkptError, SaveAborted, SaveSuperseded
+from replicated_ckpt.errors import (
+    ConfigInvalid,
+    ManifestInvalid,
+    ReplicatedCkptError,
+    SaveAborted,
+    SaveSuperseded,
+    StoreUnavailable,
+)
 from replicated_ckpt.stores.files.durable import exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.remains import RemainsReader
@@ -72,6 +79,7 @@ class NodeService:
         self.finisher = Finisher(store, self.peers, self.hand_overs, self.commit, give_up)
         self._opened_at: dict[str, float] = {}
         self._started_at = time.monotonic()
+        self._is_leaving = False
         self._fence = Fence()
         self.adoption_locks = AdoptionLocks()
 
@@ -108,12 +116,14 @@ class NodeService:
         Returns the lineages that this node holds or has heard of, and the saves left behind that may be over.
 
         Raises:
-            CheckpointExists, StoreError
+            CheckpointExists, StoreError. StoreUnavailable: this agent was told to stop.
         """
         self.pins.end(intent.session)
         self._complete_decided(self.leftovers(intent.session, intent))
         leftovers = self.leftovers(intent.session, intent)
         with self._lock:  # first: whoever looks at the disk meanwhile must not take it for one that nobody works on
+            if self._is_leaving:
+                raise _leaving(intent)
             self._opened_at[intent.save_id] = math.inf  # however slow the disk is: it is young until it is open
         try:
             if intent.adopts:
@@ -131,6 +141,13 @@ class NodeService:
             if leftover.is_over:
                 self._fence.give_up(leftover.intent.save_id, leftover.why)
         return self.histories(scope_of(intent.checkpoint_id)), leftovers
+
+    def refuse_saves(self) -> frozenset[str]:
+        """From here on no save is opened here. Returns those that are open."""
+        with self._lock:
+            self._is_leaving = True
+            opened = frozenset(self._opened_at)
+        return opened | {intent.save_id for intent in self.store.list_staged()}
 
     def pin(self, save_id: str, reader: str) -> None:
         """Keeps a save from being removed here while a load reads it."""
@@ -371,3 +388,13 @@ class NodeService:
         self.own_address = next((peer for peer in addresses if peer.node_id == self.node_id), self.own_address)
         self.peers.learn(others)
         return others
+
+
+def _leaving(intent: Intent) -> StoreUnavailable:
+    return StoreUnavailable(
+        "this node's agent",
+        "open",
+        intent.checkpoint_id,
+        "it was told to stop, and finishes only the saves that are open",
+        "What told it to stop starts the next one; if nothing does, the next save starts one. Save again then.",
+    )

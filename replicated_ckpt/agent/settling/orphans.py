@@ -11,13 +11,14 @@ log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.3
 FOLLOW_S = 60.0
-"""From then on re-protection settles it, as any save that was left behind."""
+"""So long after the last word of the coordinator's node. From then on re-protection settles it, as any save left behind."""
 
 
 def follow_orphan(service: NodeService, save_id: str) -> None:
-    """Returns once nothing of the save is staged here: it was published, or given up. Or after a while, without either.
+    """Returns once nothing of the save is staged here: it was published, or given up. Or after a while in doubt.
 
-    While a rank, or the agent that finishes the save, holds it, nothing is asked.
+    While a rank, or the agent that finishes the save, holds it, nothing is asked. While the coordinator's node says that it
+    works on the save it is asked on, however long other nodes write.
     """
     until = time.monotonic() + FOLLOW_S
     while service.store.staging(save_id).is_dir() and time.monotonic() < until:
@@ -26,4 +27,6 @@ def follow_orphan(service: NodeService, save_id: str) -> None:
         else:
             intent = service.store.intent_of(save_id)
             settle(service, [Leftover(intent, "its ranks are gone")], service.peers.read_all())
+            if not service.doubts.has(save_id):
+                until = time.monotonic() + FOLLOW_S
         time.sleep(_PAUSE_S)

@@ -22,7 +22,7 @@ from replicated_ckpt.agent.state.endpoint import (
     single_agent_lock,
 )
 from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
-from replicated_ckpt.config import TLS_CERT_ENV
+from replicated_ckpt.config import DRAIN_S, TLS_CERT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.ownership import is_of_another
@@ -213,8 +213,8 @@ def _is_older(version: str, than: str) -> bool:
 
 
 def _wait_until_gone(directory: Path) -> None:
-    """Waits for an agent that was told to stop to give its lock back."""
-    deadline = time.monotonic() + STOP_TIMEOUT_S
+    """Waits for an agent that was told to stop to finish the saves that are open, and to give its lock back."""
+    deadline = time.monotonic() + DRAIN_S + STOP_TIMEOUT_S
     while (lock := single_agent_lock(directory)) is None:
         if time.monotonic() > deadline:
             raise AgentUnavailable(

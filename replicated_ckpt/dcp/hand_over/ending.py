@@ -7,8 +7,15 @@ from concurrent.futures import Future, wait
 
 from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.dcp.hand_over.finishing import AgentSilent
 
 log = logging.getLogger(__name__)
+
+
+_GOES_ON = (
+    "It goes on in a thread of this process, and agents may commit it. "
+    'writer.wait(ack="peer") returns once they have, or raises why not; a load finds the checkpoint or the one before.'
+)
 
 
 class Ending:
@@ -25,9 +32,13 @@ class Ending:
         """From here on agents complete the save without this rank."""
         self._is_acknowledged.set()
 
-    def wait_for_acknowledgement(self) -> None:
-        """Raises what the save has failed with by then."""
-        self._is_acknowledged.wait()
+    def wait_for_acknowledgement(self, save_id: str) -> None:
+        """Raises what the save has failed with by then. AgentSilent: this thread was interrupted, and the save goes on."""
+        try:
+            self._is_acknowledged.wait()
+        except (KeyboardInterrupt, SystemExit) as exc:
+            what = f"waiting for it was interrupted by {type(exc).__name__}"
+            raise AgentSilent("this node's agent", "finish", save_id, what, _GOES_ON) from exc
         if self.end.done():
             self.end.result()
 

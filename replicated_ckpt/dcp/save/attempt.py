@@ -183,7 +183,7 @@ class SaveAttempt:
         if self.ending is None:
             self._commit(receipts, metadata, results)
         else:
-            self.ending.wait_for_acknowledgement()
+            self.ending.wait_for_acknowledgement(decision.save_id)
         return decision.upload is not None
 
     def _complete(

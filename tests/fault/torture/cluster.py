@@ -37,6 +37,7 @@ from tests.fault.torture.faults import Faults, Outage
 from tests.fault.torture.network import Actor, Network
 from tests.fault.torture.operations import Operation, Operations, SimulatedLock
 from tests.fault.torture.pretence import pretences
+from tests.fault.torture.threads import Threads
 
 LOST_AFTER_S = 30.0
 AWAY_AFTER_S = 3600.0
@@ -183,6 +184,7 @@ class Cluster:
         self.ranks: list[Actor] = []
         """The processes of all jobs that go on."""
         self.faults = Faults(self.operations, base, self._suffer)
+        self.threads = Threads(self, seed)
 
     def now(self) -> float:
         """Seconds on the one clock that all nodes have."""
@@ -220,7 +222,11 @@ class Cluster:
         if outage.how == "cut":
             self.network.split(outage.nodes)
             return
-        for index in sorted(outage.nodes):
+        if outage.how in ("trainers", "trainers and agents"):
+            for rank in list(self.ranks):
+                self.faults.die(rank, is_undone=False)
+                rank.release()
+        for index in sorted(outage.nodes) if outage.how != "trainers" else ():
             if outage.how == "off":
                 self.nodes[index].switch_off()
             else:

@@ -21,6 +21,9 @@ from tests.fault.torture.jobs import Job, Policy, Saved
 from tests.fault.torture.network import Killed
 from tests.fault.torture.oracle import MAIN, Attempt, Oracle, Violation
 
+HANDING_SHARE = 0.4
+"""Of so many schedules the jobs hand their saves over to agents, as asynchronous saves do."""
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -86,6 +89,10 @@ class Course:
     wiped: set[str] = field(default_factory=set)
     lines: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    trainers_alone_die: bool = False
+    """All that happens in the next save is that every trainer is killed."""
+    agent_alone_dies: bool = False
+    """All that happens in the next save is that one agent is killed with a shard in its hands; all others run."""
     _ids: int = 0
 
     def __post_init__(self) -> None:
@@ -99,7 +106,12 @@ class Course:
         self.policy = Policy(self.random.choice([2, 2, 3]), keep_last, url)
         self.disks = Disks([node.root for node in self.cluster.nodes])
         self.oracle = Oracle(self.disks, keep_last, bucket)
-        self.say(f"seed {self.seed}: {self.theme}, {count} nodes, {self.policy.copies} copies, keep_last {keep_last}")
+        self.handing = Random(f"handing {self.seed}")
+        self.hands_over = self.backend.can_pause and self.handing.random() < HANDING_SHARE
+        how = ", handing over" if self.hands_over else ""
+        self.say(
+            f"seed {self.seed}: {self.theme}{how}, {count} nodes, {self.policy.copies} copies, keep_last {keep_last}"
+        )
 
     def say(self, text: str) -> None:
         self.lines.append(text)
@@ -201,9 +213,43 @@ class Course:
 
     def saved(self, job: Any, attempt: Attempt, *, overwrite: bool) -> Saved:
         """How a save ended; the oracle knows it from that moment on."""
-        saved: Saved = job.save(attempt.checkpoint_id, attempt.number, overwrite=overwrite)
+        handed = {"handed": self.handing.choice(["peer", "staged", "staged"])} if self.hands_over else {}
+        self.cluster.faults.reached.clear() if handed else None
+        saved: Saved = job.save(attempt.checkpoint_id, attempt.number, overwrite=overwrite, **handed)
+        if handed:
+            saved = self.end_handed(job, attempt, saved)
         self.oracle.end(attempt, is_acknowledged=saved.error is None)
         return saved
+
+    def end_handed(self, job: Any, attempt: Attempt, saved: Saved) -> Saved:
+        """Agents, and the ranks that live, do what is left of a save that was handed over; how it ended then.
+
+        If all that happened is that every trainer was killed, it is completed from the moment that the coordinator's agent
+        had the outline; before that, nothing is left of it.
+        """
+        self.cluster.threads.run_all()
+        error = saved.error or job.find_late_error()
+        if job.is_dead:  # a rank that is killed takes the job along
+            job.end()
+            self.cluster.threads.run_all()
+        if self.trainers_alone_die and job.is_dead:
+            self.oracle.look()
+            error = None if "coordinator.handed-over" in self.cluster.faults.reached else error
+            self.say(f"all trainers were killed, attempt {attempt.number} is to be {'gone' if error else 'completed'}")
+            self.counts["orphans"] += 1
+            self.counts["orphans completed"] += error is None
+            missing = set(job.nodes) - attempt.readable_on
+            if error is None and missing:
+                raise Violation(
+                    f"agents had all they need for attempt {attempt.number}; {missing} have not published it"
+                )
+            if error is not None and attempt.parts:
+                raise Violation(f"all trainers died before agents had the outline of attempt {attempt.number}")
+        if self.agent_alone_dies and error is not None and not job.is_dead:
+            raise Violation(
+                f"an agent died with a shard in its hands, and its rank did not hand it over again: {error!r}"
+            )
+        return Saved(error, saved.copies_made, saved.warnings)
 
     def finish(self, job: Any, attempt: Attempt, saved: Saved, what: str, *, is_calm: bool) -> None:
         """A save is over: says so, and that it was acknowledged if nothing disturbed it."""

@@ -9,12 +9,15 @@ from pathlib import Path
 
 from replicated_ckpt import failpoints
 from tests.fault.torture.network import Actor, Killed
-from tests.fault.torture.operations import Operations
+from tests.fault.torture.operations import Operation, Operations
 
 
 @dataclass(frozen=True)
 class Outage:
-    """Several nodes at once: "agents" are killed, machines are "off", or they are "cut" off from the others together."""
+    """Several nodes at once: "agents" are killed, machines are "off", or they are "cut" off from the others together.
+
+    "trainers": all ranks are killed, on whatever node; "trainers and agents": and the agents of these nodes, too.
+    """
 
     nodes: frozenset[int]
     how: str
@@ -40,6 +43,8 @@ class Faults:
         self._plan: _Plan | None = None
         self._killed: Actor | None = None
         self._snapshots = 0
+        self.reached: set[str] = set()
+        """Failpoints that processes have come to, by name."""
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -62,6 +67,7 @@ class Faults:
     def _reach(self, name: str) -> None:
         actor = self._operations.running.actors[-1]
         if not actor.is_dead:
+            self.reached.add(name)
             self._fire(name, actor)
             if not actor.is_dead:
                 self._operations.reach(name)
@@ -80,20 +86,23 @@ class Faults:
 
     # Dying -------------------------------------------------------------------------------------------------------
 
-    def die(self, actor: Actor) -> None:
-        """SIGKILL. What the process is in the middle of is unwound here and now, without effect on its disk."""
+    def die(self, actor: Actor, *, is_undone: bool = True) -> None:
+        """SIGKILL. What the process is in the middle of is unwound here and now, without effect on its disk.
+
+        `is_undone`: also while it waits for another one, which must not change that disk any more.
+        """
         if actor.is_dead:
             return
         actor.is_dead = True
         operations = self._operations
-        for operation in [paused for paused in operations.paused if actor in paused.actors]:
+        for operation in [paused for paused in operations.paused if _ends_with(actor, paused)]:
             if operation in operations.paused:
-                actor.undo = self._snapshot(actor.node)
+                actor.undo = self.take_snapshot(actor.node)
                 operations.resume(operation)
-        if actor in operations.running.actors:
-            actor.undo = self._snapshot(actor.node)
+        if actor in operations.running.actors if is_undone else actor is operations.running.actors[-1]:
+            actor.undo = self.take_snapshot(actor.node)
 
-    def _snapshot(self, node: int) -> Callable[[], None]:
+    def take_snapshot(self, node: int) -> Callable[[], None]:
         root = self._base / f"node{node}"
         self._snapshots += 1
         snapshot = root.with_suffix(f".snapshot{self._snapshots}")
@@ -113,6 +122,11 @@ class Faults:
                 actor.is_dead = True
             if operation in self._operations.paused:
                 self._operations.resume(operation)
+
+
+def _ends_with(actor: Actor, paused: Operation) -> bool:
+    """Whether it is unwound when the process dies: a thread only where this one waits, and not one that it has called."""
+    return actor is paused.actors[-1] if paused.is_thread else actor in paused.actors
 
 
 def _same_file(source: str, target: str) -> None:

@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -64,21 +65,27 @@ class Job:
         self.nodes = list(nodes)
         self.policy = policy
         self.actors = [Actor(node, is_agent=False) for node in nodes]
+        for rank, actor in enumerate(self.actors):
+            actor.release = partial(self._release, rank)
         cluster.ranks += self.actors
         self.store = dist.HashStore()
         self.session = cluster.draw_uuid().hex
         self._seen: Seen = {}
-        self._writers: dict[bool, list[ReplicatedWriter]] = {}
+        self._writers: dict[tuple[bool, str], list[ReplicatedWriter]] = {}
 
     @property
     def is_dead(self) -> bool:
         return any(actor.is_dead for actor in self.actors)
 
-    def end(self) -> None:
+    def _release(self, rank: int) -> None:
         for writers in self._writers.values():
-            for writer in writers:
-                if writer._attempt is not None:
-                    writer._attempt.close()
+            attempt = writers[rank]._attempt
+            if attempt is not None:
+                attempt.close()
+
+    def end(self) -> None:
+        for actor in self.actors:
+            actor.release()
         self._writers.clear()
         for actor in self.actors:
             self.cluster.faults.die(actor)
@@ -86,15 +93,20 @@ class Job:
 
     # Saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool) -> Saved:
-        """One `dcp.save`; a rank that is killed takes the job along."""
-        if overwrite not in self._writers:
-            self._writers[overwrite] = [self._writer(node, overwrite=overwrite) for node in self.nodes]
-        writers = self._writers[overwrite]
+    def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool, handed: str = "") -> Saved:
+        """One `dcp.save`; a rank that is killed takes the job along.
+
+        `handed`: one that `dcp.async_save` does in its thread, with this acknowledgement. What ranks and agents still do
+        for it then, threads do.
+        """
+        if (overwrite, handed) not in self._writers:
+            kept = [self._writer(node, overwrite=overwrite, ack=handed or "peer") for node in self.nodes]
+            self._writers[overwrite, handed] = kept
+        writers = self._writers[overwrite, handed]
         self.cluster.wait(SAVE_S)
         call = _Call()
         try:
-            self._save(writers, call, checkpoint_id, attempt)
+            self._save(writers, call, checkpoint_id, attempt, is_handed=bool(handed))
         except (ReplicatedCkptError, Killed, FirstError) as exc:
             return Saved(exc)
         else:
@@ -106,12 +118,23 @@ class Job:
         made = min((writer.last_save.copies_made for writer in writers if writer.last_save is not None), default=0)
         return Saved(None, made, tuple(call.said))
 
-    def _writer(self, node: int, *, overwrite: bool) -> ReplicatedWriter:
+    def find_late_error(self) -> BaseException | None:
+        """What a save that was acknowledged as staged has failed with since."""
+        attempts = [writer._attempt for writers in self._writers.values() for writer in writers[:1]]
+        endings = [each.ending.end for each in attempts if each is not None and each.ending is not None]
+        errors = [end.exception() for end in endings]
+        return next(
+            (FirstError([error]) if isinstance(error, ReplicatedCkptError) else error for error in errors if error),
+            None,
+        )
+
+    def _writer(self, node: int, *, overwrite: bool, ack: Any) -> ReplicatedWriter:
         keep_last = self.policy.keep_last
         return ReplicatedWriter(
             self.cluster.nodes[node].root,
             copies=self.policy.copies,
             overwrite=overwrite,
+            ack=ack,
             retention=None if keep_last is None else Retention(keep_last=keep_last),
             object_store=self.policy.object_store,
         )
@@ -123,16 +146,25 @@ class Job:
             place.mkdir(parents=True, exist_ok=True)
         self._save([FileSystemWriter(place, sync_files=False) for place in places], _Call(), checkpoint_id, attempt)
 
-    def _save(self, writers: Sequence[StorageWriter], call: _Call, checkpoint_id: str, attempt: int) -> None:
+    def _save(
+        self,
+        writers: Sequence[StorageWriter],
+        call: _Call,
+        checkpoint_id: str,
+        attempt: int,
+        *,
+        is_handed: bool = False,
+    ) -> None:
         state = contents(attempt, len(self.nodes))
         planners = [DefaultSavePlanner() for _ in writers]
 
         def local(rank: int) -> Any:
-            writer, planner = writers[rank], planners[rank]
+            writer, planner, part = writers[rank], planners[rank], part_of(state, rank)
             if isinstance(writer, ReplicatedWriter):
+                part = writer.stage(part) if is_handed else part
                 writer.reset(checkpoint_id)
             writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-            planner.set_up_planner(part_of(state, rank), writer.storage_meta(), rank == 0)
+            planner.set_up_planner(part, writer.storage_meta(), rank == 0)
             return writer.prepare_local_plan(planner.create_local_plan())
 
         def planned(rank: int) -> Any:

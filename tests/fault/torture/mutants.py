@@ -5,6 +5,7 @@ run on it; each of these changes today's code back in the one place that keeps t
 nothing, is not among them: it has several guards today, and only the search of small worlds has found it so far.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import Any
 from unittest import mock
 
 from replicated_ckpt.agent.repair.mender import Mender
-from replicated_ckpt.agent.settling import outlived, settle
+from replicated_ckpt.agent.saves.finish import Finisher
+from replicated_ckpt.agent.settling import orphans, outlived, settle
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
@@ -21,6 +23,7 @@ from replicated_ckpt.core.protocol.settlement import Answer, Fate, Settlement
 from replicated_ckpt.core.upkeep import repair, retention
 from replicated_ckpt.core.upkeep.policy import Policy, scope_of
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.dcp.hand_over import follower
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.stores import verified
 from replicated_ckpt.stores.peer.copy import PeerSink
@@ -130,6 +133,41 @@ def a_surplus_damaged_copy_is_left() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def an_agent_finishes_without_holding_the_save() -> Iterator[None]:
+    """The coordinator's agent has the outline, and does not say to other nodes that it works on the save."""
+
+    def begin(self: Finisher, outline: Any) -> Any:
+        with mock.patch.object(self._store, "lock_save", side_effect=open_nothing):
+            return real(self, outline)
+
+    def open_nothing(_: str) -> int:
+        return os.open(os.devnull, os.O_RDONLY)
+
+    real = Finisher.begin
+    with mock.patch.object(Finisher, "begin", begin):
+        yield
+
+
+@contextmanager
+def what_dead_ranks_handed_over_is_dropped() -> Iterator[None]:
+    """An agent whose ranks are gone removes its part of the save, and asks nobody."""
+
+    def drop(service: Any, leftovers: Sequence[Any], _: object) -> None:
+        for leftover in leftovers:
+            service.abort(leftover.intent.save_id, leftover.why, unless_decided=True)
+
+    with mock.patch.object(orphans, "settle", drop):
+        yield
+
+
+@contextmanager
+def memory_is_handed_over_once() -> Iterator[None]:
+    """A rank whose agent dies with its shard does not hand it over again."""
+    with mock.patch.object(follower, "_TRIES", 1):
+        yield
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One defect, and the seed that finds it, with random steps or with those of a script.
@@ -152,6 +190,9 @@ MUTANTS = [
     Mutant(copies_are_reported_and_not_made, 1000),
     Mutant(only_the_first_source_is_asked, 1007),
     Mutant(re_protection_only_says_so, 1016),
+    Mutant(an_agent_finishes_without_holding_the_save, 1006),
+    Mutant(what_dead_ranks_handed_over_is_dropped, 1006),
+    Mutant(memory_is_handed_over_once, 1005),
     Mutant(a_prepared_node_decides_alone, SEED, "D1", one_pair_comes_back_first),
     Mutant(an_assumption_makes_others_give_way, SEED, "D2", a_copy_is_assumed),
     Mutant(retention_counts_other_runs, 1010, "D3"),

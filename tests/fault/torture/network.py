@@ -36,6 +36,8 @@ class Actor:
     is_dead: bool = False
     undo: Callable[[], None] | None = None
     """What it still did to its disk after it was killed, while it was unwound, is undone by this."""
+    release: Callable[[], None] = lambda: None
+    """Gives back the locks that it holds, as the kernel does when it is killed."""
 
 
 class Served(Protocol):

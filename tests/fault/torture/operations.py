@@ -25,6 +25,7 @@ class Hung(AssertionError):
 class Operation:
     """One thing that goes on. `actors`: the simulated processes in it, each called by the one before; the last one runs.
 
+    `is_thread`: of a simulated process; it waits wherever it has to, and goes on from there when it is resumed.
     `rank` is what the rank that runs sees of its world; it belongs to whoever drives jobs. `result` and `error` are there
     once it is over.
     """
@@ -37,6 +38,7 @@ class Operation:
     error: BaseException | None = None
     is_over: bool = False
     paused_at: str = ""
+    is_thread: bool = False
     baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     resumed_by: "Operation | None" = None
 
@@ -48,9 +50,11 @@ class Operations:
         self.running = Operation("the schedule", [nobody])
         self.paused: list[Operation] = []
 
-    def start(self, name: str, work: Callable[[], Any], pauses_at: Callable[[str, "Actor"], bool]) -> Operation:
+    def start(
+        self, name: str, work: Callable[[], Any], pauses_at: Callable[[str, "Actor"], bool], *, is_thread: bool = False
+    ) -> Operation:
         """Runs `work` until it pauses or is over."""
-        operation = Operation(name, [self.running.actors[0]], pauses_at=pauses_at)
+        operation = Operation(name, [self.running.actors[0]], pauses_at=pauses_at, is_thread=is_thread)
 
         def run() -> None:
             operation.baton.acquire()

@@ -158,7 +158,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (start, "ensure_agent", partial(_endpoint_of, cluster)),
         (launch, "_start", _start_no_process),
     )
-    for target, name, stand_in in replaced:
+    for target, name, stand_in in (*replaced, *cluster.threads.pretences()):
         yield mock.patch.object(target, name, stand_in)
 
 

@@ -13,7 +13,7 @@ from tests.fault.torture.cluster import AWAY_AFTER_S
 from tests.fault.torture.course import SIMULATION, Backend, Course
 from tests.fault.torture.jobs import Policy
 from tests.fault.torture.oracle import FOREIGN, Attempt, Violation, is_before
-from tests.fault.torture.steps import NEED_A_PAUSE, STEPS, THEMES
+from tests.fault.torture.steps import HANDING, NEED_A_PAUSE, STEPS, THEMES
 
 STEP_COUNT = 14
 TRIES = 3
@@ -28,8 +28,9 @@ class Schedule:
 
     def __init__(self, seed: int, base: Path, backend: Backend = SIMULATION) -> None:
         self.course = Course(seed, base, backend, sorted(THEMES))
-        weights = THEMES[self.course.theme]
-        self._names = [name for name in weights if backend.can_pause or name not in NEED_A_PAUSE]
+        weights = THEMES[self.course.theme] | (HANDING if self.course.hands_over else {})
+        can_pause = backend.can_pause and not self.course.hands_over
+        self._names = [name for name in weights if can_pause or name not in NEED_A_PAUSE]
         self._weights = [weights[name] for name in self._names]
 
     def follow(self, script: Callable[[Course], None]) -> None:

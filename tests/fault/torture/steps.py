@@ -14,6 +14,10 @@ RANK_POINTS = sorted(name for name in POINTS if name.startswith(("rank.", "coord
 AGENT_POINTS = sorted(name for name in POINTS if name.startswith(("agent.", "commit.", "store.", "abort.", "restore.")))
 DECIDING_POINTS = ["coordinator.metadata-staged", "coordinator.decided", "coordinator.decided", "coordinator.published"]
 PUBLISHING_POINTS = sorted(name for name in POINTS if name.startswith(("agent.decision", "commit.")))
+RANK_HANDING_POINTS = ["rank.handing-over", "rank.handed-over", "rank.written", "rank.receipted"]
+RANK_HANDING_POINTS += sorted(name for name in POINTS if name.startswith("coordinator."))
+AGENT_HANDING_POINTS = ["agent.handed-over", "agent.writing", "agent.finishing", "agent.decided", "agent.finished"]
+AGENT_HANDING_POINTS += ["store.shard-fsynced", "store.shard-named", "agent.receiving", "commit.named", "commit.done"]
 PAUSING_POINTS = ["coordinator.drawn", "coordinator.opened", "coordinator.placed", "rank.writing", "rank.written"]
 PAUSING_POINTS += ["store.opened", "store.shard-fsynced", "agent.receiving", "coordinator.decided", "commit.checked"]
 BACKGROUND_POINTS = ["store.opened", "store.opened", "restore.copied", "commit.checked", "commit.named", "commit.done"]
@@ -42,6 +46,40 @@ def save_with_a_kill(course: Course) -> None:
     checkpoint_id, overwrite = course.draw_id()
     what = f", {'agent' if is_agent else 'rank'} of node {node} to be killed at {name}"
     course.save(job, checkpoint_id, what, overwrite=overwrite)
+
+
+def kill_with_a_shard(course: Course) -> None:
+    """An agent is killed with a shard that it was handed: its rank starts it again, and hands it over again."""
+    job = course.current_job()
+    if job is None:
+        return
+    name, node = course.random.choice(["agent.handed-over", "agent.writing"]), course.random.choice(job.nodes)
+    course.cluster.plan_kill(name, node, is_agent=True)
+    course.disturbances += 1
+    course.agent_alone_dies = course.are_all_up(job.nodes)
+    checkpoint_id, overwrite = course.draw_id()
+    course.save(job, checkpoint_id, f", agent of node {node} to be killed at {name}", overwrite=overwrite)
+    course.agent_alone_dies = False
+
+
+def lose_trainers(course: Course) -> None:
+    """Every trainer is killed at one step of a save that is handed over; with them some agents, or none."""
+    job = course.current_job()
+    if job is None:
+        return
+    is_agent = course.random.random() < 0.5
+    name = course.random.choice(AGENT_HANDING_POINTS if is_agent else RANK_HANDING_POINTS)
+    nodes = list(dict.fromkeys(job.nodes))
+    node = nodes[0] if name.startswith("coordinator.") else course.random.choice(nodes)
+    how = course.random.choice(["trainers", "trainers", "trainers and agents"])
+    some = frozenset(course.random.sample(nodes, course.random.randint(1, len(nodes))))
+    course.cluster.plan_outage(name, node, is_agent=is_agent, outage=Outage(some, how))
+    course.disturbances += 1
+    course.trainers_alone_die = how == "trainers"
+    checkpoint_id, overwrite = course.draw_id()
+    victims = "" if course.trainers_alone_die else f" and agents of {sorted(some)}"
+    course.save(job, checkpoint_id, f", all trainers{victims} to be killed at {name} on {node}", overwrite=overwrite)
+    course.trainers_alone_die = False
 
 
 def overwrite_with_an_outage(course: Course) -> None:
@@ -399,12 +437,16 @@ STEPS: dict[str, tuple[int, Callable[[Course], None]]] = {
     "scatter": (0, scatter),
     "repair": (1, run_repair),
     "end_job": (1, end_job),
+    "lose_trainers": (0, lose_trainers),
+    "kill_with_a_shard": (0, kill_with_a_shard),
 }
 """By name: how often it is drawn where anything may happen, and what it does."""
 
 NEED_A_PAUSE = {"begin_slowly", "twin", "go_on", "round_slowly", "load_slowly", "read_on", "bucket_comes_and_goes"}
 """Steps that only a simulation can do: something pauses in the middle, or a bucket does not answer."""
 ANYTHING = {name: weight for name, (weight, _) in STEPS.items()}
+HANDING = {"lose_trainers": 5, "kill_with_a_shard": 2}
+"""How often steps are drawn besides where jobs hand their saves over."""
 THEMES: dict[str, dict[str, int]] = {
     "anything": ANYTHING,
     "outages": {

@@ -1,0 +1,96 @@
+"""Draining: an agent that was told to stop stays for what it owes to the saves that were open then."""
+
+import logging
+import threading
+import time
+
+from replicated_ckpt.agent.saves.service import OPEN_GRACE_S, NodeService
+from replicated_ckpt.core.protocol.settlement import Answer
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.stores.peer.fan_out import FanOut
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 5.0
+"""A node that has been silent for so long is not stayed for."""
+_ASK_TIMEOUT_S = 3.0
+_PAUSE_S = 0.1
+Debt = tuple[str, str]
+"""A save, and the node at which it is not over: this one, or one that needs this one to publish it."""
+
+
+class Draining:
+    """What an agent still owes. It answers its peers meanwhile, and opens no save. One thread."""
+
+    def __init__(self, service: NodeService, hurry: threading.Event) -> None:
+        """`hurry`: set once the agent is told to stop again."""
+        self._service, self._hurry = service, hurry
+        self._own = service.node_id
+        self._open = service.refuse_saves()
+        self._silent_since: dict[Debt, float] = {}
+        self._settled: set[Debt] = set()
+
+    def run(self, within_s: float) -> None:
+        """Returns once nothing is owed, the agent is hurried, or so many seconds have passed. Logs what is left undone."""
+        deadline = time.monotonic() + within_s
+        owed = self._find_owed()
+        if owed:
+            log.info("stays, for %.0f s at most: %s", within_s, _tell(owed))
+        while owed and time.monotonic() < deadline and not self._hurry.wait(_PAUSE_S):
+            owed = self._find_owed()
+        if owed:
+            why = "is told to stop again" if self._hurry.is_set() else f"was told to stop {within_s:.0f} s ago"
+            log.error("%s, and leaves undone: %s", why, _tell(owed))
+
+    def _find_owed(self) -> dict[Debt, str]:
+        """What is missing, by debt."""
+        owed = {(save_id, self._own): why for save_id in self._open if (why := self._find_own_part(save_id))}
+        for save_id, nodes in self._service.finisher.read_published().items():
+            owed |= {(save_id, node): f"node {node} has not published it" for node in nodes}
+        others = [debt for debt in owed if debt[1] != self._own and debt not in self._settled]
+        asked = FanOut[Debt, bool]().run(others, self._is_settled)
+        for debt in others:
+            is_silent = isinstance(asked.errors.get(debt), StoreUnavailable)
+            if asked.results.get(debt, self._waits_in_vain(debt) if is_silent else True):
+                self._settled.add(debt)
+        return {debt: why for debt, why in owed.items() if debt not in self._settled}
+
+    def _find_own_part(self, save_id: str) -> str:
+        """What this node has not done of a save; empty: it is over here, or goes on without this agent."""
+        service = self._service
+        unwritten = service.hand_overs.list_unwritten(save_id)
+        if unwritten:
+            return f"{', '.join(unwritten)} is not written"
+        if service.finisher.is_finishing(save_id):
+            return "it is not decided"
+        if service.was_opened_within(OPEN_GRACE_S, service.store.intent_of(save_id)):
+            return "it was opened just now"
+        if service.store.is_held(save_id):
+            return "ranks of this node work on it"
+        return "it is not published" if self._is_followed(save_id) else ""
+
+    def _is_followed(self, save_id: str) -> bool:
+        """Whether this agent has a part of a save without ranks, and asks the coordinator's node what became of it."""
+        service = self._service
+        if not service.hand_overs.has(save_id) or not service.store.staging(save_id).is_dir():
+            return False
+        return not (service.doubts.has(save_id) and self._waits_in_vain((save_id, self._own)))
+
+    def _is_settled(self, debt: Debt) -> bool:
+        """Whether the other node needs this one no more. One that said goodbye has nothing that it could finish."""
+        save_id, node = debt
+        if self._service.peers.is_away(node):
+            return True
+        with AgentClient(self._service.peers.address_of(node), _ASK_TIMEOUT_S) as client:
+            state = client.call("GET", f"/v1/saves/{save_id}").get("state")
+        self._silent_since.pop(debt, None)
+        return state not in {Answer.STAGED.value, Answer.WORKING.value}
+
+    def _waits_in_vain(self, debt: Debt) -> bool:
+        """Whether a node has been silent for so long that it is not waited for. Its part goes on when both are back."""
+        return time.monotonic() > self._silent_since.setdefault(debt, time.monotonic()) + SILENT_S
+
+
+def _tell(owed: dict[Debt, str]) -> str:
+    return "; ".join(f"save {save_id}: {why}" for (save_id, _), why in sorted(owed.items()))

@@ -1,0 +1,120 @@
+"""Agents that are told to stop while a save is open: they finish what they owe, answer their peers, and then leave."""
+
+import signal
+
+import pytest
+
+from replicated_ckpt.config import DRAIN_S
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.errors import StoreUnavailable
+from tests.agent.agents import peers_of, wait_for
+from tests.agent.test_hand_over import FILES, SAVE, WITHIN_S, Job, job
+
+__all__ = ["job"]
+SLOW = "agent.writing=sleep:3"
+LONG = "agent.writing=sleep:600"
+NEXT = "d" * 32
+
+
+def stop(job: Job, *which: int) -> None:
+    for index in which or range(len(job.agents)):
+        job.agents[index].signal(signal.SIGTERM)
+
+
+def log_of(job: Job, index: int) -> str:
+    return "".join(path.read_text() for path in job.agents[index].root.glob(".agent/log*")) + (
+        job.agents[index].root / "agent.out"
+    ).read_text(errors="replace")
+
+
+@pytest.mark.parametrize("job", [(SLOW, ""), ("", SLOW), (SLOW, SLOW)], indirect=True)
+def test_agents_told_to_stop_together_finish_the_save(job: Job) -> None:
+    """All ranks are gone, and all agents get SIGTERM while shards are written: they leave a whole save, with its copies."""
+    for rank in (0, 1):
+        job.hand_over(rank)
+    job.finish()
+    job.die()
+    assert job.files() == [set(), set()], "it was to be told to stop before the save is over"
+    stop(job)
+    assert [agent.process.wait(WITHIN_S) for agent in job.agents] == [0, 0]
+    assert job.files() == [FILES, FILES]
+    first, second = (store.catalog.manifest("step-1") for store in job.stores)
+    assert first == second
+    for name, entry in first.shards.items():
+        assert set(entry.holders) == set(job.nodes)
+        for store in job.stores:
+            raw = (store.final("step-1") / name).read_bytes()
+            assert (len(raw), crc32c(raw)) == (entry.size_bytes, entry.crc32c)
+    assert not any("leaves undone" in log_of(job, index) for index in (0, 1))
+
+
+@pytest.mark.parametrize("job", [("", SLOW)], indirect=True)
+def test_one_agent_of_a_save_is_told_to_stop(job: Job) -> None:
+    """It is the coordinator's: it waits for the other node's shard, and stays until that node has published the save."""
+    for rank in (0, 1):
+        job.hand_over(rank)
+    job.finish()
+    job.die()
+    stop(job, 0)
+    assert job.agents[0].process.wait(WITHIN_S) == 0
+    assert job.files() == [FILES, FILES]
+
+
+@pytest.mark.parametrize("job", [(SLOW, "")], indirect=True)
+def test_an_agent_that_leaves_opens_no_save(job: Job) -> None:
+    """It says so with the next step to take, goes on with what is open, and answers its peers until that is over."""
+    for rank in (0, 1):
+        job.hand_over(rank)
+    stop(job, 0)
+    wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    document = {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "coordinator": job.nodes[0]}
+    with job.agents[0].client() as client, pytest.raises(StoreUnavailable, match="told to stop") as refused:
+        client.call("POST", f"/v1/saves/{NEXT}", {**document, "ticket": "", "peers": peers_of(*job.agents)})
+    assert "Save again" in refused.value.hint
+    job.finish()
+    job.die()
+    assert job.agents[0].process.wait(WITHIN_S) == 0
+    assert job.files() == [FILES, FILES]
+    assert [intent.save_id for intent in job.stores[0].list_staged()] == []
+
+
+@pytest.mark.parametrize("job", [(LONG, "")], indirect=True)
+def test_told_to_stop_again_it_leaves_at_once(job: Job) -> None:
+    """What it leaves undone is in its log, by save and shard; the usual bound would have kept it much longer."""
+    job.hand_over(0)
+    job.hand_over(1)
+    job.finish()
+    stop(job, 0)
+    wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    stop(job, 0)
+    assert job.agents[0].process.wait(DRAIN_S / 2) == 0
+    assert f"told to stop again, and leaves undone: save {SAVE}: __0_0.distcp is not written" in log_of(job, 0)
+
+
+@pytest.fixture
+def short_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLICATED_CKPT_AGENT_DRAIN_S", "1")
+
+
+@pytest.mark.usefixtures("short_stay")
+@pytest.mark.parametrize("job", [(LONG, "")], indirect=True)
+def test_it_stays_no_longer_than_its_bound(job: Job) -> None:
+    """A shard that is never written keeps the agent for `--drain-s`; the log says what is left."""
+    job.hand_over(0)
+    stop(job, 0)
+    assert job.agents[0].process.wait(DRAIN_S / 2) == 0
+    assert f"was told to stop 1 s ago, and leaves undone: save {SAVE}: __0_0.distcp is not written" in log_of(job, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", [("", "commit.checked=kill")], indirect=True)
+def test_it_does_not_stay_for_a_node_that_is_gone(job: Job) -> None:
+    """The other node's agent dies before it has published the save: what it has is completed when both are back."""
+    job.hand_over(0)
+    job.hand_over(1)
+    job.finish()
+    job.die()
+    assert job.agents[1].process.wait(WITHIN_S) == -signal.SIGKILL
+    stop(job, 0)
+    assert job.agents[0].process.wait(DRAIN_S / 2) == 0
+    assert job.files()[0] == FILES
