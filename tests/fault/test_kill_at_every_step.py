@@ -278,8 +278,8 @@ def give_up(node: Node) -> None:
 
 
 def test_every_failpoint_has_its_kill() -> None:
-    """No step of the design goes without: each failpoint is killed at above, and stands in docs/protocol.md."""
-    design = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
+    """No step of the design goes without: each failpoint is killed at above, and stands in docs/failpoints.md."""
+    design = (Path(__file__).resolve().parents[2] / "docs" / "failpoints.md").read_text()
     elsewhere = {"retire.trashed"}  # tests/agent/test_retention.py
     elsewhere |= {"retire.recycled", "store.recycled"}  # tests/stores/test_recycled.py
     elsewhere |= {name for name in failpoints.POINTS if name.startswith("adopt.")}  # tests/fault/test_adoption.py
