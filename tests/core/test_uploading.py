@@ -5,6 +5,7 @@ import pytest
 from replicated_ckpt.core.bucket.upload_plan import choose_uploader
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 
 SHARD, SIZE = "__0_0.distcp", 100
@@ -25,12 +26,15 @@ UP, SILENT, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
 
 
 def node(name: str, presence: Presence, what: str = "whole") -> NodeView:
-    """A node that holds the shard whole, a damaged or no copy of it, or of which nothing was heard."""
+    """A node that holds the shard whole, a damaged or no copy of it, or of which nothing was heard; or cannot upload."""
     if what == "unheard":
         return NodeView(name, presence, None)
     sizes = {} if what == "none" else {SHARD: SIZE}
     damaged = (SHARD,) if what == "damaged" else ()
-    return NodeView(name, presence, (Holding(name, "step-1", SAVE, 1, True, sizes, damaged=damaged),))
+    standing = Standing(unable=frozenset({SAVE} if what == "unable" else ()))
+    return NodeView(
+        name, presence, (Holding(name, "step-1", SAVE, 1, True, sizes, damaged=damaged),), standing=standing
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,6 +53,8 @@ def node(name: str, presence: Presence, what: str = "whole") -> NodeView:
         ("third", [node("owner", GONE), node("buddy", UP)], "buddy"),
         ("third", [node("owner", GONE), node("buddy", SILENT, "unheard")], None),
         ("third", [node("owner", GONE), node("buddy", GONE)], "third"),
+        ("third", [node("owner", GONE), node("buddy", UP, "unable")], "third"),
+        ("buddy", [node("owner", UP, "unable")], "buddy"),
         ("third", [node("owner", GONE), node("buddy", UP, "none")], "third"),
         ("third", [node("owner", GONE), node("buddy", GONE), node("other", UP)], "other"),
         ("third", [node("owner", GONE), node("buddy", GONE), node("other", SILENT, "unheard")], "third"),

@@ -14,13 +14,15 @@ from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, deco
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
 from replicated_ckpt.errors import (
+    CheckpointExists,
     ConfigInvalid,
     SaveAborted,
     StoreDenied,
     StoreError,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.bucket.bucket import Bucket, key_of, manifest_in
+from replicated_ckpt.stores.bucket.bucket import Bucket, key_of
+from replicated_ckpt.stores.bucket.manifest_of import manifest_in
 from replicated_ckpt.stores.bucket.shard import ObjectShard, UncheckedShard
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES, ObjectClient
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
@@ -131,6 +133,30 @@ def test_a_save_never_mixes_with_the_one_it_replaces(client: ObjectClient, tmp_p
     assert set(client.list_keys("step-1/").sizes) == {".metadata"}
     with pytest.raises(SaveAborted):
         bucket.commit(manifests[0], manifests[0].encode(), METADATA)
+
+
+@pytest.mark.parametrize(("first", "refusal"), [(2, SaveAborted), (1, CheckpointExists)], ids=["older", "newer"])
+def test_two_jobs_that_found_the_id_free_never_mix(
+    client: ObjectClient, tmp_path: Path, first: int, refusal: type[Exception]
+) -> None:
+    """What the one has committed stays whole: the other is refused before any byte of it goes over the first one's."""
+    bucket = Bucket(client)
+    stores = {number: LocalStore(tmp_path / f"node{number}") for number in (1, 2)}
+    saves = {}
+    for number, store in stores.items():
+        manifest = checkpointed([store], number, {shard(0): (0,)}, copies=1)
+        saves[number] = replace(manifest, upload=UploadEntry("x://y", False, len(METADATA), crc32c(METADATA)))
+    there, late = saves[first], saves[3 - first]
+    brought(bucket, (stores[first], there), tmp_path)
+    bucket.commit(there, there.encode(), METADATA)
+    with pytest.raises(refusal):
+        brought(bucket, (stores[3 - first], late), tmp_path)
+    with pytest.raises(refusal):
+        bucket.commit(late, late.encode(), METADATA)
+    (found,) = bucket.saves()
+    assert found.save_id == there.save_id
+    assert manifest_in(bucket, found) == there.encode()
+    assert bucket.is_intact(there, shard(0))
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ def standing_of(service: NodeService, orders: OrderBook, states: Mapping[str, Up
     }
     uploading = frozenset(wanted - over)
     ordered = frozenset(filter(orders.is_ordered, uploading))
-    return Standing(service.policies.read_all(), uploading, frozenset(wanted & over), ordered, removed)
+    unable = frozenset(save_id for save_id, state in list(states.items()) if state.is_denied) & uploading
+    return Standing(service.policies.read_all(), uploading, frozenset(wanted & over), ordered, removed, unable)
 
 
 def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:

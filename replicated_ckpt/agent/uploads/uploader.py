@@ -26,7 +26,14 @@ from replicated_ckpt.agent.uploads.bucket_retention import (
 from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing
-from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt, ReplicatedCkptError, SaveAborted, StoreDenied
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ConfigInvalid,
+    ObjectCorrupt,
+    ReplicatedCkptError,
+    SaveAborted,
+    StoreDenied,
+)
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.local.directories.committed import descriptions, open_directory
@@ -233,7 +240,7 @@ class Uploader:
         now = self._clock()
         since = self._failing_since.setdefault(save_id, now)
         state.error, state.kind, state.failing_s = str(exc), type(exc).__name__, now - since
-        state.is_denied = isinstance(exc, StoreDenied | ConfigInvalid)
+        state.is_denied = isinstance(exc, StoreDenied | ConfigInvalid | CheckpointExists)
         pause_s = min(
             RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(state.attempts, 20), max(RETRY_FIRST_S, 2 * state.failing_s)
         )

@@ -38,7 +38,8 @@ def choose_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], o
     """The node that is to bring `shard` to the bucket, as `own_node`, which holds it, sees the others.
 
     In order: the owner, the other intended holders, then any holder by name. None: one that comes first is silent and not
-    given up yet, or nobody holds it. One that was never heard is taken to hold what it was meant to.
+    given up yet, or nobody holds it. One that was never heard is taken to hold what it was meant to; one that says that it
+    cannot is passed over.
     """
     entry = manifest.shards[shard]
     view_by_node = {view.node_id: view for view in views}
@@ -51,6 +52,8 @@ def choose_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], o
             return node
         view = view_by_node.get(node)
         if view is None or view.presence is Presence.GONE or node not in holders:
+            continue
+        if manifest.save_id in view.standing.unable:
             continue
         return node if view.presence is Presence.UP else None
     return None

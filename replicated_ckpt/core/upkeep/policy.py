@@ -105,7 +105,8 @@ class Standing:
 
     `uploading`: saves that it takes for not yet in the bucket. `uploaded`: those of which it knows that they are, or are
     not wanted there. `ordered`: those of `uploading` that somebody has ordered by hand, whatever else is known of them.
-    `removed`: saves that the node's own user has removed by hand.
+    `removed`: saves that the node's own user has removed by hand. `unable`: those of `uploading` that it cannot bring
+    itself: no rank there has named the bucket, or its key is refused.
     """
 
     policies: tuple[Policy, ...] = ()
@@ -113,6 +114,7 @@ class Standing:
     uploaded: frozenset[str] = frozenset()
     ordered: frozenset[str] = frozenset()
     removed: frozenset[str] = frozenset()
+    unable: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -121,6 +123,7 @@ class Standing:
             "uploaded": sorted(self.uploaded),
             "ordered": sorted(self.ordered),
             "removed": sorted(self.removed),
+            "unable": sorted(self.unable),
         }
 
     @classmethod
@@ -128,7 +131,7 @@ class Standing:
         """As `to_json` wrote it; an agent of an older version says nothing. Raises as `Policy.from_json` does."""
         return cls(
             tuple(Policy.from_json(entry) for entry in fields.get("policies", ())),
-            *(_save_ids(fields.get(name, ())) for name in ("uploading", "uploaded", "ordered", "removed")),
+            *(_save_ids(fields.get(name, ())) for name in ("uploading", "uploaded", "ordered", "removed", "unable")),
         )
 
 

@@ -23,8 +23,15 @@ from replicated_ckpt.core.layout import (
     is_checkpoint_id,
     is_save_id,
 )
-from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt, ObjectMissing, ReplicatedCkptError, SaveAborted
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest
+from replicated_ckpt.errors import (
+    CheckpointExists,
+    ManifestInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    ReplicatedCkptError,
+    SaveAborted,
+)
 from replicated_ckpt.stores.bucket_client.client import Listing, ObjectClient, Paced
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
@@ -35,6 +42,9 @@ log = logging.getLogger(__name__)
 _DEPTH_MAX = 8
 _TAIL_BYTES = 64 << 10
 _NEWER = "Nothing is to be done: the newer one loads from there."
+_TAKEN = (
+    "The nodes have the newer one. Save it again with overwrite=True: then it gets a place of its own in the bucket."
+)
 _COMMIT_TRIES = 4
 _ORPHAN_S = 86400.0
 """Uploads begun that long ago belong to nobody any more."""
@@ -165,7 +175,13 @@ class Bucket:
     # Bringing ----------------------------------------------------------------------------------------------------
 
     def put_shard(self, manifest: Manifest, name: str, source: UploadSource, paced: Paced) -> None:
-        """Uploads one shard of a save to where its manifest says."""
+        """Uploads one shard of a save to where its manifest says.
+
+        Raises:
+            SaveAborted, CheckpointExists: it would go over a shard of another save, which is committed there.
+        """
+        if not prefix_of(manifest):
+            self._check_place(manifest, self.save_of(manifest.checkpoint_id))
         self.client.put_shard(key_of(manifest, name), source, paced)
         failpoints.reach("upload.shard-arrived")
 
@@ -204,6 +220,7 @@ class Bucket:
 
         Raises:
             SaveAborted: a newer save of the same id is committed there, and this one is not wanted any more.
+            CheckpointExists: another job has saved the same id at the same time, and what it saved lies in this place.
             ObjectCorrupt: what is read back is not what was written.
         """
         mark = CommitMark(
@@ -215,14 +232,14 @@ class Bucket:
             bool(prefix_of(manifest)),
             manifest.lineage,
         )
-        self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
-        failpoints.reach("upload.manifest-put")
         key, replaced = f"{manifest.checkpoint_id}/{METADATA_NAME}", None
-        for _ in range(_COMMIT_TRIES):
+        for number in range(_COMMIT_TRIES):
             version = self.client.version(key)
             there = self.save_of(manifest.checkpoint_id)
-            if is_superseded(manifest, there):
-                raise SaveAborted(f"{manifest.checkpoint_id!r} in {self.client.target.url} is of a newer save.", _NEWER)
+            self._check_place(manifest, there)
+            if number == 0:
+                self.client.put(key_of(manifest, MANIFEST_NAME), raw_manifest)
+                failpoints.reach("upload.manifest-put")
             if there is not None and there.mark == mark:
                 self._tidy(manifest, replaced)
                 return
@@ -230,6 +247,18 @@ class Bucket:
             self.client.put_over(key, raw_metadata + mark.encode(), version)
             failpoints.reach("upload.marked")
         raise ObjectCorrupt(self.client.target.url, "commit", key, "what is read back is not what was written")
+
+    def _check_place(self, manifest: Manifest, there: BucketSave | None) -> None:
+        """Nothing is written over the files of a save that is committed there: two jobs may both have found the id free."""
+        place = f"{manifest.checkpoint_id!r} in {self.client.target.url}"
+        if is_superseded(manifest, there):
+            raise SaveAborted(f"{place} is of a newer save.", _NEWER)
+        if there is None or there.mark is None or there.save_id == manifest.save_id:
+            return
+        if there.mark.prefix == prefix_of(manifest):
+            raise CheckpointExists(
+                f"{place} is of save {there.save_id}, which another job made at the same time.", _TAKEN
+            )
 
     def _tidy(self, manifest: Manifest, before: BucketSave | None) -> None:
         """Removes what the new save has replaced and what interrupted uploads left; what cannot be is logged."""
@@ -269,32 +298,3 @@ def prefix_of(manifest: Manifest) -> str:
 
 def key_of(manifest: Manifest, name: str) -> str:
     return f"{manifest.checkpoint_id}/{prefix_of(manifest)}{name}"
-
-
-def manifest_in(bucket: Bucket, save: BucketSave) -> bytes:
-    """The manifest of a save in the bucket; one that tells sizes and no checksums for what stock torch wrote there.
-
-    Raises:
-        ManifestInvalid, ObjectMissing, StoreError
-    """
-    if save.mark is not None:
-        return bucket.manifest_raw(save)
-    shards = {
-        name: ShardEntry(size, 0, shard.rank, OBJECT_NODE, (OBJECT_NODE,))
-        for name, size in save.sizes.items()
-        if (shard := ShardName.parse(name)) is not None
-    }
-    ranks = tuple(sorted({entry.owner_rank for entry in shards.values()}))
-    node = NodeEntry(OBJECT_NODE, bucket.client.target.url, None, ranks)
-    return Manifest(
-        save_id=save.save_id,
-        checkpoint_id=save.checkpoint_id,
-        sequence=0,
-        created_unix_s=0.0,
-        world_size=len(ranks),
-        copies=1,
-        metadata_bytes=save.metadata_bytes,
-        metadata_crc32c=0,
-        nodes=(node,),
-        shards=shards,
-    ).encode()
