@@ -77,7 +77,7 @@ def test_a_rank_has_nothing_of_the_process_that_forked_it(cluster_of: ClusterOf)
 
 
 def shown_of(pid: int) -> dict[str, object]:
-    """What a process has that it does not make itself, as /proc shows it; files of an agent come and go."""
+    """What a process has that it does not make itself, as /proc shows it; files of an agent, and directories, come and go."""
     proc = Path(f"/proc/{pid}")
     texts = {name: (proc / name).read_bytes().rstrip(b"\0").split(b"\0") for name in ("cmdline", "environ")}
     targets = {str(path.readlink()) for path in (proc / "fd").iterdir()}
@@ -86,7 +86,9 @@ def shown_of(pid: int) -> dict[str, object]:
         "environment": sorted(texts["environ"]),
         "folder": (proc / "cwd").readlink(),
         "umask": next(line for line in (proc / "status").read_text().splitlines() if line.startswith("Umask:")),
-        "files": {path for path in targets if path.startswith("/") and "/.agent" not in path},
+        "files": {
+            path for path in targets if path.startswith("/") and "/.agent" not in path and not Path(path).is_dir()
+        },
         "leads a session": os.getsid(pid) == pid,
         "has torch": "libtorch" in (proc / "maps").read_text(),
     }
