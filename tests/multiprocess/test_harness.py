@@ -77,7 +77,7 @@ def test_a_rank_has_nothing_of_the_process_that_forked_it(cluster_of: ClusterOf)
 
 
 def shown_of(pid: int) -> dict[str, object]:
-    """What a process has that it does not make itself, as /proc shows it; files of an agent, and directories, come and go."""
+    """What a process has that it does not make itself, as /proc shows it; files of an agent and directories come and go."""
     proc = Path(f"/proc/{pid}")
     texts = {name: (proc / name).read_bytes().rstrip(b"\0").split(b"\0") for name in ("cmdline", "environ")}
     targets = {str(path.readlink()) for path in (proc / "fd").iterdir()}
