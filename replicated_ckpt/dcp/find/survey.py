@@ -40,9 +40,9 @@ SURVEY_TIMEOUT_S = 3.0
 class Survey:
     """The save to load and where it lies. Every rank of a load acts on the same one.
 
-    `addresses` are the peers that answered; `searched` tells every place that was looked at. `in_bucket` is None if the save
-    does not lie there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: then the manifest has no
-    checksums. `lineages` are those in the id's directory, the chosen one first; `sequence_max` is the largest sequence of that.
+    `addresses` are the peers that answered; `searched` tells each place that was looked at. `in_bucket` is None if it is not
+    there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: then the manifest has no checksums.
+    `lineages` are those in the directory of its id, the chosen one first; `sequence_max` is the largest sequence of that.
     """
 
     manifest_raw: str
