@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.requests.body import Body
@@ -206,6 +207,42 @@ def test_a_file_that_is_read_never_changes(how: str, tmp_path: Path) -> None:
         assert path.stat().st_ino != inode
         assert read() == before
     assert pool(store) == set()
+
+
+@pytest.fixture
+def container(tmp_path: Path) -> Iterator[Path]:
+    """A directory on overlayfs, as a container has it in place of a volume."""
+    disk, place = tmp_path / "layers", tmp_path / "container"
+    for path in (disk, place):
+        path.mkdir(mode=0o700)
+    mounted = ["mount", "-t", "tmpfs", "-o", "mode=0700", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mounted, check=False, capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        for name in ("lower", "upper", "work"):
+            (disk / name).mkdir(mode=0o700)
+        layers = f"lowerdir={disk}/lower,upperdir={disk}/upper,workdir={disk}/work"
+        laid = ["mount", "-t", "overlay", "-o", layers, "overlay", str(place)]
+        if subprocess.run(laid, check=False, capture_output=True).returncode:
+            pytest.skip("there is no overlayfs")
+        yield place
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("place", ["disk", "container"])
+def test_a_file_that_is_only_mapped_never_changes(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Of a reader that has closed its descriptor, as torch has of a tensor from a file."""
+    root = tmp_path if place == "disk" else request.getfixturevalue("container")
+    store = LocalStore(root / "node")
+    manifest = checkpointed([store], 1, {shard(0): (0,)}, size_bytes=OLD_BYTES)
+    old = store.root / "step-1" / shard(0)
+    before = old.read_bytes()
+    mapped = torch.from_file(str(old), shared=False, size=len(before), dtype=torch.uint8)
+    assert recycle(store.root, "step-1", manifest.save_id)
+    write(store, os.urandom(OLD_BYTES))
+    assert bytes(mapped.numpy()) == before
 
 
 READ_WHEN_TOLD = """
