@@ -42,7 +42,7 @@ from replicated_ckpt.config import AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.recycled import measure_room
+from replicated_ckpt.stores.local.versions.recycled import make_room_to_start, measure_room
 from replicated_ckpt.stores.throttle import Pace, copy_pace
 from replicated_ckpt.version import __version__
 
@@ -74,6 +74,7 @@ class Agent:
         lock = single_agent_lock(directory)
         if lock is None:
             raise served_already(self.config.root, directory)
+        make_room_to_start(store.root)
         self._service = NodeService(store, check_direct_io(self.config.direct_io))
         completed = self._service.recover()
         self._start_background_work()

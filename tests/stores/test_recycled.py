@@ -8,7 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from functools import partial
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 import torch
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.agent.saves.service import NodeService
@@ -25,13 +29,16 @@ from replicated_ckpt.core.integrity.checksum import table_of
 from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR, TRASH_DIR
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
+from replicated_ckpt.stores.files.durable import exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, measure_room
 from replicated_ckpt.stores.local.versions.retire import recycle, retire
 from replicated_ckpt.stores.tee import Buffers, Tee
+from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, findings, held, shard
+from tests.stores.test_ownership import as_user
 
 HOME = Path(__file__).resolve().parents[2]
 OLD_BYTES = 5 * PAGE_BYTES + 123
@@ -340,6 +347,17 @@ def test_the_room_of_the_pool_is_free(store: LocalStore) -> None:
         assert measure_room(store.root).free_bytes == taken - size
 
 
+def test_who_may_only_read_a_store_is_told_of_its_room() -> None:
+    """`ls` and `status` of another user, who may list the root and not the pool, work as without one."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    with tempfile.TemporaryDirectory(prefix="rckpt-") as base:
+        store = recycled_in(LocalStore(Path(base) / "node"))
+        for path in (Path(base), store.root):
+            path.chmod(0o755)
+        assert as_user(4711, 4711, lambda: measure_room(store.root).size_bytes)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[LocalStore]:
     """A store on a disk of 8 MiB."""
@@ -371,6 +389,53 @@ def test_a_save_opens_on_a_disk_that_the_pool_fills(small_disk: LocalStore) -> N
     assert os.statvfs(small_disk.root).f_bavail == 0
     opened(small_disk)
     assert pool(small_disk) == set()
+
+
+class PoolThatAsks(RecycledFiles):
+    """Says that it is asked for room before it makes some."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.is_asked = threading.Event()
+
+    def drop(self) -> int:
+        self.is_asked.set()
+        return super().drop()
+
+
+def test_ranks_that_meet_a_full_disk_at_once_all_get_room(small_disk: LocalStore) -> None:
+    """A rank that finds the pool empty since another one empties it waits for the room, and is not told StoreFull."""
+    recycled_in(small_disk, 1, size_bytes=5 << 20)
+    path, asked = opened(small_disk), PoolThatAsks(small_disk.root)
+    sink = FileSink(path, "off", asked)
+    with ThreadPoolExecutor(1) as threads:
+        with exclusive(small_disk.root / RECYCLED_DIR):  # the other rank: the name is gone, the room not yet free
+            gone = (small_disk.root / RECYCLED_DIR / "__1_0.recycled").rename(small_disk.root / "gone")
+            written = threads.submit(sink.write, memoryview(bytes(6 << 20)))
+            assert asked.is_asked.wait(60)
+            assert not written.done()
+            gone.unlink()
+        written.result(60)
+    sink.finish_durably()
+    assert path.stat().st_size == 6 << 20
+
+
+def test_recycled_files_that_cannot_be_removed_stop_no_round(store: LocalStore) -> None:
+    """Copies are made up, and checkpoints retired, on a node whose pool another user has taken, say."""
+    denied = mock.patch.object(RecycledFiles, "drop", side_effect=PermissionError(errno.EACCES, "denied"))
+    with denied as drop:
+        assert Retirer(NodeService(store), threading.Event()).keep({}, (), (), in_doubt=False) == {}
+    assert drop.call_count == 1
+
+
+def test_an_agent_starts_on_a_disk_that_the_pool_fills(small_disk: LocalStore) -> None:
+    """Else no rank could save there until somebody removes files: it has its address to write, among others."""
+    recycled_in(small_disk, 1, size_bytes=5 << 20)
+    with contextlib.suppress(OSError):
+        (small_disk.root / "filler").write_bytes(bytes(8 << 20))
+    assert os.statvfs(small_disk.root).f_bavail == 0
+    with running_agent(small_disk.root) as agent:
+        assert agent.endpoint.pid == agent.process.pid
 
 
 SAVE_AND_DIE = """

@@ -48,9 +48,15 @@ class Retirer:
             by_own_word = plan_retention(manifests, views, confirm(agreed, own)).retired
             self.carry_out(plan.only(by_own_word | self._find_brought(manifests)))
         if not any(policy.tier == NODES and policy.retention for policy in own):
-            RecycledFiles(self._service.store.root).drop()  # no checkpoint goes that would bring new ones
+            self._drop_recycled()  # no checkpoint goes that would bring new ones
         self._finish_removals()
         return without_retired(manifests, plan.retired | find_removed(views))
+
+    def _drop_recycled(self) -> None:
+        try:
+            RecycledFiles(self._service.store.root).drop()
+        except OSError as exc:
+            log.warning("recycled files are not removed: %s", exc)
 
     def _finish_removals(self) -> None:
         """Removes what this node's own user has removed and a crash, or a load that was reading it, has kept here.

@@ -51,8 +51,9 @@ class FileSink:
             try:
                 self._write(pieces)
             except OSError as exc:
-                if not is_full(exc) or self._recycled is None or not self._recycled.drop():
+                if not is_full(exc) or self._recycled is None:
                     raise
+                self._recycled.drop()  # if it frees nothing, another rank may have made the room a moment ago
                 os.lseek(self._fd, start, os.SEEK_SET)
                 self._write(pieces)
 

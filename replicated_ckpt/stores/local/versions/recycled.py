@@ -15,12 +15,19 @@ from stat import S_ISREG
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import RECYCLED_DIR, SHARD_SUFFIX, ShardName
-from replicated_ckpt.stores.files.durable import fsync_directory, make_directory, translate_errors, write_file
+from replicated_ckpt.stores.files.durable import (
+    exclusive,
+    fsync_directory,
+    make_directory,
+    translate_errors,
+    write_file,
+)
 from replicated_ckpt.stores.files.openers import is_open_elsewhere, is_sole_name
 from replicated_ckpt.stores.files.room import Room
 
 log = logging.getLogger(__name__)
 _SUFFIX = ".recycled"
+_SMALL_FILES_BYTES = 1 << 20
 
 
 class RecycledFiles:
@@ -77,10 +84,15 @@ class RecycledFiles:
             fsync_directory(self._pool)
 
     def drop(self) -> int:
-        """Removes what is in the pool; returns how many bytes that frees."""
-        freed = self.size_bytes()
-        for path in self._files():
-            path.unlink(missing_ok=True)
+        """Removes what is in the pool; returns how many bytes that frees, other than by another process that does so now.
+
+        That one is waited for: the ranks of a node meet a full disk at one moment, and a file's room is free only some
+        time after its name is gone.
+        """
+        with exclusive(self._pool):
+            freed = self.size_bytes()
+            for path in self._files():
+                path.unlink(missing_ok=True)
         return freed
 
     def size_bytes(self) -> int:
@@ -92,9 +104,15 @@ class RecycledFiles:
         return total
 
     def _files(self) -> Iterator[Path]:
-        if self._pool.is_dir():
+        try:
             entries = [entry for entry in os.scandir(self._pool) if entry.name.endswith(_SUFFIX)]
-            yield from (Path(entry.path) for entry in entries if not entry.is_dir(follow_symlinks=False))
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+            PermissionError,
+        ):  # of another user's store it is not ours to give
+            return
+        yield from (Path(entry.path) for entry in entries if not entry.is_dir(follow_symlinks=False))
 
     def _pool_path(self, name: str) -> Path:
         """Under this name no reader takes it for a shard."""
@@ -112,13 +130,26 @@ class RoomOfRecycled(RecycledFiles):
 
 
 def write_with_room(root: Path, path: Path, data: bytes) -> None:
-    """As `write_file`, once more if the disk was full and recycled files of the store could make room."""
+    """As `write_file`, once more if the disk was full: recycled files of the store, if there are any, make room."""
     try:
         write_file(path, data)
     except OSError as exc:
-        if not is_full(exc) or not RecycledFiles(root).drop():
+        if not is_full(exc):
             raise
+        RecycledFiles(root).drop()
         write_file(path, data)
+
+
+def make_room_to_start(root: Path) -> None:
+    """Has recycled files go if they leave no room for the small files that an agent writes when it starts.
+
+    Raises:
+        StoreError
+    """
+    with translate_errors(str(root), "make room in", RECYCLED_DIR):
+        found = os.statvfs(root)
+        if found.f_bavail * found.f_frsize < _SMALL_FILES_BYTES:
+            RecycledFiles(root).drop()
 
 
 def measure_room(root: Path) -> Room:
