@@ -1,14 +1,23 @@
 """Agents that are told to stop while a save is open: they finish what they owe, answer their peers, and then leave."""
 
+import os
 import signal
 
 import pytest
 
+from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import DRAIN_S
 from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import ShardName
+from replicated_ckpt.dcp.hand_over.handed import hand_over
+from replicated_ckpt.dcp.node.node import opening_post
 from replicated_ckpt.errors import StoreUnavailable
-from tests.agent.agents import peers_of, wait_for
-from tests.agent.test_hand_over import FILES, SAVE, WITHIN_S, Job, job
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.peer.client import AgentClient
+from tests.agent.agents import peers_of, stop_agent, wait_for
+from tests.agent.test_hand_over import FILES, SAVE, TICKET, WITHIN_S, Job, job
 
 __all__ = ["job"]
 SLOW = "agent.writing=sleep:3"
@@ -76,6 +85,51 @@ def test_an_agent_that_leaves_opens_no_save(job: Job) -> None:
     assert job.agents[0].process.wait(WITHIN_S) == 0
     assert job.files() == [FILES, FILES]
     assert [intent.save_id for intent in job.stores[0].list_staged()] == []
+
+
+@pytest.mark.parametrize("job", [(SLOW, "")], indirect=True)
+def test_a_save_that_begins_meanwhile_is_opened_by_the_next_agent(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is about to save waits until the agent that leaves has ended, and starts another one for it."""
+    monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "30")
+    for rank in (0, 1):
+        job.hand_over(rank)
+    job.finish()
+    job.die()
+    stop(job, 0)
+    wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    store = job.stores[0]
+    try:
+        post = opening_post(store, None)
+        assert not post.silence
+        assert job.files() == [FILES, FILES]
+        now = read_endpoint(store.agent_directory())
+        assert now is not None
+        assert now.pid != job.agents[0].endpoint.pid
+        document = {"checkpoint_id": "step-2", "session": "t", "overwrite": False, "coordinator": job.nodes[0]}
+        with AgentClient(now.local_address()) as client:
+            client.call("POST", f"/v1/saves/{NEXT}", {**document, "ticket": "", "peers": [now.address().to_json()]})
+    finally:
+        stop_agent(store.root)
+
+
+@pytest.mark.parametrize("job", [(SLOW, "")], indirect=True)
+def test_what_it_takes_meanwhile_it_writes(job: Job) -> None:
+    """Ranks whose agent opened nothing for them open the save by themselves: a shard that it takes of that is owed, too."""
+    stop(job, 0)
+    wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+    store, name = job.stores[0], str(ShardName(0, 0))
+    store.begin(Intent(NEXT, "step-2", "t", overwrite=False, nodes=tuple(job.nodes), coordinator=job.nodes[1]))
+    job.held.append(store.lock_save(NEXT))
+    fd = os.memfd_create("staged")
+    os.write(fd, b"content")
+    handed = hand_over(store, HandedShard(WantedCopies(NEXT, name, job.nodes[0], ()), [(0, 0, 7)]), [fd])
+    os.close(fd)
+    job.handed.append(handed)
+    with job.agents[0].client() as client:
+        client.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "a rank failed", "ticket": TICKET})
+    assert handed.wait().name == name
+    job.die()
+    assert job.agents[0].process.wait(WITHIN_S) == 0
 
 
 @pytest.mark.parametrize("job", [(LONG, "")], indirect=True)

@@ -33,7 +33,7 @@ from tests.multiprocess.steps_state import save_fails
 
 GROUP_WAIT = timedelta(seconds=12)
 PLACES: Mapping[str, tuple[Any, str]] = {
-    "save: present": (replicated_ckpt.dcp.save.attempt, "node_post"),
+    "save: present": (replicated_ckpt.dcp.save.attempt, "opening_post"),
     "save: open": (AgentCluster, "begin"),
     "save: number": (replicated_ckpt.dcp.save.attempt, "assign_sequence"),
     "save: weigh": (replicated_ckpt.dcp.save.attempt, "weaknesses"),

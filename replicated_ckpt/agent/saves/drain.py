@@ -45,7 +45,8 @@ class Draining:
 
     def _find_owed(self) -> dict[Debt, str]:
         """What is missing, by debt."""
-        owed = {(save_id, self._own): why for save_id in self._open if (why := self._find_own_part(save_id))}
+        saves = self._open | self._find_taken()
+        owed = {(save_id, self._own): why for save_id in saves if (why := self._find_own_part(save_id))}
         for save_id, nodes in self._service.finisher.read_published().items():
             owed |= {(save_id, node): f"node {node} has not published it" for node in nodes}
         others = [debt for debt in owed if debt[1] != self._own and debt not in self._settled]
@@ -55,6 +56,11 @@ class Draining:
             if asked.results.get(debt, self._waits_in_vain(debt) if is_silent else True):
                 self._settled.add(debt)
         return {debt: why for debt, why in owed.items() if debt not in self._settled}
+
+    def _find_taken(self) -> frozenset[str]:
+        """Staged saves of which shards were handed over: ranks may have opened one here by themselves, after the stop."""
+        staged = (intent.save_id for intent in self._service.store.list_staged())
+        return frozenset(filter(self._service.hand_overs.has, staged))
 
     def _find_own_part(self, save_id: str) -> str:
         """What this node has not done of a save; empty: it is over here, or goes on without this agent."""

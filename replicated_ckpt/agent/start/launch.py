@@ -12,6 +12,7 @@ from pathlib import Path
 
 from replicated_ckpt.agent.requests.releases import RELEASES_HINT
 from replicated_ckpt.agent.start.environment import agent_environment, isolated_python
+from replicated_ckpt.agent.start.leaving import held_hint, note_leaving, wait_until_gone
 from replicated_ckpt.agent.state.endpoint import (
     LOCK_NAME,
     Endpoint,
@@ -19,10 +20,9 @@ from replicated_ckpt.agent.state.endpoint import (
     client_lock,
     is_free,
     listening_endpoint,
-    single_agent_lock,
 )
 from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
-from replicated_ckpt.config import DRAIN_S, TLS_CERT_ENV
+from replicated_ckpt.config import TLS_CERT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.ownership import is_of_another
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 20.0
 OTHERS_START_S = 5.0
-STOP_TIMEOUT_S = 10.0
 SILENT_TIMEOUT_S = 1.0
 """An agent that has not answered this process before is asked for this long, whether it does again."""
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
@@ -110,7 +109,7 @@ def _stay_client(root: Path, directory: Path) -> None:
         elif time.monotonic() > deadline:
             raise AgentUnavailable(
                 f"The client lock in {directory} is held by a process that does not let go.",
-                _held_hint(directory, "clients"),
+                held_hint(directory, "clients"),
             )
         else:
             time.sleep(_POLL_S)
@@ -124,7 +123,7 @@ def _starting(directory: Path) -> Iterator[FileLock]:
         if time.monotonic() > deadline:
             raise AgentUnavailable(
                 f"Another process has been starting the agent of {directory.parent} for too long.",
-                _held_hint(directory, "start"),
+                held_hint(directory, "start"),
             )
         time.sleep(_POLL_S)
     try:
@@ -155,7 +154,7 @@ def _ask(directory: Path) -> Endpoint | None:
     timeout_s = PROGRESS_TIMEOUT_S if _silent_by_directory.get(directory) != endpoint.pid else SILENT_TIMEOUT_S
     try:
         with AgentClient(endpoint.local_address(), timeout_s) as client:
-            pid = client.call("GET", "/v1/status?brief=1").get("pid")
+            told = client.call("GET", "/v1/status?brief=1")
     except StoreUnavailable as exc:
         if not isinstance(exc.__cause__, TimeoutError) or is_free(directory):
             return None
@@ -164,7 +163,9 @@ def _ask(directory: Path) -> Endpoint | None:
     except ReplicatedCkptError:
         return None
     _silent_by_directory.pop(directory, None)
-    return endpoint if pid == endpoint.pid else None  # the next one, with the same token, has not written its own yet
+    note_leaving(directory, is_leaving=told.get("is_leaving") is True)
+    is_next = told.get("pid") != endpoint.pid  # the next one, with the same token, has not written its own yet
+    return None if is_next else endpoint
 
 
 def _silence(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
@@ -198,7 +199,7 @@ def _answering(directory: Path, bind_host: str) -> Endpoint | None:
     try:
         with AgentClient(endpoint.local_address()) as client:
             client.call("POST", "/v1/shutdown")
-        _wait_until_gone(directory)
+        wait_until_gone(directory)
     except ReplicatedCkptError as exc:
         log.warning("the agent of %s is replaced: %s", directory.parent, exc)
     return None
@@ -210,18 +211,6 @@ def _is_older(version: str, than: str) -> bool:
         return [int(part) for part in version.split(".")] < [int(part) for part in than.split(".")]
     except ValueError:
         return False
-
-
-def _wait_until_gone(directory: Path) -> None:
-    """Waits for an agent that was told to stop to finish the saves that are open, and to give its lock back."""
-    deadline = time.monotonic() + DRAIN_S + STOP_TIMEOUT_S
-    while (lock := single_agent_lock(directory)) is None:
-        if time.monotonic() > deadline:
-            raise AgentUnavailable(
-                f"The agent of {directory.parent} was told to stop and has not.", _held_hint(directory, LOCK_NAME)
-            )
-        time.sleep(_POLL_S)
-    lock.release()
 
 
 def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]":
@@ -260,7 +249,7 @@ def _start(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
                 if time.monotonic() > deadline - START_TIMEOUT_S + OTHERS_START_S:
                     raise AgentUnavailable(
                         f"An agent of {store.root} has been starting for too long; it may be stopped.",
-                        _held_hint(directory, LOCK_NAME),
+                        held_hint(directory, LOCK_NAME),
                     )
                 time.sleep(_POLL_S)
                 continue
@@ -269,13 +258,6 @@ def _start(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
     process.kill()
     process.wait()
     raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s")
-
-
-def _held_hint(directory: Path, lock_name: str) -> str:
-    return (
-        f"`fuser -v {directory / lock_name}` names its process: continue it (`kill -CONT`) if it is stopped, or kill it, "
-        "and save or load again."
-    )
 
 
 def _unavailable(directory: Path, why: str) -> AgentUnavailable:

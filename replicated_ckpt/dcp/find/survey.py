@@ -40,8 +40,8 @@ SURVEY_TIMEOUT_S = 3.0
 class Survey:
     """The save to load and where it lies. Every rank of a load acts on the same one.
 
-    `addresses` are the peers that answered; `searched` tells each place that was looked at. `in_bucket` is None if it is not
-    there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: then the manifest has no checksums.
+    `addresses` are the peers that answered; `searched` tells each place that was looked at. `in_bucket` is None if it is
+    not there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: then the manifest has no checksums.
     `lineages` are those in the directory of its id, the chosen one first; `sequence_max` is the largest sequence of that.
     """
 

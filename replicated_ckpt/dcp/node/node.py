@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.agent.start.launch import can_hold_agent, ensure_agent, is_only_read, running_agent
+from replicated_ckpt.agent.start.leaving import await_departure
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import HOST_ENV, PLAIN_ENV
 from replicated_ckpt.core.inventory import Holding
@@ -97,6 +98,20 @@ def node_post(store: LocalStore, domain: str | None) -> NodePost:
         warn(_PLAIN_WARNING)
     address = replace(endpoint.address(host, domain), origin=origin)
     return _post(store, address, silence, endpoint.invitation())
+
+
+def opening_post(store: LocalStore, domain: str | None) -> NodePost:
+    """As `node_post`, for a save that is to be opened: the end of an agent that was told to stop is waited for.
+
+    Raises:
+        AgentUnavailable, StoreError, ConfigInvalid
+    """
+    post = node_post(store, domain)
+    try:
+        is_next = not post.silence and await_departure(store.agent_directory())
+    except AgentUnavailable as exc:
+        return replace(post, silence=str(exc))
+    return node_post(store, domain) if is_next else post
 
 
 def present_again(store: LocalStore, before: NodePost) -> NodePost:

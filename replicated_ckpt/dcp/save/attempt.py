@@ -28,7 +28,7 @@ from replicated_ckpt.dcp.hand_over.ending import Ending, await_last, find_last, 
 from replicated_ckpt.dcp.hand_over.finishing import Handing
 from replicated_ckpt.dcp.hand_over.held_save import HeldSave
 from replicated_ckpt.dcp.metadata.saved_metadata import SavedMetadata, tell_metadata
-from replicated_ckpt.dcp.node.node import lone_post, node_post, present_again
+from replicated_ckpt.dcp.node.node import lone_post, opening_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
 from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
@@ -96,7 +96,7 @@ class SaveAttempt:
             self._config.checkpoint_id_from,
             is_coordinator=self._world.is_coordinator,
         )
-        present = lone_post if board is None else node_post
+        present = lone_post if board is None else opening_post
         self._post = SavePost(checkpoint_id, present(self._store, self._config.domain))
         if board is not None:
             self._nonce = board.post("save", self._post.to_json())

@@ -152,7 +152,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (reader, "calling", lambda: True),
         (load_attempt, "meet", now.meet),
         (node_module, "node_post", lambda *_: now.rank.post()),
-        (attempt, "node_post", lambda *_: now.rank.post()),
+        (attempt, "opening_post", lambda *_: now.rank.post()),
         (own_agent, "ensure_agent", partial(_endpoint_of, cluster)),
         (repair, "ensure_agent", partial(_endpoint_of, cluster)),
         (start, "ensure_agent", partial(_endpoint_of, cluster)),
