@@ -122,7 +122,7 @@ def _decision(
             raise
         except BaseException as exc:  # noqa: BLE001 - a signal, as a rule; told to the other ranks, then raised
             failure = exc
-            board.repost("load", _failure_post(world, exc), nonce)
+            board.repost("load", {**_failure_post(world, exc), "in_step": post["in_step"]}, nonce)
             decision = board.decision("load", nonce, INTERRUPTED_WAIT_S, before)
         error = unpack_error(decision["error"]) if "error" in decision else None
     except ReplicatedCkptError as exc:
