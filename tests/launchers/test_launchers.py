@@ -107,7 +107,7 @@ def fake_slurm(directory: Path) -> None:
             "for SLURM_NODEID in 0 1; do\n"
             '  SLURM_NODEID=$SLURM_NODEID ROOT=$ROOT/node-$SLURM_NODEID "$@" & pids+=($!)\n'
             "done\n"
-            'status=0; for pid in "${pids[@]}"; do wait "$pid" || status=$?; done; exit "$status"\n'
+            'status=0; for pid in "${pids[@]}"; do wait "$pid" || status=$?; done; wait; exit "$status"\n'
         ),
         "scontrol": "echo 127.0.0.1; echo 127.0.0.1\n",
         "torchrun": f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"\n',
@@ -164,7 +164,10 @@ while True:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(180)
 def test_slurm_tells_the_ranks_and_not_the_agents(tmp_path: Path) -> None:
-    """SIGTERM to the batch shell, as with `B:`: each rank hears it, and has an agent while it saves; then all end."""
+    """SIGTERM to the batch shell, as with `B:`: each rank hears it, and has an agent while it saves; then all end.
+
+    The shell stays for the agents: with it the job ends, which tells them to stop once more.
+    """
     script = LAUNCHERS / "slurm.sbatch"
     assert "#SBATCH --signal=B:TERM@120\n" in script.read_text(encoding="utf-8")
     fake_slurm(tmp_path / "bin")
@@ -178,7 +181,7 @@ def test_slurm_tells_the_ranks_and_not_the_agents(tmp_path: Path) -> None:
             batch.terminate()
             assert batch.wait(60) != 0, "torchrun was ended by a signal"
         assert [(root / "told").read_text() for root in roots] == ["the agent answers"] * 2
-        wait_for(lambda: not processes_of(str(store)), 30, "the end of the agents")
+        assert not processes_of(str(store))
     finally:
         end(processes_of(str(store)))
 
