@@ -38,11 +38,18 @@ from replicated_ckpt.stores.local.versions.retire import recycle, retire
 from replicated_ckpt.stores.tee import Buffers, Tee
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, findings, held, shard
+from tests.stores.leases import skip_without_leases
 from tests.stores.test_ownership import as_user
 
 HOME = Path(__file__).resolve().parents[2]
 OLD_BYTES = 5 * PAGE_BYTES + 123
 SAVE = "e" * 32
+
+
+@pytest.fixture(autouse=True)
+def recycles(tmp_path: Path) -> None:
+    """Nothing here runs where nothing is recycled."""
+    skip_without_leases(tmp_path)
 
 
 @pytest.fixture

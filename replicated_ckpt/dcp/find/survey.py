@@ -41,8 +41,8 @@ class Survey:
     """The save to load and where it lies. Every rank of a load acts on the same one.
 
     `addresses` are the peers that answered; `searched` tells each place that was looked at. `in_bucket` is None if it is
-    not there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: then the manifest has no checksums.
-    `lineages` are those in the directory of its id, the chosen one first; `sequence_max` is the largest sequence of that.
+    not there. `unmanaged_warning` is not empty if stock torch wrote it on the nodes' disks: the manifest has no checksums
+    then. `lineages` are those in the directory of its id, the chosen one first; `sequence_max` is the largest of that.
     """
 
     manifest_raw: str
