@@ -31,6 +31,7 @@ from tests.fault.power_loss.replay import crash_states
 from tests.fault.power_loss.scenarios import SCENARIOS, STORE, recorded
 from tests.fault.power_loss.verdict import Judge
 from tests.marks import mark_long
+from tests.stores.leases import skip_without_leases
 
 pytestmark = pytest.mark.fault
 
@@ -212,6 +213,7 @@ def test_recycling_before_something_is_durable_is_found(
     base: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
     """The old checkpoint would come back with bytes of the new one, or a shard that was acknowledged would be lost."""
+    skip_without_leases(base)
     if forgotten == "the removal":
         name = "removal and save over its files"
         monkeypatch.setattr(retiring, "fsync_directory", lambda path: None)
@@ -224,6 +226,7 @@ def test_recycling_before_something_is_durable_is_found(
 
 def test_a_recycled_file_has_left_the_pool_durably_before_it_is_a_shard(base: Path) -> None:
     """Also where a crash can leave both names of a rename, as without a journal: no later save finds it in the pool."""
+    skip_without_leases(base)
     calls = recorded(SCENARIOS["save over recycled files"], base).calls
     for name in ("__0_0", "__1_0"):
         left = next(at for at, call in enumerate(calls) if call[1].endswith(f".recycled/{name}.recycled"))
