@@ -41,6 +41,7 @@ from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.files.durable import remove_broken_off_writes
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import make_room_to_start, measure_room
 from replicated_ckpt.stores.throttle import Pace, copy_pace
@@ -74,6 +75,7 @@ class Agent:
         lock = single_agent_lock(directory)
         if lock is None:
             raise served_already(self.config.root, directory)
+        remove_broken_off_writes(directory)
         make_room_to_start(store.root)
         self._service = NodeService(store, check_direct_io(self.config.direct_io))
         completed = self._service.recover()

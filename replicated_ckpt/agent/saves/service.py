@@ -290,8 +290,8 @@ class NodeService:
 
     def is_in_use(self) -> bool:
         """Whether ranks of this node save, or a load was told to read here."""
-        staged = self.store.list_staged()
-        return self.is_saving or self.pins.has_any() or any(self.store.is_held(intent.save_id) for intent in staged)
+        store = self.store
+        return self.is_saving or self.pins.has_any() or any(store.is_held(each.save_id) for each in store.list_staged())
 
     def adopt(self, save_id: str, names: Sequence[str]) -> Mapping[str, BlockTable]:
         """Stages shards of the checkpoint without a manifest that an open save is to adopt; then it is held for an hour.

@@ -11,7 +11,7 @@ from pathlib import Path
 from replicated_ckpt.agent.state.listeners import listeners_on
 from replicated_ckpt.agent.state.rights import Tokens, invite
 from replicated_ckpt.errors import AgentUnavailable
-from replicated_ckpt.stores.files.durable import remove_broken_off_writes, translate_errors, write_file
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.version import PROTOCOL
@@ -188,11 +188,8 @@ class FileLock:
 
 
 def single_agent_lock(directory: Path) -> FileLock | None:
-    """Held by the one agent of a root for as long as it lives. What agents that were killed were writing goes."""
-    lock = FileLock.take(directory / LOCK_NAME)
-    if lock is not None:
-        remove_broken_off_writes(directory)
-    return lock
+    """Held by the one agent of a root for as long as it lives."""
+    return FileLock.take(directory / LOCK_NAME)
 
 
 def is_free(directory: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint in a bucket, whoever wrote it."""
+"""The manifest of a checkpoint in a bucket: ours as it lies there, or one made up for what stock torch wrote."""
 
 from replicated_ckpt.core.layout import OBJECT_NODE, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry

@@ -42,9 +42,14 @@ def translate_errors(store: str, op: str, key: str) -> Iterator[None]:
         raise store_error_of(exc, store, op, key) from exc
 
 
+def is_full(exc: OSError) -> bool:
+    """Whether it says that there is no room left, on the disk or in the user's quota."""
+    return exc.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def store_error_of(exc: OSError, store: str, op: str, key: str) -> StoreError:
     detail = f"{type(exc).__name__}: {exc.strerror or exc}"
-    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full(exc):
         return StoreFull(store, op, key, detail)
     if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return StoreDenied(store, op, key, detail, _denied_hint(store, exc))

@@ -8,9 +8,9 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.files.direct import is_worthwhile, switch_direct_io, write_direct
-from replicated_ckpt.stores.files.durable import fsync_directory, read_exactly, translate_errors, write_vector
+from replicated_ckpt.stores.files.durable import fsync_directory, is_full, read_exactly, translate_errors, write_vector
 from replicated_ckpt.stores.local.store import PART_SUFFIX
-from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, is_full
+from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 

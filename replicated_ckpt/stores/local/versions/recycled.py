@@ -6,7 +6,6 @@ written anew, cut to size and fsynced, and once it has left the pool durably.
 """
 
 import contextlib
-import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from replicated_ckpt.core.layout import RECYCLED_DIR, SHARD_SUFFIX, ShardName
 from replicated_ckpt.stores.files.durable import (
     exclusive,
     fsync_directory,
+    is_full,
     make_directory,
     translate_errors,
     write_file,
@@ -33,7 +33,7 @@ _SMALL_FILES_BYTES = 1 << 20
 class RecycledFiles:
     """The pool of one store: a file for each shard name of one checkpoint at most. Safe for several processes at once.
 
-    A file that is linked elsewhere, another user's, or lost is not used; whoever wants it makes a new one.
+    A file that is linked elsewhere, another user's, or lost is not used: the save makes a new one.
     """
 
     def __init__(self, root: Path) -> None:
@@ -80,7 +80,7 @@ class RecycledFiles:
 
     def sync(self) -> None:
         """Makes durable that the files that were taken have left the pool."""
-        with contextlib.suppress(FileNotFoundError):  # somebody has removed all of it
+        with contextlib.suppress(FileNotFoundError):  # a user or another process has removed all of it
             fsync_directory(self._pool)
 
     def drop(self) -> int:
@@ -162,11 +162,6 @@ def measure_room(root: Path) -> Room:
         found, recycled = os.statvfs(root), RecycledFiles(root).size_bytes()
     size = found.f_blocks * found.f_frsize
     return Room(min(found.f_bavail * found.f_frsize + recycled, size), size)
-
-
-def is_full(exc: OSError) -> bool:
-    """Whether it says that there is no room left, on the disk or in the user's quota."""
-    return exc.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _is_usable(entry: "os.DirEntry[str]") -> bool:
