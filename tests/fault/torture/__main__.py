@@ -8,6 +8,9 @@ from collections import Counter
 
 from tests.fault.torture.mutants import MUTANTS
 from tests.fault.torture.runs import outcomes, real_outcome, run_seed
+from tests.fault.torture.scripts import lose_trainers_often
+
+NAMES = ("steps", "saves", "acknowledged", "kills", "orphans", "orphans completed", "loads")
 
 
 def main() -> int:
@@ -16,6 +19,11 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1000, help="how many (default: %(default)s)")
     parser.add_argument("--processes", action="store_true", help="with real agents and ranks instead of a simulation")
+    parser.add_argument(
+        "--trainers",
+        action="store_true",
+        help="each save is handed over, and all trainers are killed in it, and nothing else",
+    )
     parser.add_argument("--mutants", action="store_true", help="show that each known defect is found, at its seed")
     parser.add_argument("-v", "--verbose", action="store_true", help="tell every schedule step by step, with the logs")
     arguments = parser.parse_args()
@@ -25,7 +33,9 @@ def main() -> int:
     seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
     counts: Counter[str] = Counter()
     failed, started = [], time.monotonic()
-    found = (real_outcome(seed) for seed in seeds) if arguments.processes else outcomes(seeds)
+    script = lose_trainers_often if arguments.trainers else None
+    real = (real_outcome(seed, script=script) for seed in seeds)
+    found = real if arguments.processes else outcomes(seeds, script)
     for seed, outcome in zip(seeds, found, strict=True):
         lines, problem, counted = outcome
         counts += counted
@@ -33,12 +43,12 @@ def main() -> int:
             print("\n".join(lines), problem, sep="\n", flush=True)
         if problem:
             failed.append(seed)
-            option = " --processes" if arguments.processes else ""
+            option = " --processes" * arguments.processes + " --trainers" * arguments.trainers
             print(f"FAILED: seed {seed}; replay: python -m tests.fault.torture --seed {seed}{option}", flush=True)
     how = "with real processes" if arguments.processes else "simulated"
     print(
         f"{len(seeds)} schedules {how} in {time.monotonic() - started:.0f} s: "
-        + ", ".join(f"{counts[name]} {name}" for name in ("steps", "saves", "acknowledged", "kills", "loads"))
+        + ", ".join(f"{counts[name]} {name}" for name in NAMES)
         + f", {counts['beyond']} times a checkpoint was beyond its envelope; failed: {failed or 'none'}"
     )
     return 1 if failed else 0

@@ -184,7 +184,7 @@ class Cluster:
         self.ranks: list[Actor] = []
         """The processes of all jobs that go on."""
         self.faults = Faults(self.operations, base, self._suffer)
-        self.threads = Threads(self, seed)
+        self.threads = self.handed = Threads(self, seed)
 
     def now(self) -> float:
         """Seconds on the one clock that all nodes have."""

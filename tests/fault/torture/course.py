@@ -17,7 +17,7 @@ from replicated_ckpt.errors import (
 )
 from tests.fault.torture.cluster import Cluster
 from tests.fault.torture.disks import Disks
-from tests.fault.torture.jobs import Job, Policy, Saved
+from tests.fault.torture.jobs import FirstError, Job, Policy, Saved
 from tests.fault.torture.network import Killed
 from tests.fault.torture.oracle import MAIN, Attempt, Oracle, Violation
 
@@ -107,7 +107,7 @@ class Course:
         self.disks = Disks([node.root for node in self.cluster.nodes])
         self.oracle = Oracle(self.disks, keep_last, bucket)
         self.handing = Random(f"handing {self.seed}")
-        self.hands_over = self.backend.can_pause and self.handing.random() < HANDING_SHARE
+        self.hands_over = self.handing.random() < HANDING_SHARE
         how = ", handing over" if self.hands_over else ""
         self.say(
             f"seed {self.seed}: {self.theme}{how}, {count} nodes, {self.policy.copies} copies, keep_last {keep_last}"
@@ -214,7 +214,7 @@ class Course:
     def saved(self, job: Any, attempt: Attempt, *, overwrite: bool) -> Saved:
         """How a save ended; the oracle knows it from that moment on."""
         handed = {"handed": self.handing.choice(["peer", "staged", "staged"])} if self.hands_over else {}
-        self.cluster.faults.reached.clear() if handed else None
+        self.cluster.handed.expect() if handed else None
         saved: Saved = job.save(attempt.checkpoint_id, attempt.number, overwrite=overwrite, **handed)
         if handed:
             saved = self.end_handed(job, attempt, saved)
@@ -227,29 +227,40 @@ class Course:
         If all that happened is that every trainer was killed, it is completed from the moment that the coordinator's agent
         had the outline; before that, nothing is left of it.
         """
-        self.cluster.threads.run_all()
+        self.cluster.handed.finish()
         error = saved.error or job.find_late_error()
+        if job.has_left:  # what its ranks had no time to learn
+            self.oracle.look()
+            missing = set(job.nodes) - attempt.readable_on
+            late = ReplicatedCkptError(f"agents of nodes {missing} have not completed it") if missing else None
+            error = error or (FirstError([late]) if late else None)
         if job.is_dead:  # a rank that is killed takes the job along
             job.end()
-            self.cluster.threads.run_all()
+            self.cluster.handed.finish()
         if self.trainers_alone_die and job.is_dead:
-            self.oracle.look()
-            error = None if "coordinator.handed-over" in self.cluster.faults.reached else error
-            self.say(f"all trainers were killed, attempt {attempt.number} is to be {'gone' if error else 'completed'}")
-            self.counts["orphans"] += 1
-            self.counts["orphans completed"] += error is None
-            missing = set(job.nodes) - attempt.readable_on
-            if error is None and missing:
-                raise Violation(
-                    f"agents had all they need for attempt {attempt.number}; {missing} have not published it"
-                )
-            if error is not None and attempt.parts:
-                raise Violation(f"all trainers died before agents had the outline of attempt {attempt.number}")
+            error = self._judge_orphan(job, attempt, error)
         if self.agent_alone_dies and error is not None and not job.is_dead:
             raise Violation(
                 f"an agent died with a shard in its hands, and its rank did not hand it over again: {error!r}"
             )
         return Saved(error, saved.copies_made, saved.warnings)
+
+    def _judge_orphan(self, job: Any, attempt: Attempt, error: BaseException | None) -> BaseException | None:
+        """What became of a save of which every trainer was killed, and nothing else: None if it is whole."""
+        self.oracle.look()
+        had_outline = self.cluster.handed.had_outline()
+        had_outline = bool(attempt.parts) if had_outline is None else had_outline
+        self.say(
+            f"all trainers were killed, attempt {attempt.number} is to be {'completed' if had_outline else 'gone'}"
+        )
+        self.counts["orphans"] += 1
+        self.counts["orphans completed"] += had_outline
+        missing = set(job.nodes) - attempt.readable_on
+        if had_outline and missing:
+            raise Violation(f"agents had all they need for attempt {attempt.number}; {missing} have not published it")
+        if not had_outline and attempt.parts:
+            raise Violation(f"all trainers died before agents had the outline of attempt {attempt.number}")
+        return None if had_outline else error
 
     def finish(self, job: Any, attempt: Attempt, saved: Saved, what: str, *, is_calm: bool) -> None:
         """A save is over: says so, and that it was acknowledged if nothing disturbed it."""

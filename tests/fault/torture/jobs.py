@@ -60,6 +60,9 @@ class _Call:
 class Job:
     """The ranks of one world; `nodes[rank]` is the node of each. It lives until it is ended or a rank is killed."""
 
+    has_left = False
+    """Whether its ranks ended as soon as a save was acknowledged as staged: never here."""
+
     def __init__(self, cluster: Cluster, nodes: Sequence[int], policy: Policy) -> None:
         self.cluster = cluster
         self.nodes = list(nodes)

@@ -20,6 +20,7 @@ from replicated_ckpt.stores.peer.client import AgentClient
 from tests.fault.torture.contents import State, contents
 from tests.fault.torture.course import Backend
 from tests.fault.torture.faults import Outage
+from tests.fault.torture.handed import HandedSaves
 from tests.fault.torture.jobs import FirstError, Policy, Saved
 from tests.fault.torture.network import Actor
 from tests.multiprocess import cluster as multiprocess
@@ -200,6 +201,7 @@ class RealCluster:
         self.network = RealNetwork(self)
         self.world: list[int] = []
         """The node of each rank of the launch under way."""
+        self.handed = HandedSaves(self)
         self._planned: tuple[int, bool] | None = None
         self._ambush: Ambush | None = None
         self.died: Actor | None = None
@@ -228,6 +230,7 @@ class RealCluster:
 
     def plan_outage(self, name: str, node: int, *, is_agent: bool, outage: Outage) -> None:
         self._arm({failpoints.ENV: f"{name}=stop"}, node, is_agent=is_agent)
+        self.handed.outage_at = name
         self._ambush = Ambush(self, node, outage, is_agent=is_agent)
 
     def _arm(self, armed: dict[str, str], node: int, *, is_agent: bool) -> None:
@@ -243,7 +246,9 @@ class RealCluster:
         if outage.how == "cut":
             self.network.cut = set(outage.nodes)
             return
-        for index in sorted(outage.nodes):
+        if outage.how in ("trainers", "trainers and agents"):
+            end([pid for node in dict.fromkeys(self.world) for pid in self.rank_pids(node)])
+        for index in sorted(outage.nodes) if outage.how != "trainers" else ():
             if outage.how == "off":
                 self.nodes[index].switch_off()
                 end(self.rank_pids(index))
@@ -310,6 +315,7 @@ class RealJob:
         self.nodes = list(nodes)
         self.policy = policy
         self.is_dead = False
+        self.has_left = False
 
     def end(self) -> None:
         self.is_dead = True
@@ -324,7 +330,9 @@ class RealJob:
         attempt = self.cluster.processes.attempt([call(step, **arguments)], nodes=order, ranks=counts)
         return attempt.codes, [values[0] for values in attempt.values if values]
 
-    def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool) -> Saved:
+    def save(self, checkpoint_id: str, attempt: int, *, overwrite: bool, handed: str = "") -> Saved:
+        """One save by new processes. Handed over as "staged", every second one's ranks end once that is acknowledged."""
+        self.has_left = handed == "staged" and attempt % 2 == 0
         codes, values = self._ran(
             "torture.save",
             checkpoint_id=checkpoint_id,
@@ -333,6 +341,8 @@ class RealJob:
             copies=self.policy.copies,
             keep_last=self.policy.keep_last,
             object_store=self.policy.object_store,
+            handed=handed,
+            leaves=self.has_left,
         )
         if -signal.SIGKILL in codes:
             self.is_dead = True
@@ -344,6 +354,9 @@ class RealJob:
             return Saved(FirstError([ReplicatedCkptError(text) for text in failed]))
         warnings = tuple(text for value in values for text in value["warnings"])
         return Saved(None, min(value["copies_made"] for value in values), warnings)
+
+    def find_late_error(self) -> BaseException | None:
+        """What a save has failed with since it was acknowledged as staged: its ranks have waited and said so."""
 
     def save_with_stock_torch(self, checkpoint_id: str, attempt: int) -> None:
         """What torch's own writer does on node-local disks."""

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -52,23 +53,23 @@ def run_seed(
 Outcome = tuple[list[str], str, Counter[str]]
 
 
-def outcome_of(seed: int) -> Outcome:
-    schedule, problem = run_seed(seed)
+def outcome_of(seed: int, script: Script | None = None) -> Outcome:
+    schedule, problem = run_seed(seed, script=script)
     return schedule.course.lines, problem, schedule.course.counts
 
 
-def real_outcome(seed: int, steps: int = REAL_STEPS) -> Outcome:
-    schedule, problem = run_seed(seed, REAL, steps)
+def real_outcome(seed: int, steps: int = REAL_STEPS, script: Script | None = None) -> Outcome:
+    schedule, problem = run_seed(seed, REAL, steps, script)
     return schedule.course.lines, problem, schedule.course.counts
 
 
-def outcomes(seeds: Sequence[int]) -> Iterator[Outcome]:
+def outcomes(seeds: Sequence[int], script: Script | None = None) -> Iterator[Outcome]:
     """What became of each seed, in order; many are simulated on all cores."""
     if len(seeds) == 1:
-        yield outcome_of(seeds[0])
+        yield outcome_of(seeds[0], script)
         return
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), initializer=_quiet) as pool:
-        yield from pool.map(outcome_of, seeds)
+        yield from pool.map(partial(outcome_of, script=script), seeds)
 
 
 def _quiet() -> None:

@@ -1,6 +1,6 @@
-"""Short schedules with the steps written down, each of which leads to one defect that random steps come to seldom.
+"""Short schedules with the steps written down, most of which lead to one defect that random steps come to seldom.
 
-Each is for seed 25: four nodes, two copies, no policy, no bucket. The oracle judges them as it judges random ones.
+Those are for seed 25: four nodes, two copies, no policy, no bucket. The oracle judges them as it judges random ones.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,19 @@ from tests.fault.torture.course import Course
 from tests.fault.torture.damage import damage
 from tests.fault.torture.disks import MANIFEST, METADATA, Lying
 from tests.fault.torture.faults import Outage
+from tests.fault.torture.steps import lose_trainers
 
 SEED = 25
+KILLS = 5
 NAME = "step-1"
 NODES = [0, 1, 2, 3]
+
+
+def lose_trainers_often(course: Course) -> None:
+    """For any seed: every trainer is killed in each of some saves that are handed over, at a random step."""
+    course.hands_over = True
+    for _ in range(KILLS):
+        lose_trainers(course)
 
 
 def one_pair_comes_back_first(course: Course) -> None:

@@ -104,6 +104,18 @@ class Threads:
         if any(operation.is_thread for operation in (*self._operations.paused, self._operations.running)):
             self._wait("time to pass")
 
+    def expect(self) -> None:
+        """A save that is handed over begins."""
+        self._cluster.faults.reached.clear()
+
+    def finish(self) -> None:
+        """Agents, and the ranks that live, do what is left of saves that were handed over."""
+        self.run_all()
+
+    def had_outline(self) -> bool:
+        """Whether the coordinator's agent has had all that it needs for the last one."""
+        return "coordinator.handed-over" in self._cluster.faults.reached
+
     def run_all(self) -> None:
         """Every thread has time to end, and every agent to settle what ranks have left it, in any order."""
         while True:
