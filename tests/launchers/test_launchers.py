@@ -80,6 +80,34 @@ def test_agents_are_given_the_time_that_they_may_take() -> None:
     assert DRAIN_S + 2 * GREETING_DEADLINE_S < LEAVE_WITHIN_S
 
 
+@pytest.mark.parametrize("name", ["kubernetes-job.yaml", "kubernetes-sidecar.yaml"])
+def test_ranks_have_a_gpu_each_and_memory_for_what_they_share(name: str) -> None:
+    """A GPU for each process of torchrun; /dev/shm has a size, and fits into the container's memory."""
+    (pod,) = pods(LAUNCHERS / name)
+    (train,) = pod["containers"]
+    limits, requests = train["resources"]["limits"], train["resources"]["requests"]
+    assert f"--nproc-per-node={limits['nvidia.com/gpu']}" in train["args"]
+    (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
+    assert gibibytes(shm["sizeLimit"]) < gibibytes(requests["memory"]) <= gibibytes(limits["memory"])
+
+
+@pytest.mark.parametrize("path", [path for path in MANIFESTS if list(containers(path))], ids=lambda path: path.name)
+def test_agents_run_where_ranks_do(path: Path) -> None:
+    """On nodes whose GPUs taint them, too; and each agent says what it needs."""
+    (pod,) = pods(path)
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+    for agent in [container for container in containers(path) if container["name"] == "agent"]:
+        assert {"cpu", "memory"} <= agent["resources"]["requests"].keys()
+
+
+def pods(path: Path) -> list[dict[str, Any]]:
+    return [document["spec"]["template"]["spec"] for document in documents(path) if "template" in document["spec"]]
+
+
+def gibibytes(text: str) -> int:
+    return int(text.removesuffix("Gi"))
+
+
 def test_the_units_command_is_one(tmp_path: Path) -> None:
     """systemd accepts the unit, and the command accepts its arguments."""
     unit = (LAUNCHERS / "replicated-ckpt-agent.service").read_text(encoding="utf-8")
