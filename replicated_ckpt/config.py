@@ -30,6 +30,7 @@ LEAVE_WITHIN_S = 150.0
 """An agent that is told to stop has ended by then, if `drain_s` is the usual."""
 _COPIES_MAX = 16
 _PORT_MAX = 65535
+NICE_MAX = 19
 
 
 def _check_root(root: str | os.PathLike[str]) -> str:
@@ -213,16 +214,20 @@ class ReaderConfig:
 class ManagerConfig:
     """When a CheckpointManager saves: at each multiple of `every`, and after one of the signals `preempt_on`.
 
+    With a memory tier every `spill_every`-th save goes to the disk.
+
     Raises:
         ConfigInvalid: naming the argument.
     """
 
     every: int
     preempt_on: tuple[str, ...]
+    spill_every: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ConfigInvalid(f"every must be a whole number from 1, not {self.every!r}.")
+        for name, value in (("every", self.every), ("spill_every", self.spill_every)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigInvalid(f"{name} must be a whole number from 1, not {value!r}.")
         names: object = self.preempt_on
         if not isinstance(names, tuple) or not set(names) <= set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
             raise ConfigInvalid(
@@ -241,8 +246,9 @@ class AgentConfig:
     uploads to the object store, in MiB a second; `copy_mib_per_s` None: 256 while the node saves or loads, else no
     bound; `scrub_every_s`: pause between two passes of the scrub;
     `round_every_s`: pause between two rounds of re-protection while there is nothing to do;
-    `drain_s`: once it is told to stop it stays so long at most for saves that are open. `tls_cert`,
-    `tls_key`: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
+    `drain_s`: once it is told to stop it stays so long at most for saves that are open, 120 s or less. `nice`: the
+    niceness, 0 to 19, at which it writes and receives shards of asynchronous saves, beside training that goes on.
+    `tls_cert`, `tls_key`: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
     `direct_io`: how copies are written, as of `check_direct_io`.
     """
 
@@ -258,6 +264,7 @@ class AgentConfig:
     round_every_s: float = 15.0
     drain_s: float = DRAIN_S
     upload_mib_per_s: float = 1024.0
+    nice: int = 0
     tls_cert: str = ""
     tls_key: str = ""
     direct_io: str | None = None
@@ -278,6 +285,11 @@ class AgentConfig:
         ):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
+        if not 0 <= self.nice <= NICE_MAX:
+            raise ConfigInvalid(f"nice must be 0 to {NICE_MAX}, not {self.nice}.")
+        if self.drain_s > DRAIN_S:
+            problem = f"drain_s may be {DRAIN_S:g} at most, not {self.drain_s:g}"
+            raise ConfigInvalid(f"{problem}: a rank that begins a save meanwhile waits no longer for the agent's end.")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigInvalid("tls_cert and tls_key are both needed for TLS, or neither.")
         object.__setattr__(self, "direct_io", check_direct_io(self.direct_io))

@@ -13,15 +13,15 @@ from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
-from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
+from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.preemption import Preemption
-from replicated_ckpt.dcp.removal import agree
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.step_ids import find_step, id_of, step_of
 from replicated_ckpt.dcp.step_notes import StepNotes, notes_of
+from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.dcp.told_saves import ToldSaves
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed
 
@@ -50,7 +50,10 @@ class CheckpointManager:
             need not wait for the copies; `wait` and what reads do.
         domain: failure domain of this node (rack, switch, zone); copies go to other domains where possible.
         object_store: a bucket for the checkpoints besides, and `storage_options` to get there.
-        object_every: only every so many-th checkpoint goes there.
+        object_every: only every so many-th checkpoint goes there; with a memory tier, of those that go to the disk.
+        memory: a second store in memory, to which every checkpoint goes, with its copies: True, in /dev/shm, or a directory
+            in a tmpfs. It keeps two. Each node there needs room for three, own shards and copies, or saves are refused.
+        spill_every: with a memory tier every so many-th save goes to the disk at `root`, too, and each after a signal.
         preempt_on: names of signals. After any rank was sent one, `should_save` is true once more, and `preempted` on.
         trust_pickles, expect_partial: as of ReplicatedReader.
         on_save, on_load: called on every rank with its SaveReport or LoadReport; of an asynchronous save in its thread,
@@ -64,7 +67,7 @@ class CheckpointManager:
         ConfigInvalid: an argument cannot work. ManagerClosed: by every method that saves, looks or loads, after `close`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a job decides once, each by its name
         self,
         root: str | os.PathLike[str],
         *,
@@ -76,6 +79,8 @@ class CheckpointManager:
         object_store: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         object_every: int = 1,
+        memory: bool | str | os.PathLike[str] | None = None,
+        spill_every: int = 10,
         preempt_on: tuple[str, ...] = ("SIGTERM",),
         trust_pickles: bool = False,
         expect_partial: bool = False,
@@ -83,13 +88,18 @@ class CheckpointManager:
         on_load: Callable[[LoadReport], object] | None = None,
         writer_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config = ManagerConfig(every=every, preempt_on=preempt_on)
+        self.config = ManagerConfig(every=every, preempt_on=preempt_on, spill_every=spill_every)
         where: dict[str, Any] = {"object_store": object_store, "storage_options": storage_options}
         how: dict[str, Any] = {"overwrite": True, "retention": retention, "object_every": object_every}
         how |= {"on_save": on_save, "copies": copies, "ack": ack, "domain": domain, **(writer_options or {})}
         how["on_save"] = self._told = ToldSaves(how["on_save"])
         load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial, "on_load": on_load}
-        self._checkpoints = NamedCheckpoints(root, {**where, **how}, load)
+        self._checkpoints: NamedCheckpoints | TieredCheckpoints
+        if memory is None or memory is False:
+            self._checkpoints = NamedCheckpoints(root, {**where, **how}, load)
+        else:
+            tiers = {**where, **how}, load, lambda: self.preempted
+            self._checkpoints = TieredCheckpoints(root, memory, spill_every, *tiers)
         try:
             self._preemption = Preemption(self.config.preempt_on)
         except ConfigInvalid:
@@ -123,12 +133,12 @@ class CheckpointManager:
     @property
     def last_save(self) -> SaveReport | None:
         """What this rank's last save wrote; None before the first."""
-        return self._checkpoints.writer.last_save
+        return self._checkpoints.last_save
 
     @property
     def last_load(self) -> LoadReport | None:
         """Where the bytes of this rank's last load came from; None before the first."""
-        return self._checkpoints.reader.last_load
+        return self._checkpoints.last_load
 
     # Saving ------------------------------------------------------------------------------------------------------
 
@@ -227,15 +237,12 @@ class CheckpointManager:
             ConfigInvalid: the newest checkpoint is no manager's.
         """
         self._check_open("restore")
-        checkpoint_id = LATEST if step is None else id_of(step)
+        checkpoint_id = None if step is None else id_of(step)
         self._await_end()
-        if step is None:
-            newest = self._checkpoints.reader.latest()
-            if newest is None:
-                return None
-            step_of(newest)  # before anything is loaded
-        # LATEST: by its name alone, another run's of that name might be chosen
-        return step_of(self._checkpoints.load(checkpoint_id, state, planner))
+        if checkpoint_id is not None:
+            return step_of(self._checkpoints.load(checkpoint_id, state, planner))
+        loaded = self._checkpoints.load_newest(state, step_of, planner)
+        return None if loaded is None else step_of(loaded)
 
     def restore_latest(self, state: dict[str, Any], *, planner: LoadPlanner | None = None) -> int | None:
         """`restore` of the newest whole checkpoint, under the name that it had first."""
@@ -249,7 +256,7 @@ class CheckpointManager:
         """
         self._check_open("latest_step")
         self._await_end()
-        found = self._checkpoints.reader.latest()
+        found = self._checkpoints.find(LATEST)
         return None if found is None else step_of(found)
 
     def all_steps(self) -> tuple[int, ...]:
@@ -307,11 +314,7 @@ class CheckpointManager:
     def _listed(self) -> dict[int, Listed]:
         """The manager's whole checkpoints of this run, newest first, by step: what rank 0 sees, once all have met."""
         self._await_end()
-        if self._checkpoints.reader.latest() is None:
-            return {}
-        with self._checkpoints.use_group() as group:
-            listed = agree(group, lambda: self._checkpoints.reader.look_alone(list_checkpoints))
-        whole = {find_step(each.checkpoint_id): each for each in reversed(listed) if each.is_whole}
+        whole = {find_step(each.checkpoint_id): each for each in reversed(self._checkpoints.list_whole())}
         return {step: whole[step] for step in reversed(whole) if step is not None}
 
     # The end -----------------------------------------------------------------------------------------------------
@@ -324,7 +327,7 @@ class CheckpointManager:
         """
         self._check_open("wait")
         self._settle()
-        return self._checkpoints.writer.wait(timeout_s)
+        return self._checkpoints.wait(timeout_s)
 
     def close(self) -> None:
         """Waits for the save in flight, and gives the signals back. Uploads go on in the agents; `wait` waits for them.
@@ -340,7 +343,7 @@ class CheckpointManager:
         with contextlib.closing(self._checkpoints):
             self._settle()
             if not was_closed:
-                self._checkpoints.writer.raise_failure()
+                self._checkpoints.raise_failure()
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
@@ -355,4 +358,4 @@ class CheckpointManager:
 
     def _await_end(self) -> None:
         self._settle()
-        self._checkpoints.writer.await_end()  # what fails after "staged" is for `wait` and `close`: ranks may differ in it
+        self._checkpoints.await_end()  # what fails after "staged" is for `wait` and `close`: ranks may differ in it

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,10 +11,14 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.c10d.lent_group import LentGroup, borrow_group
+from replicated_ckpt.dcp.find.listing import Listed, list_checkpoints
 from replicated_ckpt.dcp.load.reader import ReplicatedReader
+from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.rank.planner import RankStatePlanner
-from replicated_ckpt.dcp.removal import delete_everywhere
+from replicated_ckpt.dcp.removal import agree, delete_everywhere
+from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
+from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 
 _OF_READER_TOO = ("object_store", "storage_options")
@@ -95,6 +99,16 @@ class NamedCheckpoints:
         assert self.reader.last_load is not None
         return self.reader.last_load.checkpoint_id
 
+    def load_newest(
+        self, state: dict[str, Any], check: Callable[[str], object], planner: LoadPlanner | None = None
+    ) -> str | None:
+        """Loads the newest whole checkpoint, if `check` lets its name pass; returns that. None: there is none at all."""
+        newest = self.find(LATEST)
+        if newest is None:
+            return None
+        check(newest)
+        return self.load(LATEST, state, planner)  # by its name alone, another run's of that name might be chosen
+
     def find(self, name: str) -> str | None:
         """The checkpoint of this name, or the newest whole one for "latest"; None: there is none.
 
@@ -105,11 +119,46 @@ class NamedCheckpoints:
             return self.reader.latest()
         return name if self.reader.exists(name) else None
 
+    def list_whole(self) -> tuple[Listed, ...]:
+        """The checkpoints of this run that can be loaded, newest first: what rank 0 sees, once all have met.
+
+        Raises:
+            ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
+        """
+        self.await_end()
+        if self.reader.latest() is None:
+            return ()
+        with self.use_group() as group:
+            listed = agree(group, lambda: self.reader.look_alone(list_checkpoints))
+        return tuple(each for each in listed if each.is_whole)
+
     def delete(self, checkpoint_id: str) -> bool:
         """Removes it from every node and the bucket; False: there is none. As `find`, of an asynchronous save."""
         self.writer.await_end()
         with self.use_group() as group:
             return delete_everywhere(self.reader, self.writer.store, group, checkpoint_id)
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """What this rank's last save wrote; None before the first."""
+        return self.writer.last_save
+
+    @property
+    def last_load(self) -> LoadReport | None:
+        """Where the bytes of this rank's last load came from; None before the first."""
+        return self.reader.last_load
+
+    def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
+        """As ReplicatedWriter.wait."""
+        return self.writer.wait(timeout_s)
+
+    def await_end(self) -> None:
+        """Returns once what was acknowledged as staged is over."""
+        self.writer.await_end()
+
+    def raise_failure(self) -> None:
+        """Raises what the last save has failed with after it was acknowledged as staged."""
+        self.writer.raise_failure()
 
     def close(self) -> None:
         """Frees the memory for copies of states, and gives the group to the next who needs one."""

@@ -1,15 +1,20 @@
 """Many saves in a row, and the life of the agents around them."""
 
+import os
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.marks import long
 from tests.multiprocess.cluster import call
 from tests.multiprocess.conftest import ClusterOf
+from tests.multiprocess.node import Node
 from tests.multiprocess.processes import processes_of, wait_until_gone
 
 SAVES = 50
+ASYNC_BYTES = 50_000_000
 RSS_GROWTH_KIB_MAX = 16 * 1024
 
 
@@ -62,6 +67,24 @@ def test_new_writers_readers_and_managers_leave_nothing_behind(
     cycle = call("cycles.cycle", count=count, measure_after=[first_look, count])
     world = {"nodes": [0], "launcher": "single"} if is_alone else {"nodes": [0, 1], "ranks": 2}
     results = cluster.launch([cycle], timeout_s=20 + 6 * count, **world)
+    for footprints in results.of(0):
+        check_flat(footprints)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(50_000)
+@pytest.mark.parametrize("is_tiered", [False, True], ids=["disk", "memory tier"])
+def test_many_asynchronous_saves_leave_nothing_behind(cluster_of: ClusterOf, is_tiered: bool) -> None:
+    """Saves of 50 MB, one behind the other: ranks and agents gain no memory, descriptor or thread from the 50th on.
+
+    REPLICATED_CKPT_TEST_SAVES says how many.
+    """
+    count, cluster = int(os.environ.get("REPLICATED_CKPT_TEST_SAVES", "300")), cluster_of(2, quick_exit=False)
+    with tempfile.TemporaryDirectory(prefix="rckpt-test-", dir="/dev/shm") as memory:
+        cluster.nodes += [Node(Path(memory) / f"memory{index}", Path(memory) / f"memory{index}") for index in range(2)]
+        arguments = {"count": count, "size_bytes": ASYNC_BYTES, "measure_after": [50, count], "is_tiered": is_tiered}
+        results = cluster.launch([call("memory.save_many", **arguments)], nodes=[0, 1], timeout_s=60 + 5 * count)
+        cluster.stop_agents()
     for footprints in results.of(0):
         check_flat(footprints)
 

@@ -21,19 +21,32 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
     Nothing is announced where DCP has kept back a plan because it is the one of the save before (`enable_plan_caching`);
     CachedSavePlanner says what such a plan stands for.
     """
-    plans = [(plan.whole or plan) if isinstance(plan, KeptPlan) else plan for plan in plans]
-    if not all(getattr(plan, "usable", True) for plan in plans):  # torch 2.6 keeps none back, and has no such field
+    plans = [_whole(plan) for plan in plans]
+    if not all(map(_is_usable, plans)):
         return NOTHING_ANNOUNCED
     sizes = [_shard_bytes_max(plan) for plan in plans]
     return Announced(max(sizes, default=0), sum(sizes))
 
 
+def tensor_bytes(plan: SavePlan) -> int | None:
+    """Of the tensors that a plan writes, as they are planned; None: DCP has kept the plan back."""
+    plan = _whole(plan)
+    return _tensor_bytes(plan) if _is_usable(plan) else None
+
+
+def _whole(plan: SavePlan) -> SavePlan:
+    return (plan.whole or plan) if isinstance(plan, KeptPlan) else plan
+
+
+def _is_usable(plan: SavePlan) -> bool:
+    return getattr(plan, "usable", True)  # torch 2.6 keeps none back, and has no such field
+
+
 def _shard_bytes_max(plan: SavePlan) -> int:
-    tensors, has_objects = 0, False
-    for item in plan.items:
-        if item.tensor_data is None:
-            has_objects = True
-        else:
-            tensors += math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-    objects = OBJECTS_BYTES_MAX if has_objects else 0
-    return _SHARD_BYTES_MIN + 2 * tensors + len(plan.items) * _ITEM_BYTES_MAX + objects
+    objects = OBJECTS_BYTES_MAX if any(item.tensor_data is None for item in plan.items) else 0
+    return _SHARD_BYTES_MIN + 2 * _tensor_bytes(plan) + len(plan.items) * _ITEM_BYTES_MAX + objects
+
+
+def _tensor_bytes(plan: SavePlan) -> int:
+    tensors = (item.tensor_data for item in plan.items if item.tensor_data is not None)
+    return sum(math.prod(tensor.chunk.sizes) * tensor.properties.dtype.itemsize for tensor in tensors)

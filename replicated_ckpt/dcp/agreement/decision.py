@@ -28,7 +28,7 @@ class SaveDecision:
     """One attempt at one save. `nodes` are in rank order; `nodes[node_by_rank[r]]` is the node of rank r.
 
     `unreached` are nodes whose agents did not answer when the save was opened: their ranks open it in their own stores
-    themselves, as `session` and `overwrite` say, and they hold copies for nobody.
+    themselves, as `session` and `overwrite` say, and they hold no copies for others.
     `known_layout`: the save whose results the coordinator has, so that a rank may refer to its own of them.
     """
 
@@ -131,17 +131,21 @@ class SaveDecision:
 
 @dataclass(frozen=True)
 class SavePost:
-    """What each rank says before a save. `checkpoint_id` None: it takes the coordinator's."""
+    """What each rank says before a save. `checkpoint_id` None: it takes the coordinator's.
+
+    `memory_bytes`: so large the store may get, where it lies in memory; None: it lies on a disk.
+    """
 
     checkpoint_id: str | None
     node: NodePost
+    memory_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "SavePost":
-        return cls(fields["checkpoint_id"], NodePost.from_json(fields["node"]))
+        return cls(fields["checkpoint_id"], NodePost.from_json(fields["node"]), fields.get("memory_bytes"))
 
 
 def decide(posts: Sequence[SavePost], copies: int, save_id: str, plans: Sequence[SavePlan] = ()) -> SaveDecision:
@@ -211,7 +215,7 @@ def weaknesses(decision: SaveDecision, copies: int, posts: Sequence[SavePost]) -
         nodes = plural(placement.copies, "node")
         found.append(
             f"{copies} copies are wanted, and {nodes} can hold {placement.copies}: start ranks on more nodes, each with a "
-            f"root of its own, or pass copies={placement.copies}"
+            f"root of its own, or ask for {placement.copies} (copies={placement.copies}, or --copies of a command)"
         )
     if placement.shared_domain and any(node.domain for node in decision.nodes):
         nodes = " and ".join(f"node {node}" for node in placement.shared_domain)

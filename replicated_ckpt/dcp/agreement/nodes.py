@@ -162,7 +162,7 @@ class AgentCluster:
         whole = {"size_bytes": len(metadata), "crc32c": crc32c(metadata)}
 
         def brought(client: AgentClient, relay: Relay) -> None:
-            client.call("GET", path)  # a node that hangs is to keep nobody from sending to the others
+            client.call("GET", path)  # a node that hangs is to keep no rank from sending to the others
             relay.bring(
                 client.address.node_id,
                 lambda: client.put("PUT", f"{path}/{METADATA_NAME}", metadata),
@@ -219,7 +219,7 @@ def cluster_of(decision: SaveDecision, rank: int) -> AgentCluster:
 
 
 class LoneNode:
-    """This process's own store and nobody else's: no agent is needed. Other processes may do the same beside it."""
+    """This process's own store and no other: no agent is needed. Other processes may do the same beside it."""
 
     def __init__(self, store: LocalStore) -> None:
         self._service = LoneService(store)
@@ -268,7 +268,7 @@ class LoneService(NodeService):
     """A node's saves as one of several processes drives them, each of which knows of its own alone."""
 
     def open_in_store(self, intent: Intent) -> None:
-        """Nobody sees the save before this process holds it; it does so until this object is gone."""
+        """No other process sees the save before this one holds it; it does so until this object is gone."""
         with self.looking():
             super().open_in_store(intent)
             weakref.finalize(self, os.close, self.store.lock_save(intent.save_id))

@@ -43,7 +43,7 @@ class BucketLook:
             else:
                 save = self._bucket.save_of(self._checkpoint_id)
                 self._found = () if save is None else (save,)
-        except BaseException as exc:  # noqa: BLE001 - top of a thread; whoever asks gets it
+        except BaseException as exc:  # noqa: BLE001 - top of a thread; the caller that asks gets it
             self._error = exc
 
     def is_over_within(self, seconds: float | None) -> bool:

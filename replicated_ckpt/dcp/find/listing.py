@@ -18,13 +18,18 @@ from replicated_ckpt.stores.local.store import LocalStore
 
 @dataclass(frozen=True)
 class Listed:
-    """One save of the run. `is_whole`: every shard, and the metadata, has a copy where it was looked."""
+    """One save of the run. `is_whole`: every shard, and the metadata, has a copy where it was looked.
+
+    `sequence` is its place in its lineage.
+    """
 
     checkpoint_id: str
     save_id: str
     created_unix_s: float
     is_whole: bool
     notes: Mapping[str, Any]
+    lineage: str = ""
+    sequence: int = 0
 
 
 class _Lister(Surveyor):
@@ -51,9 +56,9 @@ class _Lister(Surveyor):
                 seen = with_remains(save, manifest, self._remains)
                 sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
                 is_whole = not seen.lacking(sizes) and any(holding.has_metadata for holding in seen.holdings)
-                found.append(
-                    Listed(manifest.checkpoint_id, save.save_id, manifest.created_unix_s, is_whole, manifest.notes)
-                )
+                place = save.version.lineage, save.sequence
+                of_manifest = manifest.created_unix_s, is_whole, manifest.notes
+                found.append(Listed(manifest.checkpoint_id, save.save_id, *of_manifest, *place))
         return tuple(found)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from replicated_ckpt.config import NEWEST_LINEAGE
+from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet
@@ -18,10 +19,10 @@ def look_up(
     checkpoint_id: str,
     opened_bucket: Callable[[], Bucket | None],
     lineage: str = NEWEST_LINEAGE,
-) -> str | None:
-    """The id of the committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None without one.
+) -> SaveFound | None:
+    """The committed checkpoint that a load of `checkpoint_id`, or "latest", would find now; None without one.
 
-    One that is found and not whole counts as found: whoever began anew beside it would take a loss for a first start.
+    One that is found and not whole counts as found: a job that began anew beside it would take a loss for a first start.
 
     Raises:
         StoreUnavailable: nothing was found, and a node that takes part or the bucket did not answer. ShardLost: "latest",
@@ -29,7 +30,7 @@ def look_up(
     """
     try:
         look = replace(world, is_load=False)
-        return meet(store, look, checkpoint_id, opened_bucket, lineage=lineage).found.checkpoint_id
+        return meet(store, look, checkpoint_id, opened_bucket, lineage=lineage).found
     except AgreedError as exc:
         _check_is_not_there(exc.error, checkpoint_id)
     except CheckpointNotFound as exc:

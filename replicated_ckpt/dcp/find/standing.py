@@ -64,7 +64,7 @@ def _missing(survey: Survey) -> tuple[str, ...]:
 
 
 def _unreached_of_manifest(survey: Survey, own_node: str) -> list[str]:
-    """Nodes of the checkpoint that nobody here has an address of, or that did not answer."""
+    """Nodes of the checkpoint whose address no rank here has, or that did not answer."""
     answered = {own_node, *(address.node_id for address in survey.addresses)}
     return [f"node {node.node_id} ({node.host})" for node in survey.manifest.nodes if node.node_id not in answered]
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Copy:
-    """One copy as it was read. `expected_crc` None: stock torch wrote it, and nobody knows."""
+    """One copy as it was read. `expected_crc` None: stock torch wrote it, without one."""
 
     source: str
     raw: bytes
@@ -35,7 +35,7 @@ class _Copy:
 
 
 class UnreadMetadata(Metadata):
-    """Stands for metadata that could not be read: whoever looks at it gets the error."""
+    """Stands for metadata that could not be read: what looks at it gets the error."""
 
     def __init__(self, error: Exception) -> None:
         object.__setattr__(self, "_error", error)

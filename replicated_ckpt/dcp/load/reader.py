@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from replicated_ckpt.config import NEWEST_LINEAGE, ReaderConfig
+from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
@@ -49,12 +50,12 @@ class ReplicatedReader(StorageReader):
         process_group: ranks of the load; None takes the one passed to `dcp.load`.
         no_dist: load on this process alone, although a process group exists; None takes what `dcp.load` was passed.
         object_store: the bucket that the writer was given, "s3://bucket/prefix", say. Checkpoints that stock torch's
-            FsspecWriter wrote there can be loaded, too; nobody took checksums of them.
+            FsspecWriter wrote there can be loaded, too; no checksums of them were taken.
         storage_options: how to get there, as s3fs takes it.
         lineage: which run to load where checkpoints of several lie in one directory of ids: "newest", the one saved last
             by the clock, with a ReplicatedCkptWarning; "refuse" (LineagesMet); or the lineage that a warning named.
         trust_pickles: hand objects that are no tensors to the planner as they lie in the shards. DCP unpickles them, so
-            whoever can write the checkpoint runs code here. Off: an object is loaded that names only what
+            a user who can write the checkpoint runs code here. Off: an object is loaded that names only what
             `torch.load(weights_only=True)` knows, what `torch.serialization.add_safe_globals` added, or numpy's
             plain scalars and arrays; another one is ObjectUnsafe.
         expect_partial: a load may leave saved entries unasked. Off: rank 0 warns, once a load, with their prefixes.
@@ -114,7 +115,7 @@ class ReplicatedReader(StorageReader):
         Raises:
             StoreUnavailable: none was found, but not all were reached. Other ReplicatedCkptErrors, on every rank alike.
         """
-        return self._look_up(os.fspath(checkpoint_id)) is not None
+        return self.find(os.fspath(checkpoint_id)) is not None
 
     def latest(self) -> str | None:
         """The id that "latest" means now, None where no checkpoint is; the same on every rank, and all must ask.
@@ -122,9 +123,11 @@ class ReplicatedReader(StorageReader):
         Raises:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: as for `exists`.
         """
-        return self._look_up(LATEST)
+        found = self.find(LATEST)
+        return None if found is None else found.checkpoint_id
 
-    def _look_up(self, checkpoint_id: str) -> str | None:
+    def find(self, checkpoint_id: str) -> SaveFound | None:
+        """The save that a load of this id, or of "latest", would read; as `exists` and `latest`."""
         parts = self._parts
         try:
             world = world_of_call(self._process_group, self._no_dist)

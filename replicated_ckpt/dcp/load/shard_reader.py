@@ -200,7 +200,7 @@ class ShardReader:
         return UnmanagedPeerShard(AgentClient(self._address_by_node[node]), checkpoint_id, shard, expected, items)
 
     def _note(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
-        is_ours = not self._survey.unmanaged_warning  # nobody mends what stock torch wrote
+        is_ours = not self._survey.unmanaged_warning  # what stock torch wrote is not mended
         if self.findings.note(
             shard, node, error, is_suspect=is_ours and isinstance(error, ObjectCorrupt | ObjectMissing)
         ):

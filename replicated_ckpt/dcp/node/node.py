@@ -158,7 +158,7 @@ def _post(store: LocalStore, address: AgentAddress, silence: str, invitation: st
 
 
 def lone_post(store: LocalStore, domain: str | None) -> NodePost:
-    """Presents this node to nobody but this process: no agent is started."""
+    """Presents this node to this process alone: no agent is started."""
     node_id = store.node_id()
     return NodePost(node_id, socket.gethostname(), "", _inode(store), domain, AgentAddress(node_id, "", 0, ""))
 

@@ -1,5 +1,7 @@
 """What this process has loaded and saved: the next save in that directory of checkpoints continues the same lineage."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
@@ -23,3 +25,12 @@ def remember(store: LocalStore, checkpoint_id: str, newest: Version) -> None:
 def seen_lineage(store: LocalStore, scope: str) -> tuple[str, int] | None:
     """The lineage that this process continues in a directory of checkpoints, and the largest sequence it has seen of it."""
     return _seen.get((store.root, scope))
+
+
+def join_lineages(stores: Sequence[LocalStore], checkpoint_id: str, newest: Version) -> None:
+    """What this process saves next is of the lineage of `newest` in each of these stores, and newer than all in any."""
+    seen = [seen_lineage(store, scope_of(checkpoint_id)) for store in stores]
+    known = [sequence for lineage, sequence in filter(None, seen) if lineage == newest.lineage]
+    joined = replace(newest, sequence=max([newest.sequence, *known]))
+    for store in stores if newest.lineage else ():
+        remember(store, checkpoint_id, joined)

@@ -79,6 +79,8 @@ class SaveAttempt:
         self._receipts: Sequence[Receipt] = []
         self._reference: SavedMetadata | None = None
         self._is_left = False
+        self.version: Version | None = None
+        """The save's place in its lineage, once this rank writes."""
         self.ending: Ending | None = None
         """Of a save that is acknowledged before it is over; `end` of it is then."""
 
@@ -97,7 +99,8 @@ class SaveAttempt:
             is_coordinator=self._world.is_coordinator,
         )
         present = lone_post if board is None else opening_post
-        self._post = SavePost(checkpoint_id, present(self._store, self._config.domain))
+        node, memory = present(self._store, self._config.domain), self._parts.memory
+        self._post = SavePost(checkpoint_id, node, None if memory is None else memory.measure())
         if board is not None:
             self._nonce = board.post("save", self._post.to_json())
         self._warn(filter(None, [self._post.node.silence]))
@@ -107,7 +110,7 @@ class SaveAttempt:
     def decide(self, plans: list[SavePlan]) -> None:
         """Coordinator: checks that the ids agree, chooses the buddies, opens the save on every node, tells all ranks.
 
-        Raises CheckpointIdMismatch, CheckpointExists, ConfigInvalid, StoreError: nothing is open afterwards.
+        Raises CheckpointIdMismatch, CheckpointExists, ConfigInvalid, MemoryTierShort, StoreError: nothing is open then.
         """
         board, config = self._world.blackboard, self._config
         raw_posts = board.posts("save", DECISION_TIMEOUT_S) if board is not None else []
@@ -117,6 +120,8 @@ class SaveAttempt:
             self._cluster = cluster_of(decision, self._world.rank)
         known = self._parts.layouts.save_id
         self._decision = replace(decision, session=self._world.session, overwrite=config.overwrite, known_layout=known)
+        if self._parts.memory is not None:
+            self._parts.memory.check(self._decision, posts, plans)
         failpoints.reach("coordinator.drawn")
         with self._giving_up_on_error():
             opened = self._open()
@@ -143,6 +148,7 @@ class SaveAttempt:
             self._decision = SaveDecision.from_json(board.decision("save", self._nonce, DECISION_TIMEOUT_S))
             self._cluster = cluster_of(self._decision, self._world.rank)
         save_id = self._decision.save_id
+        self.version = Version(self._decision.lineage, self._decision.sequence, 0.0, save_id)
         with self._giving_up_on_error():
             try:
                 results, self._receipt = self._write_shard(plan, planner, staged)
@@ -209,9 +215,8 @@ class SaveAttempt:
             )
         finally:
             self.close()
-        remember(
-            self._store, decision.checkpoint_id, Version(decision.lineage, decision.sequence, 0.0, decision.save_id)
-        )
+        assert self.version is not None, "it was written"
+        remember(self._store, decision.checkpoint_id, self.version)
         self._warn(problems)
         self._reference = None if problems else SavedMetadata.of(decision.checkpoint_id, decision.save_id)
         self._parts.retaining.committed(decision, has_agents=self._world.blackboard is not None)

@@ -55,7 +55,7 @@ class ObjectTier:
         self._awaited: dict[str, str] = {}
 
     def takes(self, sequence: int) -> bool:
-        """Whether the save of this sequence goes to the bucket: every n-th of a run, whoever restarts it."""
+        """Whether the save of this sequence goes to the bucket: every n-th of a run, whichever job goes on with it."""
         return self._target is not None and sequence % self._every == 0
 
     def hand_over(self, world_size: int = 1) -> list[str]:
@@ -114,7 +114,7 @@ class ObjectTier:
             log.warning("uploads wait: %s", problem)
 
     def _bring_here(self) -> None:
-        """Uploads in this process: nobody else would see what an agent puts into its own memory."""
+        """Uploads in this process: no other would see what an agent puts into its own memory."""
         assert self._target is not None
         stopping = threading.Event()
         service = NodeService(self._store)

@@ -25,7 +25,7 @@ class Retaining:
     def hand_over(self, decision: SaveDecision, rank: int) -> list[str]:
         """Names the policies to this node's agent, once for each node of the save; returns what is wrong. Cheap.
 
-        Nobody is asked where there is no policy, nor one to take back, nor an agent that answers.
+        No node is asked where there is no policy, nor one to take back, nor an agent that answers.
         """
         node = decision.node_of(rank).node_id
         if rank != decision.ranks_of(node)[0] or node in decision.unreached or not self._is_used:

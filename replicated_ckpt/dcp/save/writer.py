@@ -14,9 +14,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from replicated_ckpt.config import Ack, BestIs, CheckpointIdFrom, DirectIO, OnDegraded, Retention, WriterConfig
+from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
 from replicated_ckpt.dcp.c10d.world import world_of_call
+from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.planning.cached_planner import CachedSavePlanner
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.caller import find_line
@@ -162,6 +164,19 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         retaining = Retaining(self._parts.store, self.config, self._target)
         self._parts = replace(self._parts, config=self.config, retaining=retaining)
 
+    def limit_memory(self, generations: int) -> None:
+        """The store lies in memory: a save that would not fit there so many times is refused with MemoryTierShort."""
+        self._parts = replace(self._parts, memory=MemoryLimit(self._parts.store.root, generations))
+
+    def use_stager(self, stager: Stager) -> None:
+        """What this writer saves from now on is staged by a stager that another writer uses, too."""
+        self._stager = stager
+
+    @property
+    def last_version(self) -> Version | None:
+        """The place in its lineage of the last save that this rank wrote for; None before it, and if that was refused."""
+        return None if self._attempt is None else self._attempt.version
+
     # What `dcp.async_save` calls, before it saves in the background ------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +216,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """Finds out which ranks take part.
 
         Raises:
-            ConfigInvalid: `use_collectives=False`, which leaves nobody to decide and commit.
+            ConfigInvalid: `use_collectives=False`, which leaves no rank to decide and commit.
         """
         del args
         self._stager.begin()

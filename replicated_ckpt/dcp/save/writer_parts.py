@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from replicated_ckpt.config import WriterConfig
+from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.caller import Line
 from replicated_ckpt.dcp.save.bucket import ObjectTier
@@ -15,7 +16,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 
 @dataclass(frozen=True)
 class WriterParts:
-    """Its settings, and what works for each of its saves."""
+    """Its settings, and what works for each of its saves. `memory`: of a store that lies in memory."""
 
     config: WriterConfig
     store: LocalStore
@@ -25,3 +26,4 @@ class WriterParts:
     retaining: Retaining
     made_at: Line | None
     on_save: Callable[[SaveReport], object] | None
+    memory: MemoryLimit | None = None

@@ -74,8 +74,7 @@ class Stager:
                 raise
             log.warning("%s Training waits in async_save until this rank has written its shard.", exc.message)
             self._is_uncopied = True
-            if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                torch.cuda.synchronize()  # the thread that saves does not know the streams of this one
+            await_device()
             return state_dict
         staged = state_copy.make(memory)
         self._lease, self._staged_at, self._is_staged = weakref.ref(memory), time.monotonic(), True
@@ -106,6 +105,11 @@ class Stager:
         call.future.add_done_callback(self._note_end)
         while self._is_uncopied and not self._written.wait(_POLL_S) and not call.future.done():
             pass
+
+    def follow(self, future: "Future[Any]") -> None:
+        """What was staged is saved until this future is done, by another thread than this one."""
+        self._asked_by = threading.current_thread()
+        self._future = weakref.ref(future)
 
     def begin(self) -> None:
         """This thread saves what was staged; or something else, if it is the one that staged: after the save before."""
@@ -151,3 +155,9 @@ def _lease_memory(size_bytes: int, await_written: Callable[[], object]) -> memor
     except StagingMemoryShort:
         await_written()
         return lease_segment(size_bytes, share_of_rank)
+
+
+def await_device() -> None:
+    """Returns once the streams of this thread have done their work: the thread that saves does not know them."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()

@@ -51,6 +51,16 @@ def _make_directory(root: Path) -> None:
         ) from exc
 
 
+def find_identity(root: Path) -> str | None:
+    """As `read_identity`, and None where none was made: a root that may not be looked into is not taken for that."""
+    with translate_errors(str(root), "identify", NODE_NAME):
+        try:
+            (root / NODE_NAME).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    return read_identity(root)
+
+
 def read_identity(root: Path) -> str:
     """The identity of the store under `root`; never writes.
 

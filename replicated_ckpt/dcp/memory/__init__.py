@@ -1,0 +1,1 @@
+"""The memory tier: every checkpoint in the memory of its node and of the buddy, some of them on disks."""

@@ -1,0 +1,80 @@
+"""What the memory tier takes on each node, looked at before a save takes it."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch.distributed.checkpoint.planner import SavePlan
+
+from replicated_ckpt.dcp.agreement.announcement import tensor_bytes
+from replicated_ckpt.dcp.agreement.decision import SaveDecision, SavePost
+from replicated_ckpt.dcp.memory.root import measure_memory
+from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.wording import describe_bytes
+
+log = logging.getLogger(__name__)
+
+_SHARD_BYTES = 1 << 20
+"""Of each shard besides its tensors: containers, small objects, metadata."""
+_TOLD_AGAIN = 1.1
+"""A need that has grown by so much is logged again."""
+
+
+class MemoryTierShort(ReplicatedCkptError):
+    """The memory tier of a node takes more memory than the node has for it; nothing was written."""
+
+    default_hint = (
+        "Give the tier more room (`--shm-size` of a container, `mount -o remount,size=...`, a higher memory limit), save "
+        "less per node, or leave memory= out. Docker's /dev/shm has 64 MB if nothing is said."
+    )
+
+
+class MemoryLimit:
+    """One writer's memory tier. `generations` lie there at the same time: those kept, and the one being written."""
+
+    def __init__(self, root: Path, generations: int) -> None:
+        self._root, self._generations = root, generations
+        self._told_bytes = 0.0
+
+    def measure(self) -> int:
+        """Bytes that this node's tier may have in all. Raises StoreError."""
+        with translate_errors(str(self._root), "measure", "memory tier"):
+            return measure_memory(self._root)
+
+    def check(self, decision: SaveDecision, posts: Sequence[SavePost], plans: Sequence[SavePlan]) -> None:
+        """Coordinator: says what each node takes, if that is news.
+
+        Raises:
+            MemoryTierShort: a node has not so much. Nothing was opened.
+        """
+        need = {node: self._generations * size for node, size in bytes_by_node(decision, plans).items()}
+        room = {post.node.node_id: post.memory_bytes for post in posts if post.memory_bytes is not None}
+        short = [
+            f"node {node} ({self._describe(size)}) may take {describe_bytes(room[node])}"
+            for node, size in need.items()
+            if size > room.get(node, size)
+        ]
+        if short:
+            raise MemoryTierShort(f"The memory tier at {self._root} does not fit: {'; '.join(short)}.")
+        most = max(need.values(), default=0)
+        if most > _TOLD_AGAIN * self._told_bytes:
+            self._told_bytes = most
+            log.info("memory tier at %s: a node takes up to %s", self._root, self._describe(most))
+
+    def _describe(self, size: int) -> str:
+        one = describe_bytes(size // self._generations)
+        return f"{describe_bytes(size)}: {self._generations} generations of {one}, own shards and other nodes' copies"
+
+
+def bytes_by_node(decision: SaveDecision, plans: Sequence[SavePlan]) -> Mapping[str, int]:
+    """What one save brings to each node by these plans: its own shards, and copies of others'. Empty: they do not tell."""
+    sizes = [tensor_bytes(plan) for plan in plans]
+    found = {node.node_id: 0 for node in decision.nodes}
+    for rank, size in enumerate(sizes):
+        if size is None:
+            return {}
+        owner = decision.node_of(rank).node_id
+        for node in (owner, *decision.buddies_of(owner)):
+            found[node] += size + _SHARD_BYTES
+    return found

@@ -1,0 +1,95 @@
+"""Where a node's memory tier lies: a store on a file system of memory, and how large it may get."""
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+from replicated_ckpt.dcp.staging.available import available_bytes
+from replicated_ckpt.errors import ConfigInvalid
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - each user has a directory of its own there, which is checked
+_OF_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_MOUNTS = Path("/proc/self/mountinfo")
+_KEPT_FREE = 10
+"""One part in so many of the memory that is available is left to others."""
+_BLOCK_BYTES = 512
+_DIGITS = 16
+
+
+def find_memory_root(root: str | os.PathLike[str], memory: object) -> Path:
+    """The root of a store's memory tier: the directory that `memory` names; for True, one that the store's path names.
+
+    Raises:
+        ConfigInvalid: `memory` is no such argument, or the directory does not lie in memory.
+    """
+    if memory is True:
+        digest = hashlib.sha256(os.path.abspath(root).encode()).hexdigest()  # noqa: PTH100 - as the store's own root
+        found = _own_directory() / digest[:_DIGITS]
+    elif isinstance(memory, str | os.PathLike) and Path(memory).is_absolute():
+        found = Path(os.path.abspath(memory))  # noqa: PTH100 - a symbolic link stays what the user called it
+    else:
+        raise ConfigInvalid(f"memory must be True, or the absolute path of a directory in memory, not {memory!r}.")
+    if found == Path(os.path.abspath(root)):  # noqa: PTH100
+        raise ConfigInvalid(f"memory and root are one directory: {found}.", "Give the memory tier one of its own.")
+    try:
+        kind = _find_file_system(found)
+    except OSError as exc:
+        raise ConfigInvalid(
+            f"memory={str(found)!r} cannot be looked at: {exc.strerror} ({exc.filename}).",
+            "Name a directory of this user in a tmpfs; `ls -ld` shows whose what is there is.",
+        ) from exc
+    if kind not in _OF_MEMORY:
+        raise ConfigInvalid(
+            f"memory={str(found)!r} lies on a file system of type {kind or 'unknown'}, which is not memory.",
+            f"Name a directory in a tmpfs, {SHARED_MEMORY} say, which memory=True takes.",
+        )
+    return found
+
+
+def _own_directory() -> Path:
+    """This user's part of shared memory, which others cannot write whatever the umask is: then it would not be believed."""
+    own = SHARED_MEMORY / f"replicated_ckpt-{os.geteuid()}"
+    with contextlib.suppress(OSError):  # who makes the tier in it says what is wrong
+        own.mkdir(mode=0o755)
+    return own
+
+
+def measure_memory(root: Path) -> int:
+    """Bytes that the tier may have in all: what it has, and what its file system, the machine and cgroups leave.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    found, available = os.statvfs(root), available_bytes()
+    free = min(found.f_bavail * found.f_frsize, available - available // _KEPT_FREE)
+    return measure_used(root) + free
+
+
+def measure_used(root: Path) -> int:
+    """Bytes of memory that the files of a tier take."""
+    used, seen = 0, set()
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                status = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - at each save
+            except FileNotFoundError:  # an agent has just removed it
+                continue
+            if status.st_ino not in seen:
+                seen.add(status.st_ino)
+                used += status.st_blocks * _BLOCK_BYTES
+    return used
+
+
+def _find_file_system(path: Path) -> str:
+    """The type of the file system that a path, or what is there above it, lies on; empty: the mounts do not tell."""
+    place = Path(os.path.realpath(path))
+    while not place.exists():
+        place = place.parent
+    device = place.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in _MOUNTS.read_text(encoding="utf-8").splitlines():
+        mount, _, described = line.partition(" - ")
+        if mount.split()[2] == number:
+            return described.split()[0]
+    return ""

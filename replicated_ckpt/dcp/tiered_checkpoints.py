@@ -1,0 +1,355 @@
+"""Checkpoints in two stores of each node, one in memory and one on a disk, of one lineage: every save in the first."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.stateful import Stateful
+
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.inventory import SaveFound
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.dcp.find.listing import Listed
+from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.memory.root import find_memory_root
+from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
+from replicated_ckpt.dcp.node.seen_lineage import join_lineages, remember
+from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
+from replicated_ckpt.dcp.save.report import SaveReport
+from replicated_ckpt.dcp.save.writer import ReplicatedWriter
+from replicated_ckpt.dcp.staging.segment import StagingMemoryShort
+from replicated_ckpt.dcp.staging.stager import Stager, await_device
+from replicated_ckpt.errors import (
+    ObjectUnsafe,
+    ReplicatedCkptError,
+    ShardLost,
+    StoreUnavailable,
+)
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+GENERATIONS = 2
+"""So many checkpoints the memory tier keeps; the one that is being written comes on top."""
+_ON_DISK_ONLY = ("object_store", "storage_options", "object_every", "object_retention", "retention")
+
+
+class TieredCheckpoints:
+    """As NamedCheckpoints, in two stores: every checkpoint goes to memory, every `spill_every`-th to the disk as well.
+
+    Each tier is a store with an agent of its own, and keeps the same promises there. Sequences are counted through both,
+    and a checkpoint has the same one in both. The state is copied once for both. A load takes the newer checkpoint, of
+    equals the one in memory; if that cannot be loaded it takes the next one, and logs that.
+
+    Args:
+        memory: True, or a directory in memory.
+        must_spill: asked at each save, alike on all ranks: whether it goes to the disk, whatever its sequence is.
+        others: as of NamedCheckpoints. `object_every` and `keep_every` of Retention count what goes to the disk.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        memory: object,
+        spill_every: int,
+        options: Mapping[str, Any],
+        reader_options: Mapping[str, Any],
+        must_spill: Callable[[], bool] = lambda: False,
+    ) -> None:
+        memory_root = find_memory_root(root, memory)
+        self._spill_every, self._must_spill = spill_every, must_spill
+        self.disk = NamedCheckpoints(root, _of_disk(options, spill_every), reader_options)
+        try:
+            self.memory = NamedCheckpoints(memory_root, _of_memory(options), reader_options)
+        except ReplicatedCkptError:
+            self.disk.close()
+            raise
+        self.memory.writer.limit_memory(GENERATIONS + 1)
+        self._stager = Stager()
+        for tier in self._tiers:
+            tier.writer.use_stager(self._stager)
+        self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rckpt-tiers")
+        self._is_joined = False
+        self._loaded_from = self.disk
+
+    @property
+    def _tiers(self) -> tuple[NamedCheckpoints, NamedCheckpoints]:
+        return self.memory, self.disk
+
+    @property
+    def writer(self) -> ReplicatedWriter:
+        """Of the disk, with the settings that the user gave."""
+        return self.disk.writer
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """What this rank's last save wrote to the memory tier; None before the first."""
+        return self.memory.last_save
+
+    @property
+    def last_load(self) -> LoadReport | None:
+        """Where the bytes of this rank's last load came from; None before the first."""
+        return self._loaded_from.last_load
+
+    @contextlib.contextmanager
+    def use_group(self) -> Iterator[Any]:
+        """As NamedCheckpoints; both tiers' groups are used."""
+        with self.memory.use_group(), self.disk.use_group() as group:
+            yield group
+
+    # Saving ------------------------------------------------------------------------------------------------------
+
+    def save(self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None) -> None:
+        """Returns when the checkpoint is committed in memory and, if it is its turn, on the disk."""
+        must_spill = self._prepare()
+        self._save(checkpoint_id, state, notes, must_spill)
+
+    def save_later(
+        self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None
+    ) -> Future[Any]:
+        """Copies the state once and returns; the future is done when `save` would return. One at a time."""
+        must_spill = self._prepare()
+        given = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+        try:
+            staged = self._stager.stage(given, self.await_end)
+        except StagingMemoryShort as exc:
+            log.warning("%s Training waits in async_save until the state is saved.", exc.message)
+            await_device()
+            future = self._saver.submit(self._save, checkpoint_id, given, notes, must_spill)
+            wait([future])
+            return future
+        future = self._saver.submit(self._save, checkpoint_id, staged, notes, must_spill)
+        self._stager.follow(future)
+        return future
+
+    def _prepare(self) -> bool:
+        """Before the first save of a process that has looked at neither tier: both go on with the newer lineage."""
+        if not self._is_joined:
+            with contextlib.suppress(ShardLost, StoreUnavailable):  # each tier goes on with what its nodes have
+                self._look(LATEST)
+            self._is_joined = True
+        return self._must_spill()
+
+    def _save(
+        self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, must_spill: bool
+    ) -> None:
+        self.memory.save(checkpoint_id, state, notes)
+        version = self.memory.writer.last_version
+        assert version is not None, "it was saved"
+        if must_spill or version.sequence % self._spill_every == 0:
+            before = replace(version, sequence=version.sequence - 1)
+            remember(self.disk.writer.store, checkpoint_id, before)  # so it has the same sequence there
+            self.disk.save(checkpoint_id, state, notes)
+            version = self.disk.writer.last_version
+        self._join(checkpoint_id, version)
+
+    def _join(self, checkpoint_id: str, newest: Version | None) -> None:
+        if newest is not None:
+            join_lineages([tier.writer.store for tier in self._tiers], checkpoint_id, newest)
+
+    # Looking and loading -----------------------------------------------------------------------------------------
+
+    def find(self, name: str) -> str | None:
+        """The checkpoint of this name, or the newest whole one for "latest", in either tier; None: there is none.
+
+        Raises:
+            ShardLost, StoreUnavailable: neither tier has one that is whole, and one of them may have.
+        """
+        found = self._look(name)
+        return found[0][1].checkpoint_id if found else None
+
+    def _look(self, name: str) -> list[tuple[NamedCheckpoints, SaveFound]]:
+        """What each tier has of this name, the newer one first."""
+        self.await_end()
+        found, problems = self._ask_each(lambda tier: tier.reader.find(name))
+        for problem in problems:
+            log.warning("one tier is not used, and %s: %s", name, one_line(problem))
+        versions = [save.version for _, save in found]
+        found.sort(key=lambda each: is_older(each[1].version, versions))
+        if found:
+            newest = found[0][1]
+            self._is_joined = True
+            self._join(newest.checkpoint_id, newest.version)
+        return found
+
+    def _ask_each(
+        self, ask: Callable[[NamedCheckpoints], Answer | None]
+    ) -> tuple[list[tuple[NamedCheckpoints, Answer]], list[ReplicatedCkptError]]:
+        """What the tiers that have something answer, memory first; and what kept others from it.
+
+        Raises:
+            ShardLost, StoreUnavailable: none has anything, and one may have something.
+        """
+        found: list[tuple[NamedCheckpoints, Answer]] = []
+        problems: list[ReplicatedCkptError] = []
+        for tier in self._tiers:
+            try:
+                answer = ask(tier)
+            except (ShardLost, StoreUnavailable) as exc:
+                problems.append(exc)
+                continue
+            if answer:
+                found.append((tier, answer))
+        if problems and not found:
+            raise problems[-1]
+        return found, problems
+
+    def load(self, checkpoint_id: str, state: dict[str, Any], planner: LoadPlanner | None = None) -> str:
+        """As NamedCheckpoints, from the tier that has the newer one; if memory's cannot be loaded, the next one."""
+        return self._load_first(checkpoint_id, self._look(checkpoint_id), state, planner)
+
+    def load_newest(
+        self, state: dict[str, Any], check: Callable[[str], object], planner: LoadPlanner | None = None
+    ) -> str | None:
+        """As NamedCheckpoints, of both tiers."""
+        found = self._look(LATEST)
+        if not found:
+            return None
+        check(found[0][1].checkpoint_id)
+        return self._load_first(LATEST, found, state, planner)
+
+    def _load_first(
+        self,
+        checkpoint_id: str,
+        found: list[tuple[NamedCheckpoints, SaveFound]],
+        state: dict[str, Any],
+        planner: LoadPlanner | None,
+    ) -> str:
+        """Loads what was found first; what memory cannot give is loaded from what comes next.
+
+        What does not fit the state, or what a part of the state refuses, is no fault of memory's: it is raised.
+        """
+        if not found or found[0][0] is self.disk:
+            return self._load(self.disk, checkpoint_id, state, planner)
+        others = iter(self._others(checkpoint_id, found))
+        tier, name = self.memory, checkpoint_id
+        while True:
+            try:
+                return self._load(tier, name, state, planner)
+            except CheckpointException as exc:  # DCP tells all ranks; what is none may be of this rank alone
+                after = next(others, None) if is_of_tier(exc) else None
+                if after is None:
+                    raise
+                log.warning(
+                    "%s in the memory tier at %s could not be loaded, %s at %s is: %s",
+                    name,
+                    self.memory.writer.config.root,
+                    after[1],
+                    after[0].writer.config.root,
+                    one_line(exc),
+                )
+                tier, name = after
+
+    def _others(
+        self, checkpoint_id: str, found: list[tuple[NamedCheckpoints, SaveFound]]
+    ) -> Iterator[tuple[NamedCheckpoints, str]]:
+        """What is loaded in place of memory's newest: its others that are newer than the disk's, then the disk's."""
+        on_disk = next((save for tier, save in found if tier is self.disk), None)
+        if checkpoint_id == LATEST:
+            first = found[0][1]
+            oldest = -1 if on_disk is None else on_disk.sequence
+            listed: tuple[Listed, ...] = ()
+            with contextlib.suppress(ShardLost, StoreUnavailable):  # no other one is whole
+                listed = self.memory.list_whole()
+            for each in listed:
+                if oldest < each.sequence < first.sequence:
+                    yield self.memory, each.checkpoint_id
+        if on_disk is not None:
+            yield self.disk, checkpoint_id
+
+    def _load(self, tier: NamedCheckpoints, name: str, state: dict[str, Any], planner: LoadPlanner | None) -> str:
+        loaded = tier.load(name, state, planner)
+        self._loaded_from = tier
+        return loaded
+
+    def list_whole(self) -> tuple[Listed, ...]:
+        """As NamedCheckpoints, of both tiers: one that lies in both is memory's.
+
+        Raises:
+            ShardLost, StoreUnavailable: nothing was found in either, and one may have something.
+        """
+        self.await_end()
+        answered, _ = self._ask_each(NamedCheckpoints.list_whole)
+        listed: dict[str, Listed] = {}
+        for each in (each for _, whole in answered for each in whole):
+            known = listed.setdefault(each.checkpoint_id, each)
+            if _version_of(each).is_newer_than(_version_of(known)):
+                listed[each.checkpoint_id] = each
+        if not listed:
+            return ()
+        lineage = max(listed.values(), key=lambda each: each.created_unix_s).lineage
+        ours = [each for each in listed.values() if each.lineage in ("", lineage)]
+        return tuple(sorted(ours, key=lambda each: each.sequence, reverse=True))
+
+    def delete(self, checkpoint_id: str) -> bool:
+        """Removes it from both tiers of every node and the bucket; False: there is none."""
+        removed = [tier.delete(checkpoint_id) for tier in self._tiers]
+        return any(removed)
+
+    # The end -----------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
+        """As ReplicatedWriter.wait, of both tiers."""
+        return (*self.memory.wait(timeout_s), *self.disk.wait(timeout_s))
+
+    def await_end(self) -> None:
+        """Returns once what was acknowledged as staged is over, in both tiers."""
+        for tier in self._tiers:
+            tier.await_end()
+
+    def raise_failure(self) -> None:
+        """Raises what the last save has failed with after it was acknowledged as staged."""
+        for tier in self._tiers:
+            tier.raise_failure()
+
+    def close(self) -> None:
+        """As NamedCheckpoints. The memory tier stays: who starts again finds it."""
+        self._saver.shutdown()
+        with contextlib.closing(self.disk), contextlib.closing(self.memory):
+            pass
+
+
+def is_of_tier(error: CheckpointException) -> bool:
+    """Whether a load may go on to what lies elsewhere: the bytes are the matter, not the state or what the caller allows.
+
+    The same on all ranks: each is given the errors of all.
+    """
+    errors = [each for each, _ in error.failures.values()]
+    return any(isinstance(each, ReplicatedCkptError) and not isinstance(each, ObjectUnsafe) for each in errors)
+
+
+def is_older(version: Version, others: list[Version]) -> bool:
+    """Whether one of the others is newer: of another lineage, by the clock."""
+    return any(
+        other.sequence > version.sequence
+        if other.lineage == version.lineage
+        else other.created_unix_s > version.created_unix_s
+        for other in others
+    )
+
+
+def _version_of(listed: Listed) -> Version:
+    return Version(listed.lineage, listed.sequence, 0.0, "")
+
+
+def _of_memory(options: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in options.items() if name not in _ON_DISK_ONLY}
+    given["ack"] = "peer" if given.get("ack") == "object" else given.get("ack", "peer")
+    return {**given, "retention": Retention(keep_last=GENERATIONS)}
+
+
+def _of_disk(options: Mapping[str, Any], spill_every: int) -> dict[str, Any]:
+    given = {**options, "object_every": options.get("object_every", 1) * spill_every}
+    for name in ("retention", "object_retention"):
+        kept = options.get(name)
+        if kept is not None and kept.keep_every is not None:
+            given[name] = replace(kept, keep_every=kept.keep_every * spill_every)
+    return given

@@ -1,0 +1,290 @@
+"""The memory tier of one process: which store a save goes to, which one a load takes, and what cannot be a tier."""
+
+import logging
+import os
+import shutil
+import signal
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt import CheckpointManager, Retention, WorldSizeChanged
+from replicated_ckpt.dcp.memory import root as place
+from replicated_ckpt.dcp.memory.root import SHARED_MEMORY, find_memory_root, measure_memory
+from replicated_ckpt.dcp.staging.segment import drop_idle_segments
+from replicated_ckpt.dcp.told_saves import ToldSaves
+from replicated_ckpt.errors import ConfigInvalid
+from tests.agent.agents import stop_agent
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory, also where the tests' own directory is on a disk."""
+    base = Path(tempfile.mkdtemp(prefix="rckpt-test-", dir=SHARED_MEMORY))
+    yield base / "tier"
+    stop_agent(base / "tier")
+    shutil.rmtree(base)
+
+
+def opened(root: Path, memory: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(root, memory=memory, copies=1, preempt_on=(), **options)
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((100,), value)}
+
+
+def steps_in(root: Path) -> set[int]:
+    return {int(path.name.removeprefix("step-")) for path in root.glob("step-*")}
+
+
+def test_the_bucket_and_keep_every_count_what_goes_to_the_disk(root: Path, tmp_path: Path, memory: Path) -> None:
+    """Every second spilled checkpoint is in the bucket; the disk keeps the last one and every third that was spilled."""
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    kept = Retention(keep_last=1, keep_every=3)
+    options: dict[str, Any] = {"object_store": f"file://{bucket}", "object_every": 2, "retention": kept}
+    with opened(root, memory, spill_every=2, **options) as manager:
+        for step in range(1, 9):
+            manager.save(step, state(step))
+        assert manager.wait() == ("step-4", "step-8")
+    assert {path.name for path in bucket.glob("step-*")} == {"step-4", "step-8"}
+    assert steps_in(root) == {6, 8}
+
+
+def test_metrics_and_notes_of_both_tiers_are_seen(root: Path, memory: Path) -> None:
+    """The best step may lie on the disk alone, while memory has only the newest two."""
+    with opened(root, memory, spill_every=2) as manager:
+        for step, loss in enumerate([5.0, 1.0, 4.0, 3.0, 2.0, 6.0], start=1):
+            manager.save(step, state(step), metrics={"loss": loss})
+        assert {2, 4, 5, 6} <= set(manager.all_steps())
+        assert manager.best_step("loss") == 2
+        assert manager.notes(2).metrics == {"loss": 1.0}
+        found = state(-1)
+        assert manager.restore(found, 2) == 2
+    assert torch.equal(found["w"], state(2)["w"])
+
+
+def test_what_the_disk_has_newer_is_loaded(root: Path, memory: Path) -> None:
+    """A job that ran without its memory tier went further: its checkpoint goes before memory's, and so do its sequences."""
+    with opened(root, memory, spill_every=100) as manager:
+        manager.save(1, state(1))
+    with CheckpointManager(root, copies=1, preempt_on=()) as manager:
+        assert manager.restore(state(-1)) is None
+        for step in (2, 3):
+            manager.save(step, state(step))
+    with opened(root, memory, spill_every=100) as manager:
+        found = state(-1)
+        assert (manager.restore(found), manager.latest_step()) == (3, 3)
+        assert torch.equal(found["w"], state(3)["w"])
+        manager.save(4, state(4))
+        assert (manager.latest_step(), steps_in(root)) == (4, {2, 3})
+
+
+def test_a_first_save_without_a_look_continues_the_run_of_the_disk(root: Path, memory: Path) -> None:
+    """Memory is empty after a reboot, and the program restores nothing: its saves are newer than the disk's."""
+    with opened(root, memory, spill_every=1) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    shutil.rmtree(memory)
+    with opened(root, memory, spill_every=100) as manager:
+        manager.save(2, state(20))
+        assert manager.latest_step() == 2
+    assert steps_in(root) == {1, 2, 3}
+
+
+def test_the_state_is_copied_once_and_may_change_at_once(root: Path, memory: Path) -> None:
+    """Both tiers hold the state as it was at the call, though it was changed before either was written."""
+    changing = state(1)
+    with opened(root, memory, spill_every=1) as manager:
+        manager.async_save(1, changing)
+        changing["w"].fill_(2)
+        manager.wait()
+    for store in (root, memory):
+        found = state(-1)
+        with CheckpointManager(store, copies=1, preempt_on=()) as manager:
+            assert manager.restore(found) == 1
+        assert torch.equal(found["w"], state(1)["w"])
+
+
+def test_a_load_that_memory_cannot_give_warns_once(root: Path, memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning names the step, both stores and what was wrong; and the disk's bytes are in the state."""
+    with opened(root, memory, spill_every=1) as manager:
+        manager.save(1, state(1))
+    shard = next((memory / "step-1").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[: len(content) // 2] = bytes(len(content) // 2)
+    shard.write_bytes(content)
+    found = state(-1)
+    with (
+        opened(root, memory) as manager,
+        caplog.at_level(logging.WARNING, "replicated_ckpt.dcp.tiered_checkpoints"),
+    ):
+        assert manager.restore(found) == 1
+    assert torch.equal(found["w"], state(1)["w"])
+    told = [each.getMessage() for each in caplog.records if each.name.endswith("tiered_checkpoints")]
+    assert len(told) == 1
+    assert str(memory) in told[0]
+    assert "ShardLost" in told[0]
+
+
+class Refusing:
+    """A part of a state that says no to what it is given."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"part": torch.zeros(1)}
+
+    def load_state_dict(self, found: dict[str, Any]) -> None:
+        del found
+        self.asked += 1
+        raise WorldSizeChanged([4], 2)
+
+
+def test_what_a_part_of_the_state_refuses_is_raised_at_once(root: Path, memory: Path) -> None:
+    """Other ranks may not meet it, and would not load another step; the rest of the state is the newest step's."""
+    part = Refusing()
+    with opened(root, memory, spill_every=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {**state(step), "part": part})
+        found = {**state(-1), "part": part}
+        with pytest.raises(WorldSizeChanged):
+            manager.restore(found)
+    assert part.asked == 1
+
+
+def test_a_state_that_does_not_fit_gets_no_older_step(root: Path, memory: Path) -> None:
+    """The error of the newest step is raised, as without a memory tier: an older one that fits would hide it."""
+    with opened(root, memory, spill_every=100) as manager:
+        manager.save(1, {**state(1), "gone": torch.ones(1)})
+        manager.save(2, state(2))
+        with pytest.raises(CheckpointException, match="gone"):
+            manager.restore({**state(-1), "gone": torch.zeros(1)})
+
+
+def test_on_save_is_known_where_both_tiers_call_it_at_once() -> None:
+    """A call that would wait for its own save is refused, also after the other tier's `on_save` has returned meanwhile."""
+    inside, left, refused = threading.Event(), threading.Event(), []
+
+    def on_save(report: Any) -> None:
+        if report == "memory":
+            inside.set()
+            left.wait(20)
+            with pytest.raises(ConfigInvalid):
+                told.check_not_inside("wait")
+            refused.append(report)
+
+    told: Any = ToldSaves(on_save)
+    threads = [threading.Thread(target=told, args=(tier,)) for tier in ("memory", "disk")]
+    threads[0].start()
+    assert inside.wait(20)
+    threads[1].start()
+    threads[1].join()
+    left.set()
+    threads[0].join()
+    assert refused == ["memory"]
+
+
+def test_what_is_saved_after_a_signal_goes_to_the_disk(root: Path, memory: Path) -> None:
+    """The nodes may be taken away all at once, and their memory with them."""
+    with CheckpointManager(root, memory=memory, spill_every=100, copies=1, preempt_on=("SIGUSR1",)) as manager:
+        manager.save(1, state(1))
+        assert steps_in(root) == set()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert manager.should_save(2)
+        manager.save(2, state(2))
+    assert steps_in(root) == {2}
+
+
+def test_without_memory_for_a_copy_the_save_is_made_at_once(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In both tiers, before `async_save` returns, with a warning; what changes afterwards is not saved."""
+    drop_idle_segments()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 << 60))  # so each rank's share of the memory is nothing
+    changing = state(1)
+    with opened(root, memory, spill_every=1) as manager, caplog.at_level(logging.WARNING, "replicated_ckpt"):
+        manager.async_save(1, changing)
+        changing["w"].fill_(2)
+        assert (steps_in(root), steps_in(memory)) == ({1}, {1})
+        found = state(-1)
+        assert manager.restore(found) == 1
+    assert torch.equal(found["w"], state(1)["w"])
+    assert "Training waits in async_save" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", ["relative", 1, "/proc/tier", ""])
+def test_what_is_no_place_in_memory_is_refused(tmp_path: Path, wrong: object) -> None:
+    """Before anything is written."""
+    with pytest.raises(ConfigInvalid, match="memory"):
+        find_memory_root(tmp_path, wrong)
+
+
+def test_the_root_itself_is_no_tier(tmp_path: Path) -> None:
+    """One store cannot be both."""
+    with pytest.raises(ConfigInvalid, match="one directory"):
+        find_memory_root(tmp_path, tmp_path)
+
+
+def test_each_store_and_user_has_a_tier_of_its_own(tmp_path: Path) -> None:
+    """The same one each time; another root has another."""
+    one, again, other = (find_memory_root(root, True) for root in (tmp_path, tmp_path, tmp_path / "other"))
+    assert one == again != other
+    assert one.parent == SHARED_MEMORY / f"replicated_ckpt-{os.geteuid()}"
+
+
+def test_the_usual_place_is_believed_whatever_the_umask(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others can write is not: so the directory above the tier is made so that they cannot."""
+    memory.mkdir()
+    monkeypatch.setattr(place, "SHARED_MEMORY", memory)
+    usual = os.umask(0)
+    try:
+        tier = find_memory_root(root, True)
+        with CheckpointManager(root, memory=True, copies=1, preempt_on=()) as manager:
+            manager.save(1, state(1))
+    finally:
+        os.umask(usual)
+        stop_agent(tier)
+    assert steps_in(tier) == {1}
+
+
+def test_a_place_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+    """Another user's directory, say: the error is ours, and says which."""
+    with pytest.raises(ConfigInvalid, match="cannot be looked at"):
+        find_memory_root(tmp_path, SHARED_MEMORY / ("x" * 300))
+
+
+def test_true_is_a_place_in_shared_memory(root: Path) -> None:
+    """Made for this user alone, and found again by the next process."""
+    tier = find_memory_root(root, True)
+    try:
+        with CheckpointManager(root, memory=True, copies=1, preempt_on=()) as manager:
+            manager.save(1, state(1))
+        assert (steps_in(tier), steps_in(root)) == ({1}, set())
+        assert not stat.S_IMODE(tier.stat().st_mode) & 0o077
+    finally:
+        stop_agent(tier)
+        shutil.rmtree(tier)
+
+
+def test_what_the_tier_has_already_is_room_for_it(memory: Path) -> None:
+    """A restarted job is not refused because of its own earlier checkpoints."""
+    memory.mkdir(parents=True)
+    size = 8 << 20
+    (memory / "file").write_bytes(bytes(size))
+    os.link(memory / "file", memory / "link")  # as of a recycled file: it takes its memory once
+    assert size <= place.measure_used(memory) < 2 * size
+    assert measure_memory(memory) >= size
