@@ -159,9 +159,7 @@ class SaveAborted(ReplicatedCkptError):
 class SaveSuperseded(SaveAborted):
     """A newer save, or one of another run, has the checkpoint's name on this node; it stays, and so does what is staged."""
 
-    default_hint = (
-        "Load the checkpoint to get the newer save; what this one staged goes once the newer one is seen whole."
-    )
+    default_hint = "Load the checkpoint to get the newer save; what this one staged goes once that is seen whole."
 
 
 class LineagesMet(ReplicatedCkptError):
@@ -263,7 +261,9 @@ class StoreError(ReplicatedCkptError):
     default_hint = "The other copies are still used; check the named store."
 
     def __init__(self, store: str, op: str, key: str, detail: str = "", hint: str | None = None) -> None:
-        super().__init__(f"{type(self).__name__}: {op} {key!r} at {store}: {detail}".rstrip(":. ") + ".", hint)
+        why = detail.rstrip(":. ") or type(self).__name__  # else a traceback, which names the class, would say it twice
+        place = store if key == store else f"{key!r} at {store}"
+        super().__init__(f"{op} {place}: {why}.", hint)
         self.args = (store, op, key, detail, hint)
         self.store = store
         self.op = op

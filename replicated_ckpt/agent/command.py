@@ -52,8 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--upload-mib-per-s", type=float, help="pace of uploads to the object store (default: %(default)s)")
     add("--scrub-every-s", type=float, help="pause between two passes of the scrub (default: %(default)s)")
     add("--round-every-s", type=float, help="pause between two looks for copies to make up (default: %(default)s)")
-    add("--drain-s", type=float, help="once told to stop, stay this long for open saves (default: %(default)s)")
+    add(
+        "--drain-s", type=float, help="once told to stop, stay this long for open saves (default and most: %(default)s)"
+    )
     certificate = os.environ.get(TLS_CERT_ENV, "")
+    nice = os.environ.get("REPLICATED_CKPT_AGENT_NICE", AgentConfig.nice)
+    add("--nice", type=int, default=nice, help="niceness of writing asynchronous saves, 0 to 19 (default: %(default)s)")
     add("--tls-cert", default=certificate, metavar="FILE", help="certificate (PEM) to use (default: one of its own)")
     add("--tls-key", default=os.environ.get(TLS_KEY_ENV, ""), metavar="FILE", help="its private key (PEM)")
     add("--plain", action="store_true", help="talk to other nodes without TLS, where the network is trusted")
@@ -86,6 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
         os.environ[PLAIN_ENV] = "1"
     level = logging.DEBUG if arguments.verbose else logging.INFO
     logging.basicConfig(level=level, handlers=[BoundedLog(LocalStore(arguments.root).root_agent_directory())])
-    options = {name: getattr(arguments, name) for name in (*_BACKGROUND, "tls_cert", "tls_key", "direct_io")}
+    options = {name: getattr(arguments, name) for name in (*_BACKGROUND, "tls_cert", "tls_key", "direct_io", "nice")}
     Agent(AgentConfig(arguments.root, arguments.host, arguments.port, arguments.idle_exit_s, **options)).run()
     return 0

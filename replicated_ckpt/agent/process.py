@@ -77,7 +77,7 @@ class Agent:
             raise served_already(self.config.root, directory)
         remove_broken_off_writes(directory)
         make_room_to_start(store.root)
-        self._service = NodeService(store, check_direct_io(self.config.direct_io))
+        self._service = NodeService(store, check_direct_io(self.config.direct_io), self.config.nice)
         completed = self._service.recover()
         self._start_background_work()
         identity = next_identity(directory)
@@ -153,7 +153,7 @@ class Agent:
             self._drain()
         self._greeter.say_goodbye()
         server.shutdown()
-        server.server_close()  # else whoever connects now, a peer that leaves too, waits for an answer in vain
+        server.server_close()  # else a client that connects now, a peer that leaves too, waits for an answer in vain
         deadline = time.monotonic() + _LEAVE_GRACE_S
         while not self._activity.is_idle and time.monotonic() < deadline and not self._hurry.wait(_LEAVE_POLL_S):
             pass

@@ -26,7 +26,7 @@ OBJECT_NODE = "object-store"
 
 SEQUENCE_MAX = 1 << 62
 SEQUENCE_FLOOR_MAX = 1 << 53
-"""Larger ones are not believed of those who only say so: whoever makes one up keeps nobody from counting on."""
+"""Larger ones are not believed of nodes that only say so: one that makes a number up keeps no other from counting on."""
 
 _SHARD = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.distcp")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")

@@ -42,7 +42,7 @@ class Preemption:
             self._previous[number] = signal.signal(number, self._catch)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        """Only notes it: batch systems send the same signal twice, and whoever was to hear of it before still does."""
+        """Only notes it: batch systems send the same signal twice, and an earlier handler still hears of it."""
         self._is_signalled = True
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:

@@ -12,16 +12,16 @@ class ToldSaves:
 
     def __init__(self, on_save: Callable[[SaveReport], object] | None) -> None:
         self._on_save = on_save
-        self._called_in: int | None = None
+        self._called_in: set[int] = set()
         self._saved_from: int | None = None
 
     def __call__(self, report: SaveReport) -> None:
-        self._called_in = threading.get_ident()
+        self._called_in.add(threading.get_ident())  # two tiers' saves may end at the same time
         try:
             if self._on_save is not None:
                 self._on_save(report)
         finally:
-            self._called_in = None
+            self._called_in.discard(threading.get_ident())
 
     def begin(self) -> None:
         """The manager's own thread is about to save."""
@@ -30,7 +30,7 @@ class ToldSaves:
     def check_not_inside(self, call: str) -> None:
         """Raises ConfigInvalid: `on_save` of an asynchronous save makes this call."""
         caller = threading.get_ident()
-        if caller == self._called_in and caller != self._saved_from:
+        if caller in self._called_in and caller != self._saved_from:
             raise ConfigInvalid(
                 f"CheckpointManager.{call} was called by on_save of an asynchronous save, for which it would wait.",
                 "Have on_save note what is to be done, and do it in the training loop, on every rank.",

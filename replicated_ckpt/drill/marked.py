@@ -60,6 +60,6 @@ def _process_ids() -> tuple[int, ...]:
 def _has_mark(pid: int, needle: bytes) -> bool:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
-    except OSError:  # it left, or belongs to somebody else
+    except OSError:  # it left, or belongs to another user
         return False
     return any(entry.startswith(needle) for entry in environment.split(b"\0"))

@@ -1,6 +1,6 @@
 """An S3 server in memory: `python -m replicated_ckpt.drill.moto_server BUCKET` prints its URL and serves until stdin ends.
 
-Whoever holds the other end of stdin need do nothing to end it, not even when killed.
+The process at the other end of stdin need do nothing to end it, not even when killed.
 """
 
 import argparse

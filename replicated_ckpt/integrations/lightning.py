@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -67,6 +67,15 @@ class _Planner(RankStatePlanner):
         if not any(name.startswith(_OPTIMIZER) for name in saved):
             self.has_optimizers = False
             self.state_dict = {name: v for name, v in self.state_dict.items() if not name.startswith(_OPTIMIZER)}
+
+
+class _Found(NamedTuple):
+    """Where a rank would resume from. The least of all ranks' is resumed from: one that a disk has, the newest of them."""
+
+    is_missing: bool
+    age: float
+    name: str
+    path: str
 
 
 class ReplicatedStrategy:
@@ -253,17 +262,25 @@ class ReplicatedStrategy:
     def _resume_alike(
         self, resume_start: Callable[..., None], checkpoint_path: Any = None, weights_only: bool | None = None
     ) -> None:
-        """Lightning's own start of a resumption, with one path on all ranks: that of a rank whose disk has it, if any."""
-        own = None if checkpoint_path is None else (not Path(checkpoint_path).exists(), self._name(checkpoint_path))
+        """Lightning's own start of a resumption, with one path on all ranks: the newest that a rank's disk has, if any."""
+        own: _Found | None = None
+        if checkpoint_path is not None:
+            age = -Path(checkpoint_path).stat().st_mtime if Path(checkpoint_path).exists() else 0.0
+            own = _Found(not age, age, self._name(checkpoint_path), str(checkpoint_path))
         given = [own]
         if dist.is_initialized():
             given *= dist.get_world_size()
             dist.all_gather_object(given, own)
-        name = min((each for each in given if each is not None), default=(True, None))[1]
-        if name == LATEST and self._open().find(LATEST) is None:
-            rank_zero_info(f"There is no checkpoint in {self._root} yet: training begins anew.")
-            name = None
-        resume_start(name if name in (None, LATEST) else self._root / str(name), weights_only)
+        found = min((each for each in given if each is not None), default=None)
+        if found is None or found.name == LATEST:
+            has_any = found is not None and self._open().find(LATEST) is not None
+            if found is not None and not has_any:
+                rank_zero_info(f"There is no checkpoint in {self._root} yet: training begins anew.")
+            resume_start(LATEST if has_any else None, weights_only)
+            return
+        resume_start(self._root / found.name, weights_only)
+        # Lightning removes nothing that lies at this path, and all ranks remove together: roots may differ.
+        self.lightning_module.trainer._checkpoint_connector._ckpt_path = found.path  # noqa: SLF001 - no public way
 
     def _open(self) -> NamedCheckpoints:
         if self._checkpoints is None:

@@ -28,7 +28,7 @@ class AnySource:
     A source that cannot be opened or breaks is dropped. One with a bad block keeps its place for the other blocks: two
     copies damaged in different places are together still whole. One whose footer is damaged is used when the others do
     not have all blocks: with the footer of another source, or with one made anew from all of its data. `on_bad` is told
-    each failure once for each source. A source whose node `is_silent`, as somebody has found out meanwhile, comes after
+    each failure once for each source. A source whose node `is_silent`, as another thread has found out, comes after
     all others, opened or not: it would cost a time-out.
     """
 

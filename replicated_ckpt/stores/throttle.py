@@ -10,11 +10,11 @@ _LOOK_EVERY_S = 0.05
 
 
 class Stopped(Exception):
-    """The agent is leaving: whoever is at background work lets go of it."""
+    """The agent is leaving: its background threads let go of their work."""
 
 
 class Pace:
-    """A rate in bytes per second, kept by whoever calls `take` before each piece. For one thread at a time.
+    """A rate in bytes per second, kept by the thread that calls `take` before each piece. For one thread at a time.
 
     Idle time is not saved up, except for one burst of BURST_S.
     """

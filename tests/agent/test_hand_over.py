@@ -1,16 +1,19 @@
 """Saves that agents finish: ranks hand over memory and outline, and may be gone from then on. Real agents, no torch."""
 
 import os
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.requests.worker_thread import give_way
 from replicated_ckpt.agent.saves.finish import Finished, Outline
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
@@ -30,6 +33,7 @@ SAVE, TICKET = "b" * 32, "c" * 32
 METADATA = b"what torch pickles"
 FILES = {".metadata", ".manifest.json", str(ShardName(0, 0)), str(ShardName(1, 0))}
 WITHIN_S = 40.0
+NICE = 17
 
 
 @dataclass
@@ -162,6 +166,54 @@ def test_without_the_outline_nothing_is_left(job: Job, ranks: tuple[int, ...]) -
     with_part = [job.stores[rank] for rank in ranks]
     wait_for(lambda: all(store.list_staged() == () for store in with_part), WITHIN_S, "the save is gone")
     assert job.files() == [set(), set()]
+
+
+@pytest.fixture
+def gentle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that start from here on write asynchronous saves at this niceness."""
+    monkeypatch.setenv("REPLICATED_CKPT_AGENT_NICE", str(NICE))
+
+
+@pytest.mark.usefixtures("gentle")
+@pytest.mark.parametrize("job", [("", "agent.receiving=sleep:600")], indirect=True)
+def test_what_is_written_behind_training_lets_it_go_first(job: Job) -> None:
+    """The agent that writes a shard, and the buddy's that receives it, do so with --nice; they answer as before."""
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    job.hand_over(0)
+    for agent in job.agents:
+        threads = Path(f"/proc/{agent.process.pid}/task")
+        wait_for(partial(gives_way, threads), WITHIN_S, "a thread that gives way")
+        assert niceness(threads)[str(agent.process.pid)] == usual
+    assert list(niceness(Path(f"/proc/{job.agents[1].process.pid}/task")).values()).count(NICE) == 1
+
+
+def test_giving_way_never_takes_the_processor_from_others() -> None:
+    """An agent that was started with `nice` keeps it: a smaller niceness is an error without rights, wrong with them."""
+    found = []
+
+    def work(own: int, asked: int) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own)
+        give_way(asked)
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    for own, asked in ((19, NICE), (19, 0), (19, 19)):
+        thread = threading.Thread(target=work, args=(own, asked))
+        thread.start()
+        thread.join()
+    assert found == [19, 19, 19]
+
+
+def gives_way(threads: Path) -> bool:
+    return NICE in niceness(threads).values()
+
+
+def niceness(threads: Path) -> dict[str, int]:
+    """By thread of a process, of those that have not ended meanwhile."""
+    found = {}
+    for path in threads.glob("*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found[path.parent.name] = int(path.read_text().rpartition(")")[2].split()[16])
+    return found
 
 
 def test_a_living_rank_learns_the_decision(job: Job) -> None:

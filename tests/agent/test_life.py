@@ -11,6 +11,7 @@ import pytest
 from replicated_ckpt.agent import process as life
 from replicated_ckpt.agent.state.endpoint import Identity
 from replicated_ckpt.config import AgentConfig
+from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 
 
@@ -40,3 +41,12 @@ def test_an_agent_that_listens_says_how_it_is(tmp_path: Path, monkeypatch: pytes
     (answer,) = answers
     assert answer["node_id"] in (tmp_path / "node.json").read_text()
     assert answer["greeted"] is False
+
+
+def test_no_agent_outlasts_the_ranks_that_wait_for_its_end() -> None:
+    """A rank waits 10 s longer than the usual `drain_s`: a longer one would fail its save, and is refused."""
+    with pytest.raises(
+        ConfigInvalid, match="120 at most, not 121: a rank that begins a save meanwhile waits no longer"
+    ):
+        AgentConfig("/x", drain_s=121)
+    assert AgentConfig("/x", drain_s=120).drain_s == 120

@@ -1,4 +1,4 @@
-"""Hand-overs where the system gives the agent no more threads: each is refused at once, and none waits for a time-out."""
+"""Where the system gives an agent no more threads: hand-overs are refused at once, and what needs no answer goes on."""
 
 import os
 import threading
@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.http.local_door import LocalDoor
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.saves.finish import Outline
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.state.endpoint import Endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
@@ -21,6 +24,7 @@ from replicated_ckpt.dcp.hand_over.handed import hand_over
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.fan_out import FanOut
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
 SAVE = "d" * 32
@@ -111,3 +115,25 @@ def test_a_save_that_gets_no_thread_is_not_begun(service: NodeService) -> None:
     assert not service.is_saving
     service.finish(outline)
     assert service.finisher.end_of(SAVE).result(30).manifest
+
+
+def test_many_peers_are_asked_without_a_thread_for_each() -> None:
+    """The calling thread asks them one by one: an agent that leaves gets to its goodbye. Errors stay with their peers."""
+
+    def call(key: int) -> int:
+        if key == 2:
+            raise StoreUnavailable("peer", "ask", str(key), "silent")
+        return key * key
+
+    with without_threads():
+        outcome = FanOut[int, int]().run(range(5), call)
+    assert outcome.results == {0: 0, 1: 1, 3: 9, 4: 16}
+    assert set(outcome.errors) == {2}
+
+
+def test_an_agent_that_gets_no_thread_to_greet_goes_on(tmp_path: Path) -> None:
+    """Its start, or a renewed certificate, is no reason to end: the peers have not heard it, and are greeted later."""
+    peers = PeerBook(LocalStore(tmp_path / "root").agent_directory())
+    with without_threads():
+        thread = Greeter(peers, Endpoint("a" * 12, "127.0.0.1", 1, "token", 1, "0")).start()
+    assert not thread.is_alive()

@@ -37,7 +37,7 @@ def test_a_save_without_a_manifest_is_refused(
     assert said.startswith("refused: step-1 lies on other nodes only, and none could give its manifest")
     assert "nothing was changed" in said
     assert main(["rm", "step-1", "--root", str(store.root), "--force"]) == ExitCode.FAILED
-    assert "kept: step-1: StoreUnavailable" in capsys.readouterr().out
+    assert "kept: step-1: POST '/v1/remove' at node b" in capsys.readouterr().out
 
 
 def test_json_is_json_where_it_is_refused_or_only_tried(

@@ -1,6 +1,7 @@
 """`--root` that names no store of this user is said plainly, with what to name instead."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ NO_STORE = {
     "foreign": ExitCode.NOT_FOUND,
     "store/run/step-1": ExitCode.USAGE,
     "above": ExitCode.USAGE,
+    "far": ExitCode.USAGE,
+    "mixed": ExitCode.USAGE,
 }
 SAID = {
     "missing": "There is no directory",
@@ -30,6 +33,8 @@ SAID = {
     "foreign": "no checkpoint lies in it (but notes.txt)",
     "store/run/step-1": "is one checkpoint",
     "above": "is no node's store, and holds 2 stores",
+    "far": "is no node's store, and holds 2 stores",
+    "mixed": "is no node's store, and holds 1 store",
 }
 
 
@@ -40,8 +45,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (base / "empty" / "lost+found").mkdir(parents=True)
     (base / "foreign").mkdir()
     (base / "foreign" / "notes.txt").write_text("x")
-    for name in ("above/node-0", "above/node-1"):
+    for name in ("above/node-0", "above/node-1", "far/node-0/ckpt", "far/node-1/ckpt", "mixed/node-0"):
         checkpointed([LocalStore(base / name)], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
+    shutil.copytree(base / "mixed/node-0/step-1", base / "mixed/old")
+    (base / "mixed/old/.manifest.json").unlink()  # as FileSystemWriter leaves one
     store = LocalStore(base / "store")
     checkpointed([store], 1, {shard(0): (0,)}, checkpoint_id="run/step-1", copies=1, size_bytes=3000)
     return base
@@ -58,6 +65,13 @@ def test_what_is_no_store_is_said(places: Path, place: str, verb: str) -> None:
     assert "--root" in done.stderr.partition("Hint:")[2]
     assert "Traceback" not in done.stderr
     assert sorted(str(path) for path in places.rglob("*")) == before
+
+
+def test_a_checkpoint_of_no_store_above_stores_has_a_next_step(places: Path) -> None:
+    """It would vanish from sight if the command only named the stores."""
+    hint = command("ls", "--root", places / "mixed").stderr.partition("Hint:")[2]
+    assert f"--root {places / 'mixed/node-0'}." in hint
+    assert "To list old, which no store holds, move it to a directory of its own." in hint
 
 
 def test_a_checkpoint_names_the_store_that_it_lies_in(places: Path) -> None:
@@ -84,8 +98,10 @@ def test_another_users_store_is_said_to_be_that(open_place: Path, verb: str, mod
     root.chmod(mode)
     done = command(verb, "--root", root, user=NOBODY)
     assert (done.returncode, done.stdout) == (ExitCode.UNREACHABLE, "")
-    assert "the store of user root" in done.stderr or "may not read it" in done.stderr
-    assert f"sudo -u {'root' if mode == 0o755 else 'USER'}" in done.stderr
+    assert "the store of user root" in done.stderr
+    assert ("may not read it" in done.stderr) == (mode == 0o700)
+    assert "sudo -u root" in done.stderr
+    assert done.stderr.count(str(root)) == 1, "once says it"
     assert not {"intact", "defect", "Traceback"} & set(done.stderr.replace(".", " ").split())
     for path in (root, *root.rglob("*")):
         os.chown(path, NOBODY, -1)

@@ -47,3 +47,6 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     done = command("show", "step-9", "--root", nodes[0].root)
     assert (done.returncode, done.stdout) == (ExitCode.NOT_FOUND, "")
     assert "replicated-ckpt ls --root ROOT" in done.stderr
+    done = command("show", "latest", "--root", nodes[0].root)
+    assert done.returncode == ExitCode.NOT_FOUND
+    assert "the newest that was seen is 'step-1': name it." in done.stderr

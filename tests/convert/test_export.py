@@ -264,7 +264,7 @@ def test_progress_and_outcome_fit_any_size(capsys: pytest.CaptureFixture[str]) -
     """What is smaller than a megabyte is not "0 of 0 MB", and one tensor is no "1 tensors"."""
     with Printer("export") as printer:
         printer.show(Progress("verifying", 40, 40))
-    assert re.fullmatch(r"export: verifying, 40 B of 40 B \(100%\), [\d.]+ k?B/s\n", capsys.readouterr().err)
+    assert re.fullmatch(r"export: verifying, 40 B of 40 B \(100%\), [\d.]+ [kM]?B/s\n", capsys.readouterr().err)
     one, more = (Converted("step-1", "x", count, count, count, 0.2) for count in (1, 2))
     assert describe(one) == "1 tensor and 1 other entry, 1 byte in 0.2 s,"
     assert describe(more) == "2 tensors and 2 other entries, 2 bytes in 0.2 s,"

@@ -78,7 +78,7 @@ def test_a_stock_directory_becomes_a_checkpoint(tmp_path: Path) -> None:
     assert_equal(loaded(tmp_path / "root", state), state)
 
 
-def test_an_existing_checkpoint_is_replaced_only_on_demand(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_replaced_only_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code says that it is there; nothing of it is touched."""
     for number in (1, 2):
         torch.save({"a": torch.full((3,), number)}, tmp_path / f"{number}.pth")
@@ -87,6 +87,7 @@ def test_an_existing_checkpoint_is_replaced_only_on_demand(tmp_path: Path) -> No
     with pytest.raises(CheckpointExists):
         imported(tmp_path / "2.pth", tmp_path / "root", "torch")
     assert main(command) == 1
+    assert "or replace what is there with --overwrite." in capsys.readouterr().err
     assert loaded(tmp_path / "root", {"a": torch.zeros(3, dtype=torch.int64)})["a"].tolist() == [1, 1, 1]
     assert main([*command, "--overwrite"]) == 0
     assert loaded(tmp_path / "root", {"a": torch.zeros(3, dtype=torch.int64)})["a"].tolist() == [2, 2, 2]

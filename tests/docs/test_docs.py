@@ -22,6 +22,7 @@ from replicated_ckpt import (
 from replicated_ckpt.cli.exit_codes import MEANING
 from replicated_ckpt.cli.main import VERBS
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, UploadEntry
+from replicated_ckpt.dcp.memory.limit import MemoryTierShort
 from replicated_ckpt.drill.plan import Scenario
 from replicated_ckpt.drill.table import HEADER
 
@@ -191,7 +192,11 @@ def test_every_error_has_its_entry_in_the_runbook() -> None:
     """Whatever is raised or warned, the runbook says what to do about it, and it has no entry for anything else."""
     kinds: list[type[BaseException]] = [errors.ReplicatedCkptError, errors.ReplicatedCkptWarning]
     names = {kind.__name__ for top in kinds for kind in (top, *subclasses(top)) if kind.__module__ == errors.__name__}
-    names |= {WorldSizeChanged.__name__, PlansUnknown.__name__}  # those that no other room needs
+    names |= {
+        WorldSizeChanged.__name__,
+        PlansUnknown.__name__,
+        MemoryTierShort.__name__,
+    }  # those that no other room needs
     headings = re.search(r"^## Errors\n(.*?)^## ", text_of("docs/runbook.md"), flags=re.DOTALL | re.MULTILINE)
     assert headings is not None
     assert set(re.findall(r"^### (\w+)$", headings[1], flags=re.MULTILINE)) == names

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.errors import StoreDenied
@@ -57,7 +57,7 @@ def test_an_identity_that_another_user_chose_is_not_used(scratch: Path) -> None:
     identity = json.dumps({"token": CHOSEN, "port": 0, "incarnation": 5})
     as_nobody(f"echo '{identity}' > {scratch}/root/.agent/identity.json; chmod 666 {scratch}/root/.agent/identity.json")
     said = agent_refused(scratch / "root")
-    assert "StoreDenied" in said
+    assert "expected it to be of user root" in said
     assert "nobody" in said
     assert "0777" in said
     assert not (scratch / "root/.agent/endpoint.json").exists()
@@ -104,6 +104,25 @@ def test_what_is_made_in_a_directory_for_all_is_ones_own(scratch: Path) -> None:
         with pytest.raises(subprocess.CalledProcessError):
             as_nobody(command.format(store.root))
     assert store.agent_directory().exists()
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_a_load_from_another_users_root_is_refused_by_name(scratch: Path, mode: int) -> None:
+    """StoreDenied with the file and the user who needs it, not a bare PermissionError; and never that nothing is there."""
+    root = scratch / "root"
+    dcp.save(
+        {"a": torch.ones(3)}, checkpoint_id="step-1", storage_writer=ReplicatedWriter(root, copies=1), no_dist=True
+    )
+    root.chmod(mode)
+    os.setegid(NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        with pytest.raises(StoreDenied, match=f"Let user {NOBODY} read and write {root}/") as caught:
+            dcp.load({"a": torch.zeros(3)}, checkpoint_id="latest", storage_reader=ReplicatedReader(root), no_dist=True)
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+    assert caught.value.store == str(root)
 
 
 def test_a_rank_of_root_writes_itself_where_the_agent_is_another_users(

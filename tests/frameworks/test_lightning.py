@@ -1,6 +1,8 @@
 """Lightning over our strategies: killed in the middle with a node lost, it ends as an undisturbed run does, bit for bit."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -27,3 +29,19 @@ def test_lightning_goes_on_in_the_middle(
     options = ("--strategy", strategy, "--resume", resume)
     with run_both("lightning_program.py", tmp_path, hold_at, options) as (undisturbed, disturbed):
         check_same(undisturbed, disturbed, ("step", "index"), begins)
+
+
+def test_what_was_resumed_from_has_one_path_on_all_nodes(tmp_path: Path) -> None:
+    """Lightning asks by path whether a checkpoint may be removed: it is the one that was found, not a node's own."""
+    require("lightning")
+    from replicated_ckpt.integrations.lightning import ReplicatedDDPStrategy
+
+    found, resumed = tmp_path / "checkpoints" / "last.ckpt", []
+    found.parent.mkdir()
+    found.write_text("last\n")
+    connector: Any = SimpleNamespace(_ckpt_path=None)
+    strategy: Any = ReplicatedDDPStrategy(root=tmp_path / "root")
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(_checkpoint_connector=connector))
+    strategy._resume_alike(lambda path, weights_only: resumed.append(path), found)
+    assert [path.parent for path in resumed] == [tmp_path / "root"]
+    assert connector._ckpt_path == str(found)

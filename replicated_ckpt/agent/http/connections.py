@@ -1,4 +1,4 @@
-"""The open connections of an agent: bounded in number, and whoever only waits makes room for whoever comes."""
+"""The open connections of an agent: bounded in number, and one that only waits makes room for one that comes."""
 
 import contextlib
 import logging
@@ -23,8 +23,8 @@ class _Connection:
 class Connections:
     """Connections by the peer's address, the one that has waited longest first. Safe to use concurrently.
 
-    So nobody without the token can shut out those who have it: a connection that has never shown one is closed first, then
-    one that is between requests, and never one that is being worked for.
+    So no client without the token can shut out those that have it: a connection that has never shown one is closed first,
+    then one that is between requests, and never one that is being worked for.
     """
 
     def __init__(self, maximum: int) -> None:

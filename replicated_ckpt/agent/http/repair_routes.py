@@ -91,7 +91,7 @@ class RepairRoutes:
         return json_answer()
 
     def _suspect(self, fields: Mapping[str, Any], request: Request) -> Answer:
-        """Somebody read bad bytes here: they are read again, and set aside if they are bad."""
+        """A load or the scrub read bad bytes here: they are read again, and set aside if they are bad."""
         del request
         checkpoint_id, save_id, name = (fields[key] for key in ("checkpoint_id", "save_id", "name"))
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id) and is_checkpoint_file(name)):

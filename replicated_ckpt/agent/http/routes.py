@@ -16,6 +16,7 @@ from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.requests.checks import Checks
 from replicated_ckpt.agent.requests.file_answer import FileAnswer, file_answer
 from replicated_ckpt.agent.requests.request import Answer, Request, json_answer
+from replicated_ckpt.agent.requests.worker_thread import give_way
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.state.rights import Right, needed_right
@@ -28,6 +29,7 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
 from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
 from replicated_ckpt.stores.unmanaged.adoption import check_announced
 
 _QUERY_FIELDS_MAX = 8
@@ -247,6 +249,8 @@ class Routes:
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:
         durable = request.headers.get("X-Rckpt-Ack", "durable") != "memory"
         with request.heartbeat:
+            if BEHIND_HEADER in request.headers:  # what brings a shard has a connection, so a thread, for it alone
+                give_way(self._service.hand_overs.niceness)
             found = self._service.receive(save_id, name, request.body, durable=durable)
         body = (json.dumps(asdict(found)) + "\n").encode()
         if durable:

@@ -185,7 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.connections.waiting(self.client_address)
 
     def _show(self) -> str:
-        """The request as it may be logged: whoever sends it chooses it."""
+        """The request as it may be logged: its sender chooses it."""
         return f"{self.command[:_LOGGED_CHARS]!r} {self.path[:_LOGGED_CHARS]!r}"
 
     def _find_right(self) -> Right:

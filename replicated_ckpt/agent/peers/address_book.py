@@ -76,7 +76,7 @@ class PeerBook:
         """Where a node's agent is.
 
         Raises:
-            ObjectMissing: nobody has introduced it here.
+            ObjectMissing: it was never introduced here.
         """
         found = self._read()[0].get(node_id)
         if found is None:

@@ -86,7 +86,10 @@ class Greeter:
     def start(self) -> threading.Thread:
         """Greets every known peer, in the background; returns the thread that does."""
         thread = threading.Thread(target=self.greet_all, name="rckpt-hello", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as exc:  # ends no agent: each peer is greeted once it answers
+            log.warning("greets its peers later, as it gets no thread: %s", exc)
         return thread
 
     def greet_all(self) -> None:

@@ -1,4 +1,4 @@
-"""The manifests of the saves that lie on any node, looked up where they are and kept while somebody holds the save."""
+"""The manifests of the saves that lie on any node, looked up where they are and kept while a node holds the save."""
 
 import logging
 from collections.abc import Mapping, Sequence

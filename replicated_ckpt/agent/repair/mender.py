@@ -193,7 +193,7 @@ class Mender:
                 self._service.complete(action.save_id)
             except (
                 SaveSuperseded
-            ):  # somebody has published meanwhile; shards that were staged before are not ours to drop
+            ):  # another node has published meanwhile; shards that were staged before are not ours to drop
                 if not any(ShardName.parse(path.name) for path in self._store.staging(action.save_id).iterdir()):
                     self._store.abort(action.save_id)
                 raise

@@ -58,7 +58,7 @@ class Protection:
 class Reprotector:
     """One thread that looks, plans and does this node's part, whenever it is woken and every `idle_pause_s`.
 
-    All nodes plan alike from what all nodes hold, so nobody has to be in charge. Nothing is deleted but what the
+    All nodes plan alike from what all nodes hold, so no node has to be in charge. Nothing is deleted but what the
     policy of a run retires: a node that comes back after it was given up brings one copy more. `standing` says what the
     other nodes are told besides. `round` may also be called directly, while the thread is off.
     """
@@ -267,7 +267,7 @@ class Reprotector:
         return len(outcomes) - len(failed), failed
 
     def _just_removed(self, part: RepairPlan) -> set[str]:
-        """Saves that this node held a moment ago and holds no more: somebody may be removing them on every node.
+        """Saves that this node held a moment ago and holds no more: a user may be removing them on every node.
 
         They are put back only if others still have them after the time after which a silent node counts as lost.
         """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.requests.worker_thread import start_worker
+from replicated_ckpt.agent.requests.worker_thread import give_way, start_worker
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies, WrittenCopies, write_copies
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, StoreUnavailable
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
@@ -53,10 +53,11 @@ class HandedShard:
 
 
 class HandOvers:
-    """Writes the shards that are handed over, a few at once. Safe for concurrent use."""
+    """Writes the shards that are handed over, a few at once, in threads of this niceness. Safe for concurrent use."""
 
-    def __init__(self, store: LocalStore) -> None:
+    def __init__(self, store: LocalStore, niceness: int = 0) -> None:
         self._store = store
+        self.niceness = niceness
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(WRITES_AT_ONCE)
         self._written: dict[tuple[str, str], Future[WrittenCopies]] = {}
@@ -146,6 +147,7 @@ class HandOvers:
 
     def _write(self, shard: HandedShard, descriptors: Sequence[int], future: "Future[WrittenCopies]") -> None:
         try:
+            give_way(self.niceness)
             found = self._write_and_close(shard, descriptors)
         except BaseException as exc:  # noqa: BLE001 - top of a thread; who waits for the shard gets the error
             log.warning("%s of save %s: %s", shard.copies.name, shard.copies.save_id, exc)
@@ -158,12 +160,17 @@ class HandOvers:
         try:
             with self._slots:
                 failpoints.reach("agent.handed-over")
-                found = write_copies(self._store, shard.copies, Buffers(), lambda tee: _fill(tee, shard, descriptors))
+                found = _write_behind(self._store, shard, descriptors)
                 with translate_errors("this agent", "note", shard.copies.name):
                     self._note(shard.copies.save_id, found)
                 return found
         finally:
             _close_all(descriptors)
+
+
+def _write_behind(store: LocalStore, shard: HandedShard, descriptors: Sequence[int]) -> WrittenCopies:
+    """Training goes on meanwhile, on the buddies' nodes, too."""
+    return write_copies(store, shard.copies, Buffers(), lambda tee: _fill(tee, shard, descriptors), is_behind=True)
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

@@ -56,7 +56,7 @@ def receive_file(
 
 
 def receive_plain_file(path: Path, body: Body, take: Take, recycled: RecycledFiles | None = None) -> Received:
-    """As `receive_file`, for a file without a footer: whoever uses it holds it against the manifest. Durable afterwards."""
+    """As `receive_file`, for a file without a footer: its user holds it against the manifest. Durable afterwards."""
     sink = FileSink(path, recycled=recycled)
     try:
         size, crc = _write(sink, body, take)

@@ -57,7 +57,7 @@ OPEN_GRACE_S = 5.0
 class NodeService:
     """One node's saves and checkpoints. Every method may be called from several threads at once."""
 
-    def __init__(self, store: LocalStore, direct_io: str = "off") -> None:
+    def __init__(self, store: LocalStore, direct_io: str = "off", niceness: int = 0) -> None:
         self.store = store
         self._direct_io = direct_io
         self.node_id = store.node_id()
@@ -74,7 +74,7 @@ class NodeService:
         """Held by the thread that completes a save by what others know of it: one at a time, else they undo each other."""
         self._lock = threading.Lock()
         self._intake = Intake(store)
-        self.hand_overs = HandOvers(store)
+        self.hand_overs = HandOvers(store, niceness)
         give_up = partial(self.abort, unless_decided=True)
         self.finisher = Finisher(store, self.peers, self.hand_overs, self.commit, give_up)
         self._opened_at: dict[str, float] = {}
@@ -86,7 +86,7 @@ class NodeService:
     def recover(self) -> tuple[str, ...]:
         """Completes the saves whose decision was made durable here before a crash; returns their ids.
 
-        One that cannot be completed stays staged and is logged; it keeps nobody from using the others.
+        One that cannot be completed stays staged and is logged; it keeps no rank from using the others.
         """
         staged = self.store.list_staged()
         self.adoption_locks.take_over(intent.save_id for intent in staged if intent.adopts)
@@ -95,7 +95,7 @@ class NodeService:
         return completed
 
     def _complete_decided(self, leftovers: Sequence[Leftover]) -> tuple[str, ...]:
-        """Commits those whose decision lies here: it is never taken back, and nobody may take them for given up."""
+        """Commits those whose decision lies here: it is never taken back, and no node may take them for given up."""
         completed = []
         for save_id in (leftover.intent.save_id for leftover in leftovers):
             try:
@@ -121,7 +121,7 @@ class NodeService:
         self.pins.end(intent.session)
         self._complete_decided(self.leftovers(intent.session, intent))
         leftovers = self.leftovers(intent.session, intent)
-        with self._lock:  # first: whoever looks at the disk meanwhile must not take it for one that nobody works on
+        with self._lock:  # first: what looks at the disk meanwhile must not take it for one that no rank works on
             if self._is_leaving:
                 raise _leaving(intent)
             self._opened_at[intent.save_id] = math.inf  # however slow the disk is: it is young until it is open
@@ -180,7 +180,7 @@ class NodeService:
             return tuple(self._leftovers(session, by))
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody opens a save in a process of its own meanwhile: it would be seen before its process holds it."""
+        """No process opens a save by itself meanwhile: it would be seen before its process holds it."""
         return exclusive(self.store.agent_directory())
 
     def _leftovers(self, session: str, by: Intent | None) -> Iterator[Leftover]:

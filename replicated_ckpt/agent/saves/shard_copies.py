@@ -83,10 +83,16 @@ class WrittenCopies:
 
 
 def write_copies(
-    store: LocalStore, wanted: WantedCopies, buffers: Buffers, fill: Callable[[Tee], object]
+    store: LocalStore,
+    wanted: WantedCopies,
+    buffers: Buffers,
+    fill: Callable[[Tee], object],
+    *,
+    is_behind: bool = False,
 ) -> WrittenCopies:
     """Writes what `fill` gives as one shard. It is durable in the own store when this returns.
 
+    `is_behind`: no training waits for it, so the buddies' agents may let others have the processor first.
     A buddy that fails is replaced by a spare, or, if none can take the copy, listed in `missed`.
 
     Raises:
@@ -95,7 +101,7 @@ def write_copies(
     path = store.path_of_staged(wanted.save_id, wanted.name)
     own_file = FileSink(path, wanted.direct_io, RecycledFiles(store.root))
     sinks: list[Sink] = [own_file]
-    sinks += [_sink_at(address, wanted) for address in wanted.buddies]
+    sinks += [_sink_at(address, wanted, is_behind=is_behind) for address in wanted.buddies]
     tee = Tee(sinks, buffers, copies=own_file.is_direct)
     began = time.perf_counter()
     try:
@@ -167,8 +173,8 @@ def _copy(
     return None
 
 
-def _sink_at(address: AgentAddress, wanted: WantedCopies) -> PeerSink:
-    return PeerSink(address, wanted.save_id, wanted.name, durable=wanted.durable)
+def _sink_at(address: AgentAddress, wanted: WantedCopies, *, is_behind: bool = False) -> PeerSink:
+    return PeerSink(address, wanted.save_id, wanted.name, durable=wanted.durable, is_behind=is_behind)
 
 
 def _raise_own(outcome: Outcome) -> None:

@@ -24,7 +24,7 @@ LOCK_NAME = "lock"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One running agent. `token` goes to its peers with its address, `owner_token` to nobody: see `Tokens`."""
+    """One running agent. `token` goes to its peers with its address, `owner_token` to no other process: see `Tokens`."""
 
     node_id: str
     host: str
@@ -157,7 +157,7 @@ class FileLock:
 
     @classmethod
     def take(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
-        """The lock, or None if somebody else holds it now. A disk that has become read-only can still be locked.
+        """The lock, or None if another process holds it now. A disk that has become read-only can still be locked.
 
         Raises:
             StoreError: the file cannot be opened or made.

@@ -78,7 +78,7 @@ class UnmanagedLook:
         return UnmanagedFound(checkpoint.save(needed_bytes(ranges)), metadata, ranges)
 
     def metadata(self, checkpoint: UnmanagedCheckpoint) -> bytes:
-        """The bytes of the one `.metadata`, from whoever has it."""
+        """The bytes of the one `.metadata`, from a node that has it."""
         file = checkpoint.metadata()
         last: ReplicatedCkptError = ObjectMissing("the nodes", "read", f"{checkpoint.checkpoint_id}/{METADATA_NAME}")
         for node in sorted(checkpoint.nodes_with_metadata, key=lambda each: each != self._own_node):

@@ -1,6 +1,6 @@
-"""Uploads: each agent brings its own node's shards to the bucket, and whoever sees that all are there commits.
+"""Uploads: each agent brings its own node's shards to the bucket, and the one that sees that all are there commits.
 
-Nobody is in charge. What a save needs is in its manifest, which every holder has; what is there already is in the bucket.
+No agent is in charge. What a save needs is in its manifest, which every holder has; what is there already is in the bucket.
 So an agent that restarts looks and carries on, and a holder of a copy does the part of an owner that is gone.
 """
 
@@ -46,7 +46,7 @@ IDLE_PAUSE_S = 5.0
 WAIT_FIRST_S, WAIT_MAX_S = 0.3, 10.0
 """How long between two looks for the shards of the others."""
 WAITED_FOR_S = 1.0
-"""The same while somebody asks how far it has come."""
+"""The same while a rank asks how far it has come."""
 RETRY_FIRST_S, RETRY_MAX_S = 0.5, 60.0
 """How long between two tries after an error; drawn between half and all of it, so that nodes do not try in step."""
 BUSY_S = 3600.0
@@ -125,7 +125,7 @@ class Uploader:
         return standing_of(self._service, self.orders, self._states)
 
     def state_of(self, save_id: str) -> UploadState | None:
-        """How far a save has come; somebody waits, so it is looked at soon. None: not here, or not to be uploaded."""
+        """How far a save has come; the caller waits, so it is looked at soon. None: not here, or not to be uploaded."""
         if save_id not in self._states:
             self._find_wanted()
         state = self._states.get(save_id)

@@ -40,12 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     store = open_store_of(arguments)
     seen = look_at_nodes(store)
-    rows = [row for row in list_checkpoints(seen) if row.checkpoint_id == arguments.id]
+    listed = list_checkpoints(seen)
+    rows = [row for row in listed if row.checkpoint_id == arguments.id]
     if not rows:
-        raise CheckpointNotFound(
-            f"No node that was reached holds a checkpoint {arguments.id!r} with a manifest.",
-            "`replicated-ckpt ls --root ROOT` lists what there is, and which nodes were not reached.",
-        )
+        hint = "`replicated-ckpt ls --root ROOT` lists what there is, and which nodes were not reached."
+        if arguments.id == "latest" and listed:
+            hint = (
+                f"A load chooses the latest; the newest that was seen is {listed[0].checkpoint_id!r}: name it. {hint}"
+            )
+        raise CheckpointNotFound(f"No node that was reached holds a checkpoint {arguments.id!r} with a manifest.", hint)
     saves = {save.save_id: save for save in saves_found(seen.holdings)}
     known = [
         (row, see_with_remains(saves[row.save_id], seen.manifests[row.save_id], seen))

@@ -82,7 +82,7 @@ def _audit(store: LocalStore, arguments: argparse.Namespace) -> Audit:
 
 @dataclass(frozen=True)
 class _InBucket:
-    """What was read in the bucket. `unchecked` were written by stock torch, and nobody took checksums of them."""
+    """What was read in the bucket. `unchecked` were written by stock torch, without checksums."""
 
     url: str = ""
     checkpoint_ids: tuple[str, ...] = ()

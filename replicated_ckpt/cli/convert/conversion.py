@@ -42,7 +42,7 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--trust-pickles",
         action="store_true",
-        help="unpickle objects that are refused otherwise: whoever wrote them can run code here",
+        help="unpickle objects that are refused otherwise: their writer can run code here",
     )
 
 

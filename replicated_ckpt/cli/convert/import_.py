@@ -4,6 +4,7 @@ import argparse
 
 from replicated_ckpt.cli.convert.conversion import Printer, add_key_arguments, describe, key_rules, stop_on_sigterm
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.errors import CheckpointExists
 
 HELP = "Make a checkpoint from a torch file, from safetensors, or from a plain DCP directory."
 
@@ -41,18 +42,22 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from replicated_ckpt.dcp.convert.importing import import_checkpoint
 
-    with stop_on_sigterm(), Printer("import") as printer:
-        done = import_checkpoint(
-            arguments.path,
-            arguments.id,
-            format=arguments.format,
-            root=arguments.root,
-            object_store=arguments.object_store,
-            copies=arguments.copies,
-            keys=key_rules(arguments),
-            overwrite=arguments.overwrite,
-            trust_pickles=arguments.trust_pickles,
-            progress=printer.show,
-        )
+    try:
+        with stop_on_sigterm(), Printer("import") as printer:
+            done = import_checkpoint(
+                arguments.path,
+                arguments.id,
+                format=arguments.format,
+                root=arguments.root,
+                object_store=arguments.object_store,
+                copies=arguments.copies,
+                keys=key_rules(arguments),
+                overwrite=arguments.overwrite,
+                trust_pickles=arguments.trust_pickles,
+                progress=printer.show,
+            )
+    except CheckpointExists as exc:
+        hint = f"Import it under another ID than {arguments.id!r}, or replace what is there with --overwrite."
+        raise CheckpointExists(exc.message, hint) from exc
     print(f"{done.checkpoint_id}: {describe(done)} saved in {done.place} and read back")
     return ExitCode.OK

@@ -10,6 +10,7 @@ from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.wording import describe_bytes
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,10 @@ class StagedSave:
     """The other nodes of the save."""
 
     def __str__(self) -> str:
-        nodes = ", ".join(self.nodes) or "no other"
+        nodes = ", ".join(self.nodes) or "none"
         return (
-            f"save {self.save_id} of {self.checkpoint_id} is staged here ({self.size_bytes} bytes) and not committed; "
-            f"the nodes of the save are {nodes}"
+            f"save {self.save_id} of {self.checkpoint_id} is staged here ({describe_bytes(self.size_bytes)}) and not "
+            f"committed; the other nodes of the save are {nodes}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -103,6 +104,6 @@ def describe_loss(save: StagedSave, lost: Sequence[str], holdings: Sequence[Hold
     versions = [found for found in saves_found(holdings) if found.checkpoint_id == save.checkpoint_id]
     left = ", ".join(f"save {found.save_id} (sequence {found.sequence})" for found in versions) or "no other version"
     return (
-        f"give up save {save.save_id} of {save.checkpoint_id}, {save.size_bytes} bytes on this node: if node "
+        f"give up save {save.save_id} of {save.checkpoint_id}, {describe_bytes(save.size_bytes)} on this node: if node "
         f"{', '.join(lost)} published it, it cannot be completed any more. Left of {save.checkpoint_id}: {left}"
     )

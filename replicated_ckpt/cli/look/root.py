@@ -37,9 +37,11 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
     except NotADirectoryError as exc:
         raise CheckpointNotFound(f"{store.root} is a file, and no node's store.", _NAME_IT) from exc
     except PermissionError as exc:
-        raise _refuse(store.root, f"this user may not read it ({exc.strerror})") from exc
+        raise _refuse_unreadable(store.root, exc) from exc
     if owner is not None:
-        raise _refuse(store.root, f"it is the store of {owner}", _account(owner))
+        raise _refuse(
+            store.root, f"it is the store of {owner}", owner, f" {TRUST_ROOT_ENV}=1 believes all users of this host."
+        )
     if not _OF_A_STORE.intersection(names):
         _check_content(store, names)
     return store
@@ -51,10 +53,20 @@ def _account(owner: str) -> str:
     return f"'#{name}'" if name.isdecimal() else name
 
 
-def _refuse(root: Path, why: str, owner: str = "USER") -> StoreDenied:
+def _refuse_unreadable(root: Path, error: PermissionError) -> StoreDenied:
+    try:
+        owner = find_other_owner(root)
+    except PermissionError:  # nor the directory above
+        owner = None
+    whose = f", it is the store of {owner}" if owner else ""
+    return _refuse(root, f"this user may not read it ({error.strerror}){whose}", owner)
+
+
+def _refuse(root: Path, why: str, owner: str | None, otherwise: str = "") -> StoreDenied:
+    user = _account(owner) if owner else "USER"
     hint = (
-        f"Run the command as that user: `sudo -u {owner} replicated-ckpt ...`; only the owner of a store reaches its "
-        f"agent. {TRUST_ROOT_ENV}=1 believes all users of this host."
+        f"Run the command as that user: `sudo -u {user} replicated-ckpt ...`; only the owner of a store reaches its "
+        f"agent.{otherwise}"
     )
     return StoreDenied(str(root), "look at", str(root), f"{why}. Nothing of it was checked", hint)
 
@@ -80,10 +92,19 @@ def _check_content(store: LocalStore, names: list[str]) -> None:
 
 def _check_no_stores_within(store: LocalStore) -> None:
     """Checkpoints that lie in stores of their own are of those nodes: counted here they would look like one node's."""
-    within = sorted(path.parent for path in store.root.glob(f"*/{NODE_NAME}"))
-    found = {*store.catalog.directories(), *store.catalog.without_manifest()}
-    if within and {checkpoint_id.partition("/")[0] for checkpoint_id in found} <= {place.name for place in within}:
-        named = " or ".join(f"--root {place}" for place in within[:_SHOWN_MAX])
-        raise ConfigInvalid(
-            f"{store.root} is no node's store, and holds {plural(len(within), 'store')}.", f"Name one store: {named}."
-        )
+    found = sorted({*store.catalog.directories(), *store.catalog.without_manifest()})
+    store_of = {checkpoint_id: _find_store_above(store.root, checkpoint_id) for checkpoint_id in found}
+    within = sorted({place for place in store_of.values() if place is not None})
+    if not within:
+        return
+    hint = f"Name one store: {' or '.join(f'--root {place}' for place in within[:_SHOWN_MAX])}."
+    others = [checkpoint_id for checkpoint_id, place in store_of.items() if place is None]
+    if others:
+        hint += f" To list {', '.join(others[:_SHOWN_MAX])}, which no store holds, move it to a directory of its own."
+    raise ConfigInvalid(f"{store.root} is no node's store, and holds {plural(len(within), 'store')}.", hint)
+
+
+def _find_store_above(root: Path, checkpoint_id: str) -> Path | None:
+    """The store below `root` in which this checkpoint lies."""
+    above = [root / part for part in Path(checkpoint_id).parents if part != Path()]
+    return next((place for place in above if (place / NODE_NAME).exists()), None)

@@ -38,7 +38,7 @@ def choose_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], o
     """The node that is to bring `shard` to the bucket, as `own_node`, which holds it, sees the others.
 
     In order: the owner, the other intended holders, then any holder by name. None: one that comes first is silent and not
-    given up yet, or nobody holds it. One that was never heard is taken to hold what it was meant to; one that says that it
+    given up yet, or no node holds it. One that was never heard is taken to hold what it was meant to; one that says that it
     cannot is passed over.
     """
     entry = manifest.shards[shard]

@@ -1,4 +1,4 @@
-"""The CRC32 that `torch.save` leaves in the zip container of each item: a check of bytes nobody else took checksums of.
+"""The CRC32 that `torch.save` leaves in the zip container of each item: a check of bytes that have no other checksum.
 
 Source: torch.serialization (torch 2.7 to 2.15): the CRC32 of records is 0 where
 `torch.serialization.set_crc32_options(False)` was in force.
@@ -19,7 +19,7 @@ class Verdict(Enum):
     INTACT = "intact"
     """It is a zip container, whole, and all its records match their CRC32."""
     UNCHECKED = "unchecked"
-    """It is none, or one without CRC32: nobody can tell."""
+    """It is none, or one without CRC32: that cannot be told."""
 
 
 class ItemDamaged(ValueError):

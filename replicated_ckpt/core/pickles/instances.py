@@ -4,6 +4,7 @@ Opcode by opcode it would come to the same: `tests/core/test_pickle_follower.py`
 """
 
 import re
+from functools import cache
 from typing import Any
 
 from replicated_ckpt.core.pickles.tree import LEAVES, Fields, Made, Named
@@ -14,10 +15,7 @@ _NUMBER = rb"(?:K.|M..|J.{4}|[N\x88\x89]|" + _LONG + rb")"
 _TEXT = rb"\x8c(?:" + rb"|".join(re.escape(bytes([n])) + rb".{%d}" % n for n in range(1, 128)) + rb")\x94"
 _SIZE = _FETCH + rb"(?:N\x85|NN\x86|NNN\x87)\x94\x85\x94R\x94".replace(b"N", _NUMBER)
 _FIELD = rb"(" + _FETCH + rb")(" + rb"|".join((_SIZE, _FETCH, _NUMBER, _TEXT)) + rb")"
-_INSTANCE = re.compile(
-    rb"\)\x81\x94\}\x94\(" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb")?)?)?ub", re.DOTALL
-)
-_NUMBERS = re.compile(_NUMBER, re.DOTALL)
+_INSTANCE = rb"\)\x81\x94\}\x94\(" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb"(?:" + _FIELD + rb")?)?)?ub"
 _FETCHES = (ord("h"), ord("j"))
 _FETCH_BYTES_MAX = 5
 _EMPTY_TUPLE_OPCODE, _TEXT_OPCODE, _BYTE, _SHORT, _INT = ord(")"), 0x8C, ord("K"), ord("M"), ord("J")
@@ -36,6 +34,7 @@ class Instances:
         self._raw = raw
         self._memo = memo
         self._shared = shared
+        self._instance, self._number = _compile()
         self._calls: dict[bytes, tuple[tuple[Any, ...], tuple[Any, ...], Made]] = {}
 
     def follow(self, cls: Named, position: int, limit: int) -> tuple[Made, int] | None:
@@ -45,7 +44,7 @@ class Instances:
         """
         if self._raw[position : position + 1] != b")":
             return None
-        match = _INSTANCE.match(self._raw, position, limit)
+        match = self._instance.match(self._raw, position, limit)
         if match is None:
             return None
         memo = self._memo
@@ -95,10 +94,16 @@ class Instances:
             called = self._memo[int.from_bytes(fetch[1:], "little")]
             if type(called) is not Named:
                 raise LookupError
-            numbers = tuple(map(_number, _NUMBERS.findall(value, len(fetch), len(value) - _CALL_BYTES)))
+            numbers = tuple(map(_number, self._number.findall(value, len(fetch), len(value) - _CALL_BYTES)))
             found = self._calls[value] = (numbers, (numbers,), Made(called, (numbers,), is_new=False))
         added += found
         return found[-1]
+
+
+@cache
+def _compile() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """An instance, and a number: an eighth of what an agent imports takes as long, and most agents need them late."""
+    return re.compile(_INSTANCE, re.DOTALL), re.compile(_NUMBER, re.DOTALL)
 
 
 def _number(value: bytes) -> int | None:

@@ -56,7 +56,7 @@ class Made:
     """What a call of something named would give: an instance (`is_new`: its class's `__new__` is called), or any value.
 
     `state` is what it is given afterwards, `contents` what is appended or set: both None, mostly. `value` is room for
-    whoever reads the tree.
+    the reader of the tree.
     """
 
     __slots__ = ("arguments", "called", "contents", "is_new", "state", "value")

@@ -197,7 +197,7 @@ class UnmanagedSave:
 
     @property
     def manifest(self) -> Manifest:
-        """What a manifest would say, without checksums of shards, as nobody took any."""
+        """What a manifest would say, without checksums of shards, as none were taken."""
         shards = {
             shard: ShardEntry(self.size_of(shard), 0, rank_of(shard), min(nodes, default=NOBODY), tuple(sorted(nodes)))
             for shard, nodes in self.holders.items()

@@ -104,7 +104,7 @@ class Standing:
     """What a node says besides its holdings that decides what may be removed: its policies, and how far uploads are.
 
     `uploading`: saves that it takes for not yet in the bucket. `uploaded`: those of which it knows that they are, or are
-    not wanted there. `ordered`: those of `uploading` that somebody has ordered by hand, whatever else is known of them.
+    not wanted there. `ordered`: those of `uploading` that a user has ordered by hand, whatever else is known of them.
     `removed`: saves that the node's own user has removed by hand. `unable`: those of `uploading` that it cannot bring
     itself: no rank there has named the bucket, or its key is refused.
     """

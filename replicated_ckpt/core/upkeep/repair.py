@@ -15,7 +15,7 @@ from replicated_ckpt.core.upkeep.repair_plan import CopyShard, RepairPlan, Resto
 
 
 class Presence(Enum):
-    """What is known of a node. Unreachable is never taken for missing before somebody decides that it is gone."""
+    """What is known of a node. Unreachable is never taken for missing before a user decides that it is gone."""
 
     UP = "up"
     """It answers: it can give and take copies."""

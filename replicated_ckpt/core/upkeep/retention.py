@@ -127,7 +127,7 @@ class RetentionPlan:
 
     @property
     def retired(self) -> frozenset[str]:
-        """The saves that nobody is to keep or to get back."""
+        """The saves that no node is to keep or to get back."""
         return frozenset(verdict.save_id for verdict in self.verdicts if not verdict.is_kept)
 
     @property
@@ -157,8 +157,8 @@ def plan_retention(
 ) -> RetentionPlan:
     """What the nodes remove under the policies of the runs; the same views and policies give the same plan.
 
-    Only nodes that answer count. A save whose manifest nobody believes is neither counted nor touched, nor is a
-    directory that goes by another name than its manifest: somebody has renamed it, and wants it.
+    Only nodes that answer count. A save whose manifest is not believed is neither counted nor touched, nor is a
+    directory that goes by another name than its manifest: a user has renamed it, and wants it.
     """
     up = [node for node in nodes if node.presence is Presence.UP]
     holdings = _holdings_by_save(manifest_by_save, up)
@@ -211,7 +211,7 @@ def _candidates(
 
 
 def _copies(manifest: Manifest, holdings: Sequence[Holding]) -> int:
-    """How many intact copies each shard has at least; 0 too where nobody has intact metadata."""
+    """How many intact copies each shard has at least; 0 too where no node has intact metadata."""
     if not any(holding.has_metadata for holding in holdings):
         return 0
     count_by_shard = dict.fromkeys(manifest.shards, 0)

@@ -2,7 +2,7 @@
 
 No collective of ours is added: DCP's own order the messages. On a save every rank writes its post before it hands in its
 local plan, and the coordinator decides before it hands out the global one, so what is read is there. On a load the ranks
-meet with a deadline. A nonce in every post, repeated in the decision, makes sure that nobody acts on an earlier call's.
+meet with a deadline. A nonce in every post, repeated in the decision, makes sure that no rank acts on an earlier call's.
 With a job secret each post, and each note of a decision, carries a mark that only the job's processes can make.
 """
 

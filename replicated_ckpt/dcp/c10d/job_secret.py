@@ -18,8 +18,8 @@ _HINT = "Draw one for each job with `openssl rand -hex 32`, say, and give it to 
 class Seal:
     """Marks and checks what is written under one name of the c10d store. Without a secret nothing is marked.
 
-    `scope` tells apart process groups. With a `problem` nothing is marked and nothing is believed: whoever reads what this
-    rank wrote, and this rank when it reads, learns of it at once.
+    `scope` tells apart process groups. With a `problem` nothing is marked and nothing is believed: a rank that reads what
+    this rank wrote, and this rank when it reads, learns of it at once.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class LentGroup:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """For a block of collectives. If it breaks off in the middle of one, nobody gets the group any more."""
+        """For a block of collectives. If it breaks off in the middle of one, no later block gets the group."""
         try:
             yield
         except (CheckpointException, ReplicatedCkptError):

@@ -35,7 +35,7 @@ class Process:
     started: str
 
     def lives(self) -> bool:
-        """Whether it runs, or could: a killed one that nobody has waited for does not. True if unknown."""
+        """Whether it runs, or could: a killed one whose parent has not waited for it does not. True if unknown."""
         try:
             state, started = _state_and_start(self.pid)
         except (FileNotFoundError, ProcessLookupError):
@@ -67,7 +67,7 @@ class Presence:
     def announce(self) -> None:
         """Lets the other ranks of this host know this process: those that see the same processes by the same numbers.
 
-        Where /proc does not say which, nobody sees it.
+        Where /proc does not say which, none is seen.
         """
         try:
             host = f"{_BOOT_ID.read_text().strip()}/{(_PROC / 'self/ns/pid').readlink()}"

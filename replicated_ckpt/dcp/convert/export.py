@@ -59,7 +59,7 @@ def export_checkpoint(
     Args:
         to: a path, or a URL that fsspec knows. "torch" makes a file; the others a directory.
         shard_size_limit: bytes, or "5GB", of a file of safetensors or of a DCP directory.
-        trust_pickles: unpickle objects that a load refuses (ObjectUnsafe). Whoever wrote them can run code.
+        trust_pickles: unpickle objects that a load refuses (ObjectUnsafe). Their writer can run code.
         storage_options, to_options: how to reach the object store, and `to`, as fsspec takes them.
         progress: called now and then.
 

@@ -47,7 +47,7 @@ def import_checkpoint(
         path: a file of `torch.save`; a `.safetensors` file or a directory of them; or a directory with `.metadata` and
             all shards.
         copies, overwrite, object_store, storage_options: as for ReplicatedWriter.
-        trust_pickles: unpickle a torch file that is refused otherwise (ObjectUnsafe). Whoever wrote it can run code.
+        trust_pickles: unpickle a torch file that is refused otherwise (ObjectUnsafe). Its writer can run code.
 
     Raises:
         ConfigInvalid: there is nothing such at `path`, or a key rule fits nothing. CheckpointExists, StoreError,

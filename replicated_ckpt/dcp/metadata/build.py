@@ -213,7 +213,7 @@ class _Builder(Values):
 
     def _tensor(self, node: Any) -> TensorStorageMetadata:
         if type(node.value) is TensorStorageMetadata:
-            self._spend(len(node.value.chunks))  # whoever reads the metadata goes through them again
+            self._spend(len(node.value.chunks))  # what reads the metadata goes through them again
             return node.value
         fields = self._attributes(node, _TENSOR)
         size, nodes = self._size(fields.get("size")), fields.get("chunks")

@@ -23,7 +23,7 @@ _lock = threading.Lock()
 def register_safe_class(cls: type) -> None:
     """Lets `.metadata` name one more class, such as one that your own planner puts into `planner_data`.
 
-    Whoever can write a checkpoint can then make its instances with any state: register only what is harmless. Holds for
+    A user who can write a checkpoint can then make its instances with any state: register only what is harmless. Holds for
     this process. Safe to call concurrently.
     """
     with _lock:

@@ -24,7 +24,7 @@ class UnknownName(PickleUnsafe):
 class Values:
     """Makes values of the nodes of one tree. A node that is shared is made once, so that its value is shared, too.
 
-    Whoever makes one has looked at the tree's bounds: a tree that is deep or repeats itself is followed to its end.
+    What makes one has looked at the tree's bounds: a tree that is deep or repeats itself is followed to its end.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def key_of(node: Named) -> Key:
 
 
 def _makes_new_ones(called: Any) -> bool:
-    """Whether a call gives an instance that is nobody else's: not a function's result, and not a member of an enum."""
+    """Whether a call gives an instance that is new: not a function's result, and not a member of an enum."""
     return isinstance(called, type) and not issubclass(called, Enum)
 
 

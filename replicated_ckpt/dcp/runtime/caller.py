@@ -8,7 +8,7 @@ from types import FrameType
 from replicated_ckpt.errors import ReplicatedCkptWarning
 
 _BETWEEN = {"replicated_ckpt", "torch", "concurrent", "contextlib", "functools", "multiprocessing", "threading"}
-"""Packages whose lines nobody can act on: this one, DCP, and what runs them in threads and processes."""
+"""Packages whose lines a user cannot act on: this one, DCP, and what runs them in threads and processes."""
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Trainer:
 
 
 def run(trainer: Trainer) -> None:
-    """Do what the spec says, up to the report and, if it says so, on and on until somebody ends this process."""
+    """Do what the spec says, up to the report and, if it says so, on and on until this process is ended."""
     spec = trainer.spec
     saves: list[SaveRecord] = []
     loads = [trainer.load(requested) for requested in spec.loads]

@@ -47,14 +47,14 @@ _TAKEN = (
 )
 _COMMIT_TRIES = 4
 _ORPHAN_S = 86400.0
-"""Uploads begun that long ago belong to nobody any more."""
+"""Uploads begun that long ago belong to no save any more."""
 
 
 @dataclass(frozen=True)
 class BucketSave:
     """One committed checkpoint in the bucket. `mark` is None for one that stock torch wrote.
 
-    `is_torn`: it is one of ours, by the manifest that lies there, and its `.metadata` has lost the mark: nobody can tell
+    `is_torn`: it is one of ours, by the manifest that lies there, and its `.metadata` has lost the mark: no look can tell
     whose it is and what it should be.
     """
 

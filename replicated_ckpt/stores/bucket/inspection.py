@@ -15,7 +15,7 @@ PIECE_BYTES = 16 << 20
 
 
 class BucketInspector:
-    """One look at all of a bucket, or at one checkpoint. `unchecked` are those of stock torch: nobody knows their bytes.
+    """One look at all of a bucket, or at one checkpoint. `unchecked` are those of stock torch: no checksums of them exist.
 
     Raises:
         StoreDenied, StoreUnavailable, StoreError: the bucket cannot be read; nothing is said about what was not.

@@ -1,4 +1,4 @@
-"""One shard in a bucket, by verified ranges; or by plain ones, where nobody took checksums when it was written."""
+"""One shard in a bucket, by verified ranges; or by plain ones, where no checksums were taken when it was written."""
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.stores.bucket.bucket import Bucket

@@ -58,7 +58,7 @@ def _of_fsspec(scheme: str, environment: Mapping[str, str]) -> dict[str, Any]:
     mine = {name: text for name, text in environment.items() if name == names[0] or name.startswith(names[1])}
     if not mine:
         return {}
-    import fsspec.config  # by whoever has such a variable: it costs every start of a process 35 ms
+    import fsspec.config  # by a process that has such a variable: it costs every start of a process 35 ms
 
     found: dict[str, dict[str, Any]] = {}
     fsspec.config.set_conf_env(found, mine)

@@ -72,7 +72,7 @@ class _PacedCallback(Callback):  # type: ignore[misc]
 class FsspecClient:
     """An ObjectClient over fsspec. See ObjectClient for the contract.
 
-    A file system whose write is not atomic (`file://`) may show a short object after a crash; nobody takes one for a
+    A file system whose write is not atomic (`file://`) may show a short object after a crash; it is not taken for a
     shard, as sizes and checksums are compared before a commit and at every read.
     """
 

@@ -37,6 +37,6 @@ def open_client(target: ObjectTarget) -> ObjectClient:
 
 def _read_configuration(scheme: str) -> dict[str, Any]:
     """fsspec's own configuration of a scheme, as this process has it."""
-    import fsspec.config  # by whoever has a bucket: it costs every start of an agent 35 ms
+    import fsspec.config  # by a process that has a bucket: it costs every start of an agent 35 ms
 
     return dict(fsspec.config.conf.get(scheme, {}))

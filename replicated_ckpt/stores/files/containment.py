@@ -1,4 +1,4 @@
-"""Nothing outside a root is read or written for somebody else, whatever symbolic links lie inside it."""
+"""Nothing outside a root is read or written for another user, whatever symbolic links lie inside it."""
 
 import os
 from pathlib import Path

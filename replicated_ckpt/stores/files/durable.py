@@ -99,7 +99,7 @@ def make_directory(path: Path) -> None:
 def make_directories(path: Path, above: Path) -> None:
     """Creates `path` below the existing `above`, durably: each name on the way is fsynced in its parent.
 
-    Also a name that is there already: whoever made it may have been killed, or not have come, before its fsync.
+    Also a name that is there already: the process that made it may have been killed, or not have come, before its fsync.
     """
     if path == above:
         return
@@ -111,7 +111,7 @@ def make_directories(path: Path, above: Path) -> None:
 def make_root(path: Path) -> None:
     """Creates a directory, private to this user, and what is missing above it, durably: names are fsynced up to the mount.
 
-    A directory above that may not be read cannot be fsynced; it was there before, as nobody makes names in it.
+    A directory above that may not be read cannot be fsynced; it was there before, as no process makes names in it.
     """
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     for inner, outer in zip((path, *path.parents), path.parents, strict=False):
@@ -202,8 +202,8 @@ def publish_directory(
 
     At every instant, and after a crash, `final` names the whole old or the whole new directory. Where the file system
     cannot exchange names there is an instant at which `final` names nothing; recovery then completes the publication.
-    `carry` moves what outlives the old directory to the new one. `is_version`: somebody may look for the old directory, so
-    it has a name where it is found meanwhile; else it is carried from before it goes where nobody knows its name.
+    `carry` moves what outlives the old directory to the new one. `is_version`: a load may look for the old directory, so
+    it has a name where it is found meanwhile; else it is carried from before it goes where its name is not known.
     """
     fsync_directory(staged)
     failpoints.reach("commit.staging-fsynced")
@@ -261,7 +261,7 @@ def _renameat2(first: Path, second: Path, flags: int) -> bool:
 
 @contextlib.contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """One thread or process at a time is in the block; nobody is kept out while there is no such directory.
+    """One thread or process at a time is in the block; none is kept out while there is no such directory.
 
     Two that give the same names to the same directories would undo each other's work.
     """

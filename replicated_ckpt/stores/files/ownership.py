@@ -22,7 +22,7 @@ _UID_MAP = Path("/proc/self/uid_map")
 def check_root(root: Path) -> None:
     """The root is this user's, and no other user can have put another directory, or a link, in its place.
 
-    Whoever can write a directory can rename what lies in it, unless it is sticky, as /tmp is.
+    A user who can write a directory can rename what lies in it, unless it is sticky, as /tmp is.
 
     Raises:
         StoreDenied: it is not, naming the path, its owner and its mode. OSError
@@ -49,7 +49,7 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
     """Makes the agent's directory, and the root, where they are missing; what is there is checked first.
 
     Afterwards `check_root` holds, and the directory, and all that lies in it, is this user's and no link. What is
-    returned is passed as `checked` the next time: while it is the same directory, nobody else can have changed it.
+    returned is passed as `checked` the next time: while it is the same directory, no other user can have changed it.
 
     Raises:
         StoreDenied: another user can have put something there. ConfigInvalid: as of the group. OSError
@@ -209,7 +209,7 @@ def _check_mode(root: Path, path: Path, status: os.stat_result, otherwise: str) 
 def _is_group_trusted(status: os.stat_result) -> bool:
     """Whether it is the owner's own group, as systems make it that let groups write by default, or the one that is named.
 
-    Group 0 is nobody's own: containers run processes of any user in it.
+    Group 0 belongs to no user: containers run processes of any user in it.
     """
     name = os.environ.get(GROUP_ENV)
     return (0 != status.st_gid == status.st_uid) or bool(name and status.st_gid == _gid(name))

@@ -14,7 +14,6 @@ from replicated_ckpt.core.layout import (
     INCOMING_DIR,
     MANIFEST_NAME,
     METADATA_NAME,
-    NODE_NAME,
     REPLACED_DIR,
     STAGING_DIR,
     TRASH_DIR,
@@ -46,7 +45,7 @@ from replicated_ckpt.stores.files.plain import open_plain, read_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.place import PlaceNotes
-from replicated_ckpt.stores.local.identity import ensure_identity, read_identity
+from replicated_ckpt.stores.local.identity import ensure_identity, find_identity
 from replicated_ckpt.stores.local.versions import others, replaced
 from replicated_ckpt.stores.local.versions.carry_over import carry_over
 from replicated_ckpt.stores.local.versions.recycled import write_with_room
@@ -93,7 +92,7 @@ class LocalStore:
 
     def read_node_id(self) -> str:
         """This store's identity as `node_id` gives it, or NO_NODE where none was made; never writes."""
-        return read_identity(self.root) if (self.root / NODE_NAME).exists() else NO_NODE
+        return find_identity(self.root) or NO_NODE
 
     def agent_directory(self) -> Path:
         """The agent's directory, private to this user; created if need be.
@@ -232,7 +231,7 @@ class LocalStore:
 
     def _is_published(self, save_id: str) -> bool:
         checkpoint_id = self.intent_of(save_id).checkpoint_id
-        if not checkpoint_id:  # who committed it forgot it while somebody else was opening it again, to complete it
+        if not checkpoint_id:  # who committed it forgot it while another thread opened it again
             return self.catalog.checkpoint_of(save_id) is not None
         published = self.read_published(checkpoint_id)
         return published is not None and published.save_id == save_id
@@ -368,7 +367,8 @@ class LocalStore:
     def list_staged(self) -> tuple[Intent, ...]:
         """The saves that are not committed. An unreadable intent counts as one without a name."""
         directory = self.root / STAGING_DIR
-        names = {path.name.partition(".")[0] for path in directory.iterdir()} if directory.is_dir() else set()
+        with translate_errors(str(self.root), "list", STAGING_DIR):
+            names = {path.name.partition(".")[0] for path in directory.iterdir()} if directory.is_dir() else set()
         return tuple(self.intent_of(save_id) for save_id in sorted(names) if is_save_id(save_id))
 
     def intent_of(self, save_id: str) -> Intent:

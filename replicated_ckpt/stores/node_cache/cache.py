@@ -146,7 +146,7 @@ class RankCache:
             os.posix_fallocate(self._fd, self._shape.header_bytes, size_bytes)
 
     def slot(self, number: int) -> memoryview:
-        """Where to put piece `number`, once nobody needs the piece that lies there."""
+        """Where to put piece `number`, once no rank needs the piece that lies there."""
         return self._shape.slot(self._map, number)
 
     def put(self, number: int, piece: memoryview | None) -> memoryview:
@@ -248,7 +248,7 @@ def _remove(path: Path, fd: int, owner_pid: int) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes the caches of processes that were killed: nobody holds their lock."""
+    """Removes the caches of processes that were killed: no process holds their lock."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), _open(path) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

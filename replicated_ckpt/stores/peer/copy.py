@@ -7,6 +7,8 @@ from replicated_ckpt.errors import ObjectCorrupt, PeerProtocolError, StoreUnavai
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, Upload, file_path
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
+BEHIND_HEADER = "X-Rckpt-Behind"
+"""Of a shard for which no training waits."""
 SLOW_WINDOW_S = 10.0
 SLOW_BYTES_PER_S = 1 << 20
 
@@ -14,14 +16,19 @@ SLOW_BYTES_PER_S = 1 << 20
 class PeerSink:
     """Sends one shard into a peer's staging area, and checks that the peer received what was hashed here.
 
-    `durable`: `finish` returns when the peer has fsynced it; otherwise when the peer has it in memory.
+    `durable`: `finish` returns when the peer has fsynced it; otherwise when the peer has it in memory. `is_behind`: it is
+    of an asynchronous save, and the peer may let others have the processor first.
     """
 
-    def __init__(self, address: AgentAddress, save_id: str, name: str, *, durable: bool) -> None:
+    def __init__(
+        self, address: AgentAddress, save_id: str, name: str, *, durable: bool, is_behind: bool = False
+    ) -> None:
         self.address = address
         self._client = AgentClient(address)
         self._path = f"/v1/saves/{save_id}/{name}"
         self._headers = {"X-Rckpt-Ack": "durable" if durable else "memory"}
+        if is_behind:
+            self._headers[BEHIND_HEADER] = "1"
         self._upload: Upload | None = None
         self._blocked_s = 0.0
         self._taken_bytes = 0

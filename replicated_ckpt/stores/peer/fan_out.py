@@ -1,11 +1,14 @@
 """Fan-out: the same call to many peers at once, bounded in number, every outcome kept."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 from replicated_ckpt.errors import ReplicatedCkptError
+
+log = logging.getLogger(__name__)
 
 PARALLEL_MAX = 128
 """The 50 of 1,000 nodes that hang then cost one time-out, not two in a row."""
@@ -31,15 +34,28 @@ class FanOut(Generic[Key, Result]):
         for key in keys:
             waiting.put(key)
         count = min(PARALLEL_MAX, waiting.qsize())
-        threads = [threading.Thread(target=self._work, args=(waiting, call), daemon=True) for _ in range(count - 1)]
-        for thread in threads:
-            thread.start()
+        threads = self._start_threads(count - 1, waiting, call)
         self._work(waiting, call)
         for thread in threads:
             thread.join()
         if self._bug is not None:
             raise self._bug
         return self
+
+    def _start_threads(
+        self, count: int, waiting: "queue.SimpleQueue[Key]", call: Callable[[Key], Result]
+    ) -> list[threading.Thread]:
+        """As many as the system gives: the calling thread makes the calls that are left, one after the other."""
+        threads: list[threading.Thread] = []
+        for _ in range(count):
+            thread = threading.Thread(target=self._work, args=(waiting, call), daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as exc:
+                log.warning("%d of %d threads can be had: %s", len(threads), count, exc)
+                break
+            threads.append(thread)
+        return threads
 
     def _work(self, waiting: "queue.SimpleQueue[Key]", call: Callable[[Key], Result]) -> None:
         while True:

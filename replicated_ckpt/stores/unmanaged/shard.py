@@ -23,7 +23,7 @@ class UnmanagedShard(VerifiedShard):
         super().__init__(store, name, expected)
 
     def _read_table(self, expected: Expected) -> BlockTable:
-        """One block. Whoever opened the file has looked at its size; a footer behind it is not read."""
+        """One block. The opening has looked at its size; a footer behind it is not read."""
         return BlockTable(expected.size_bytes or 1, expected.size_bytes, (0,))
 
     def read(self, offset: int, length: int) -> memoryview:

@@ -39,6 +39,8 @@ NESTED = [name for name in SCENARIOS if name not in {"buddy's side", "copies in 
 """The two that are left out restart as a first save does."""
 QUICK = ["abort before the decision", "retirement"]
 """Two that have few states: in one a restart removes what was never promised, in the other it completes a removal."""
+ALWAYS = [name for name in SCENARIOS if name != "removal and save over its files"]
+"""That one has the most states; its two halves are scenarios of their own."""
 GoOn = Callable[[LocalStore], None]
 SAMPLED = 25
 """Power losses, drawn with a fixed seed, after which the restart is itself cut off."""
@@ -71,7 +73,7 @@ def base(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", mark_long(SCENARIOS, keep=ALWAYS))
 def test_after_a_power_loss_a_node_holds_what_it_promised(name: str, base: Path, memory: Path) -> None:
     """Every state that any moment can leave: no half checkpoint, no lost one, no leftover; and the next save works."""
     assert Judge(memory).findings(crash_states(recorded(SCENARIOS[name], base).log)) == []

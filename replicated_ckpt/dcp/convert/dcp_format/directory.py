@@ -14,7 +14,7 @@ from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 
 class DirectoryFetcher:
-    """Bytes of files in one directory. Nobody took checksums of them, so none are compared."""
+    """Bytes of files in one directory. No checksums of them were taken, so none are compared."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

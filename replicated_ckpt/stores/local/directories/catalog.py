@@ -217,7 +217,7 @@ class Catalog:
                 yield checkpoint_id
 
     def without_manifest(self) -> Iterator[str]:
-        """Directories that hold DCP's metadata or shards and no manifest, whoever wrote them."""
+        """Directories that hold DCP's metadata or shards and no manifest, whatever wrote them."""
         for checkpoint_id in self._checkpoint_ids(_holds_a_checkpoint):
             if is_checkpoint_id(checkpoint_id) and not _has_manifest(self._path_of(checkpoint_id)):
                 yield checkpoint_id

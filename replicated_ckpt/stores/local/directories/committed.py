@@ -1,6 +1,6 @@
 """One committed checkpoint on this node's disk, held by its directory: what is put into it or set aside stays with it.
 
-An overwrite exchanges whole directories by name. Whoever changes a committed checkpoint therefore works relative to the
+An overwrite exchanges whole directories by name. What changes a committed checkpoint therefore works relative to the
 opened directory, and only after its manifest was seen to be of the save that is meant.
 """
 

@@ -22,7 +22,7 @@ def carry_over(root: Path, manifest: Manifest, staging: Path) -> None:
     Shards that `.metadata` does not name are kept in the quarantine.
 
     Raises:
-        SaveAborted: somebody has changed the checkpoint since it was staged; nothing is replaced.
+        SaveAborted: something has changed the checkpoint since it was staged; nothing is replaced.
     """
     final = root / manifest.checkpoint_id
     if not final.is_dir():

@@ -95,7 +95,7 @@ def unlock_version(fd: int) -> None:
 
 @contextlib.contextmanager
 def unread(directory: Path) -> Iterator[bool]:
-    """Whether nobody reads the version in this directory; then nobody begins to until the block has moved it.
+    """Whether no load reads the version in this directory; then none begins to until the block has moved it.
 
     An agent that keeps it for a reader elsewhere counts as a reader.
     """

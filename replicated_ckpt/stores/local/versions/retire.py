@@ -78,7 +78,7 @@ def _remove(root: Path, checkpoint_id: str, save_id: str, put: Callable[[Path, P
 
 
 def _place_of(root: Path, checkpoint_id: str, save_id: str) -> Path | None:
-    """Where the save lies, published or replaced; None: not here, or in a directory that somebody has renamed."""
+    """Where the save lies, published or replaced; None: not here, or in a directory that a user has renamed."""
     catalog = Catalog(root)
     try:
         directory = catalog.directory_of(checkpoint_id, save_id)
