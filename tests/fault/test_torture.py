@@ -75,4 +75,5 @@ def test_broken_code_is_found(mutant: Mutant) -> None:
     with mutant.install():
         found_at = next((seed for seed in (mutant.seed, *more) if run_seed(seed, script=mutant.script)[1]), None)
     assert found_at is not None
-    assert not run_seed(found_at, script=mutant.script)[1]
+    lines, problem, _ = outcome_of(found_at, mutant.script)
+    assert not problem, "\n".join(["without the defect:", *lines, problem])

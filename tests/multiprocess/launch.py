@@ -198,7 +198,16 @@ class Launch:
 
     def _report(self) -> str:
         files = [*self.folder.glob("rank*.json"), *self.folder.glob("*.log"), *self.folder.glob("rank*.stacks")]
-        return "\n".join(f"--- {path.name}\n{tail(path)}" for path in sorted(files) if path.stat().st_size)
+        told = {path: f"{_crash(path)}{tail(path)}" for path in sorted(files) if path.stat().st_size}
+        return "\n".join(f"--- {path.name}\n{text}" for path, text in told.items())
+
+
+def _crash(path: Path, size_bytes: int = 3000) -> str:
+    """Of a rank that died of a signal as SIGSEGV: the stack of the thread that did, which is not the last one."""
+    found = path.read_text(errors="replace") if path.suffix == ".stacks" else ""
+    start = found.find("Fatal Python error")
+    at = max(found.find("Current thread", start), start)
+    return f"{found[start:][:80].splitlines()[0]}\n{found[at : at + size_bytes]}\n[...]\n" if start >= 0 else ""
 
 
 def tail(path: Path, size_bytes: int = 4000) -> str:

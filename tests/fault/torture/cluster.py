@@ -35,12 +35,13 @@ from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.throttle import Pace
 from tests.fault.torture.faults import Faults, Outage
 from tests.fault.torture.network import Actor, Network
-from tests.fault.torture.operations import Operation, Operations, SimulatedLock
+from tests.fault.torture.operations import Operation, Operations, SimulatedLock, is_simulated_thread
 from tests.fault.torture.pretence import pretences
 from tests.fault.torture.threads import Threads
 
 LOST_AFTER_S = 30.0
 AWAY_AFTER_S = 3600.0
+_ELSEWHERE = random.SystemRandom()
 
 
 class NoPace(Pace):
@@ -175,6 +176,7 @@ class Cluster:
     def __init__(self, base: Path, count: int, seed: int) -> None:
         self.base = base
         self.random = random.Random(seed)
+        self._thread = threading.current_thread()
         self.operations = Operations(Actor(-1, is_agent=False))
         self.network = Network(self.operations)
         self.is_bucket_down = False
@@ -206,7 +208,9 @@ class Cluster:
                 self.faults.end_all()
 
     def draw_uuid(self) -> uuid.UUID:
-        return uuid.UUID(int=self.random.getrandbits(128), version=4)
+        """Stands in for `uuid.uuid4`; a thread that an earlier test has left behind draws none of the simulation's."""
+        is_ours = threading.current_thread() is self._thread or is_simulated_thread()
+        return uuid.UUID(int=(self.random if is_ours else _ELSEWHERE).getrandbits(128), version=4)
 
     # Faults at failpoints ----------------------------------------------------------------------------------------
 

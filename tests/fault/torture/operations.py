@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 HUNG_AFTER_S = 60.0
 """Seconds of real time. A simulated operation takes milliseconds."""
+_THREAD = "torture-"
 
 
 class Hung(AssertionError):
@@ -65,7 +66,7 @@ class Operations:
             operation.is_over = True
             self._give_back(operation)
 
-        threading.Thread(target=run, name=f"torture-{name}", daemon=True).start()
+        threading.Thread(target=run, name=f"{_THREAD}{name}", daemon=True).start()
         self._run(operation)
         return operation
 
@@ -122,6 +123,11 @@ class Operations:
             self.wait_until(is_free, "the lock of a file")
 
         return locked
+
+
+def is_simulated_thread() -> bool:
+    """Whether the thread that runs is an operation's, and not one that an earlier test has left behind."""
+    return threading.current_thread().name.startswith(_THREAD)
 
 
 class SimulatedLock:
