@@ -23,7 +23,7 @@ def look(root: Path) -> None:
     [
         look,
         lambda root: read_plain(root / "run" / "__0_0.distcp"),
-        lambda root: hash_file(root / "run" / "__0_0.distcp"),
+        lambda root: hash_file(root / "run" / "__0_0.distcp", 1),
     ],
 )
 def test_a_directory_in_a_files_place_leaves_nothing_open(tmp_path: Path, way: Callable[[Path], object]) -> None:

@@ -167,11 +167,14 @@ def write_vector(fd: int, pieces: Sequence[memoryview]) -> None:
             left[0] = left[0][count:]
 
 
-def hash_file(path: Path) -> tuple[int, int]:
-    """Size in bytes and CRC32C of a file."""
+def hash_file(path: Path, size_bytes: int) -> tuple[int, int]:
+    """Size in bytes and CRC32C of a file. One that is not of `size_bytes` is not read, and its CRC32C is given as 0."""
     piece = memoryview(bytearray(1 << 20))
     size = crc = 0
     with open_plain_file(path) as file:
+        found_bytes = os.fstat(file.fileno()).st_size
+        if found_bytes != size_bytes:
+            return found_bytes, 0
         while count := file.readinto(piece):
             crc = crc32c(piece[:count], crc)
             size += count

@@ -301,10 +301,10 @@ class LocalStore:
         manifest = decode_manifest(read_plain(path, MANIFEST_BYTES_MAX + 1), str(path))
         if manifest.save_id != save_id:
             raise ManifestInvalid(f"The manifest in {staging} is of save {manifest.save_id}.")
-        found = hash_file(staging / METADATA_NAME)
+        found = hash_file(staging / METADATA_NAME, manifest.metadata_bytes)
         if found != (manifest.metadata_bytes, manifest.metadata_crc32c):
-            expected = f"{manifest.metadata_bytes} bytes of CRC32C {manifest.metadata_crc32c:08x}"
-            detail = f"expected {expected}, found {found[0]} bytes of {found[1]:08x}"
+            wanted, crc = manifest.metadata_bytes, f" of {found[1]:08x}" * (found[0] == manifest.metadata_bytes)
+            detail = f"expected {wanted} bytes of CRC32C {manifest.metadata_crc32c:08x}, found {found[0]} bytes{crc}"
             raise ObjectCorrupt(str(staging), "commit", METADATA_NAME, detail)
         return manifest
 

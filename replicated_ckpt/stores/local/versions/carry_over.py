@@ -30,7 +30,8 @@ def carry_over(root: Path, manifest: Manifest, staging: Path) -> None:
     originals = _originals(root, manifest.save_id)
     for entry in list(os.scandir(final)):
         if entry.name == METADATA_NAME:
-            if hash_file(Path(entry.path)) != (manifest.metadata_bytes, manifest.metadata_crc32c):
+            wanted = manifest.metadata_bytes, manifest.metadata_crc32c
+            if hash_file(Path(entry.path), wanted[0]) != wanted:
                 raise _changed_error(entry.path)
         elif ShardName.parse(entry.name) is None:
             continue
