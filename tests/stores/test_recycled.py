@@ -29,7 +29,7 @@ from replicated_ckpt.core.integrity.checksum import table_of
 from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR, TRASH_DIR
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
-from replicated_ckpt.stores.files.durable import exclusive
+from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore

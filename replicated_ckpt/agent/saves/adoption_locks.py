@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.files.locks import release_lock
 
 ADOPTIONS_MAX = 4
 """Open on one node: each may stage `.metadata`, and a second copy of the shards. The command opens one after the other."""
@@ -56,7 +57,7 @@ class AdoptionLocks:
         with self._lock:
             held = self._held.pop(save_id, None)
         if held is not None:
-            os.close(held[0])
+            release_lock(held[0], os.getpid())
 
     def release_old(self) -> None:
         with self._lock:

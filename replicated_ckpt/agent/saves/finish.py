@@ -23,6 +23,7 @@ from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
+from replicated_ckpt.stores.files.locks import release_lock
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -144,7 +145,7 @@ class Finisher:
             try:
                 start_worker(self._run, outline, held, end, name="rckpt-finish")
             except StoreUnavailable:
-                os.close(held)
+                release_lock(held, os.getpid())
                 raise
             self._ends[save_id] = end
         return end
@@ -165,7 +166,7 @@ class Finisher:
             log.warning("save %s is not finished: %s", save_id, one_line(exc))
             end.set_exception(exc)
         finally:
-            os.close(held)
+            release_lock(held, os.getpid())
 
     def _finish(self, save_id: str, outline: Outline) -> Finished:
         try:
@@ -217,7 +218,9 @@ class Finisher:
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() > failing_since + AGAIN_WITHIN_S:
                     raise
-                os.close(self._store.lock_save(save_id))  # raises SaveAborted: it was given up meanwhile
+                release_lock(
+                    self._store.lock_save(save_id), os.getpid()
+                )  # raises SaveAborted: it was given up meanwhile
                 time.sleep(_PAUSE_S)
 
     def _ask(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:

@@ -40,7 +40,7 @@ from replicated_ckpt.errors import (
     SaveSuperseded,
     StoreUnavailable,
 )
-from replicated_ckpt.stores.files.durable import exclusive
+from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import LocalStore

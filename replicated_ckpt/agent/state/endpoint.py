@@ -12,6 +12,7 @@ from replicated_ckpt.agent.state.listeners import listeners_on
 from replicated_ckpt.agent.state.rights import Tokens, invite
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.stores.files.locks import release_lock
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.version import PROTOCOL
@@ -149,11 +150,12 @@ def remove_endpoint(directory: Path) -> None:
 
 
 class FileLock:
-    """A flock on a file of the agent's directory, held until `release` or the end of the process."""
+    """A flock on a file of the agent's directory, held until `release`, or the end of the process and of what it forked."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self._fd = fd
+        self._owner_pid = os.getpid()
 
     @classmethod
     def take(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
@@ -177,7 +179,7 @@ class FileLock:
         return cls(path, fd)
 
     def release(self) -> None:
-        os.close(self._fd)
+        release_lock(self._fd, self._owner_pid)
 
     def is_in_place(self) -> bool:
         """Whether the locked file still has its name: False once its directory was removed, or removed and made again."""

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -260,20 +259,6 @@ def _renameat2(first: Path, second: Path, flags: int) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), str(first), None, str(second))
-
-
-@contextlib.contextmanager
-def exclusive(directory: Path) -> Iterator[None]:
-    """One thread or process at a time is in the block; none is kept out while there is no such directory.
-
-    Two that give the same names to the same directories would undo each other's work.
-    """
-    with contextlib.ExitStack() as held:
-        if directory.is_dir():
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            held.callback(os.close, fd)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
 
 
 def remove_moved(path: Path, *origins: Path) -> None:

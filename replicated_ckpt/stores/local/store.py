@@ -31,7 +31,6 @@ from replicated_ckpt.errors import (
     SaveAborted,
 )
 from replicated_ckpt.stores.files.durable import (
-    exclusive,
     fsync_directory,
     hash_file,
     make_directories,
@@ -40,6 +39,7 @@ from replicated_ckpt.stores.files.durable import (
     remove_tree,
     translate_errors,
 )
+from replicated_ckpt.stores.files.locks import exclusive, release_lock
 from replicated_ckpt.stores.files.ownership import make_private
 from replicated_ckpt.stores.files.plain import open_plain, read_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
@@ -154,7 +154,7 @@ class LocalStore:
         return bool(self.intent_of(intent.save_id).nodes) and not intent.nodes
 
     def lock_save(self, save_id: str) -> int:
-        """Marks an open save as being worked on, for as long as the returned file descriptor is open.
+        """Marks an open save as being worked on, until the returned file descriptor is given to `release_lock`.
 
         Raises:
             SaveAborted: it is not open.
@@ -177,7 +177,7 @@ class LocalStore:
         except BlockingIOError:
             return True
         finally:
-            os.close(fd)
+            release_lock(fd, os.getpid())
         return False
 
     def put_small(self, save_id: str, name: str, data: bytes) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.stores.files.address import address_of
+from replicated_ckpt.stores.files.locks import release_lock
 
 SLOTS = 4
 OVER = 1 << 62
@@ -244,7 +245,7 @@ def _remove(path: Path, fd: int, owner_pid: int) -> None:
     """Takes a cache's name away, then its lock. A process that was forked from its owner only closes its descriptor."""
     if os.getpid() == owner_pid:
         path.unlink(missing_ok=True)
-    os.close(fd)
+    release_lock(fd, owner_pid)
 
 
 def _sweep(directory: Path) -> None:

@@ -14,6 +14,7 @@ from replicated_ckpt.stores.files.durable import (
     translate_errors,
     write_all,
 )
+from replicated_ckpt.stores.files.locks import release_lock
 from replicated_ckpt.stores.output.output import READ_BYTES, Output, Stream
 
 
@@ -148,5 +149,5 @@ class LocalOutput(Output):
 
     def _close(self) -> None:
         if self._lock >= 0:
-            os.close(self._lock)
+            release_lock(self._lock, os.getpid())
             self._lock = -1

@@ -15,13 +15,13 @@ from stat import S_ISREG
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import RECYCLED_DIR, SHARD_SUFFIX, ShardName
 from replicated_ckpt.stores.files.durable import (
-    exclusive,
     fsync_directory,
     is_full,
     make_directory,
     translate_errors,
     write_file,
 )
+from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.files.openers import is_open_elsewhere, is_sole_name
 from replicated_ckpt.stores.files.room import Room
 

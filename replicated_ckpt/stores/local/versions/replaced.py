@@ -14,6 +14,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree, translate_errors
+from replicated_ckpt.stores.files.locks import release_lock
 from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.others import give_back_others
@@ -87,12 +88,6 @@ def _is_there(fd: int, catalog: Catalog, checkpoint_id: str, save_id: str) -> bo
         return False
 
 
-def unlock_version(fd: int) -> None:
-    """Ends the lock, in processes that were forked meanwhile, too."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
-
-
 @contextlib.contextmanager
 def unread(directory: Path) -> Iterator[bool]:
     """Whether no load reads the version in this directory; then none begins to until the block has moved it.
@@ -112,7 +107,7 @@ def unread(directory: Path) -> Iterator[bool]:
         else:
             yield True
     finally:
-        os.close(fd)
+        release_lock(fd, os.getpid())
 
 
 def is_read(directory: Path) -> bool:

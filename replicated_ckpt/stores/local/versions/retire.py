@@ -9,13 +9,13 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR, TRASH_DIR, is_checkpoint_id
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing
 from replicated_ckpt.stores.files.durable import (
-    exclusive,
     fsync_directory,
     make_directories,
     make_directory,
     remove_moved,
     translate_errors,
 )
+from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.versions.others import remove_trash
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles

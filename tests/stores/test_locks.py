@@ -1,0 +1,103 @@
+"""Locks end when their owner ends them, though a process that was forked meanwhile, as a data loader's worker, lives on."""
+
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.state.endpoint import FileLock
+from replicated_ckpt.stores.files.locks import exclusive, release_lock
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+
+SAVE = "0" * 32
+
+
+@contextlib.contextmanager
+def taken_by_an_agent(path: Path) -> Iterator[None]:
+    lock = FileLock.take(path / "start")
+    assert lock is not None
+    yield
+    lock.release()
+
+
+@contextlib.contextmanager
+def held_save(path: Path) -> Iterator[None]:
+    fd = opened(path).lock_save(SAVE)
+    yield
+    release_lock(fd, os.getpid())
+
+
+def opened(path: Path) -> LocalStore:
+    store = LocalStore(path)
+    if not store.intent_path(SAVE).exists():
+        store.begin(Intent(SAVE, "step-1", "s", overwrite=False))
+    return store
+
+
+def is_directory_free(path: Path) -> bool:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def is_agent_lock_free(path: Path) -> bool:
+    lock = FileLock.take(path / "start")
+    if lock is not None:
+        lock.release()
+    return lock is not None
+
+
+LOCKS: dict[str, tuple[Callable[[Path], AbstractContextManager[None]], Callable[[Path], bool]]] = {
+    "a directory": (exclusive, is_directory_free),
+    "an agent's start": (taken_by_an_agent, is_agent_lock_free),
+    "an open save": (held_save, lambda path: not opened(path).is_held(SAVE)),
+}
+
+
+@contextlib.contextmanager
+def worker() -> Iterator[int]:
+    """A process that is forked here and does nothing; it is killed at the end of the block."""
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(1)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("kind", LOCKS)
+def test_a_forked_process_keeps_no_lock(tmp_path: Path, kind: str) -> None:
+    """It has the descriptor, too; what its parent has released is free, while it lives."""
+    hold, is_free = LOCKS[kind]
+    with contextlib.ExitStack() as ends:
+        with hold(tmp_path):
+            assert not is_free(tmp_path)
+            ends.enter_context(worker())
+        assert is_free(tmp_path)
+
+
+def test_a_forked_process_ends_no_lock(tmp_path: Path) -> None:
+    """What it closes of its parent's stays locked."""
+    pid, fd = os.getpid(), opened(tmp_path).lock_save(SAVE)
+    child = os.fork()
+    if child == 0:
+        release_lock(fd, pid)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert opened(tmp_path).is_held(SAVE)
+    release_lock(fd, pid)
+    assert not opened(tmp_path).is_held(SAVE)
