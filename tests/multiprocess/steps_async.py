@@ -7,6 +7,8 @@ import signal
 import tempfile
 import time
 from concurrent.futures import Future
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
+from replicated_ckpt.agent.state.endpoint import FileLock
 from replicated_ckpt.config import Ack
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
@@ -222,6 +225,35 @@ def footprint_of_saves(context: Context, saves: int, mebibytes: int, ack: Ack) -
         own = {f"rank {name}": value for name, value in _footprint(os.getpid()).items()}
         found.append(own | {f"agent {name}": value for name, value in _footprint(agent).items()})
     return found
+
+
+def saves_with_forks(context: Context, kinds: list[str], saves: int) -> dict[str, Any]:
+    """Processes are forked in the middle of each save, as a data loader's workers are, and live on.
+
+    Returns what this node's agent has open to ranks after each save, and whether the lock of its start is free in the end.
+    """
+    states, workers, found = build_all(context, kinds, 0), list[BaseProcess](), list[int]()
+    for number in range(saves):
+        future = start(context, states, f"step-{number}", DefaultSavePlanner())
+        while not future.done():
+            workers.append(get_context("fork").Process(target=time.sleep, args=(100,), daemon=True))
+            workers[-1].start()
+            time.sleep(0.02)
+        future.result()
+        found.append(_local_connections(json.loads((context.root / ".agent" / "endpoint.json").read_text())["pid"]))
+    is_start_free = FileLock.take(context.root / ".agent" / "start") is not None
+    for worker in workers:
+        worker.kill()
+        worker.join()
+    return {"open": found, "workers": len(workers), "is_start_free": is_start_free, "digests": digests_of(states)}
+
+
+def _local_connections(pid: int) -> int:
+    """How many sockets of this host alone a process has; those that are being closed are given a moment."""
+    time.sleep(0.1)
+    links = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    inodes = [line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return sum(f"socket:[{inode}]" in links for inode in inodes)
 
 
 def _footprint(pid: int) -> dict[str, int]:

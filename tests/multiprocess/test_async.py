@@ -78,6 +78,17 @@ def test_a_writer_for_each_save_leaves_nothing_open(cluster_of: ClusterOf) -> No
         assert counts[-1] <= counts[2] + 2, counts
 
 
+def test_workers_forked_in_a_save_hold_nothing_up(cluster_of: ClusterOf) -> None:
+    """They have its locks and its connection, too, and live on: agents are done with each save, and the next one begins."""
+    forks = call("async.saves_with_forks", kinds=KINDS, saves=3)
+    results = cluster_of(2).launch([forks, call("state.load", kinds=KINDS, checkpoint_id="latest")], nodes=[0, 1])
+    for saved, loaded in zip(results.of(0), results.digests(1), strict=True):
+        assert saved["workers"] > 0
+        assert saved["is_start_free"]
+        assert saved["open"][-1] <= saved["open"][0] + 1, saved
+        assert loaded == saved["digests"]
+
+
 @pytest.mark.parametrize(
     ("saves", "mebibytes", "ack"),
     mark_long([(300, 50, "peer"), (300, 50, "staged"), (16, 8, "staged")], keep=[(16, 8, "staged")]),

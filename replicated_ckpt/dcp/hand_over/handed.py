@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ class HandedOver:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._owner_pid = os.getpid()
 
     def wait(self) -> WrittenCopies:
         """What became of the shard: it is durable in the own store.
@@ -50,7 +52,13 @@ class HandedOver:
         _keep_while_read(self._connection, memory)
 
     def close(self) -> None:
-        """This rank has nothing more to do with the save: from here on the agent settles what it finds of it."""
+        """This rank has nothing more to do with the save: from here on the agent settles what it finds of it.
+
+        It learns that although a process that was forked meanwhile, as a data loader's worker, has the connection, too.
+        """
+        if os.getpid() == self._owner_pid:
+            with contextlib.suppress(OSError):  # it is given up, or the agent is gone
+                self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 

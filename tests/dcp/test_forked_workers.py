@@ -1,9 +1,10 @@
-"""Locks end when their owner ends them, though a process that was forked meanwhile, as a data loader's worker, lives on."""
+"""What ends when its owner ends it, though a process that was forked meanwhile, as a data loader's worker, lives on."""
 
 import contextlib
 import fcntl
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.state.endpoint import FileLock
+from replicated_ckpt.dcp.hand_over.handed import HandedOver
 from replicated_ckpt.stores.files.locks import exclusive, release_lock
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
@@ -88,6 +90,24 @@ def test_a_forked_process_keeps_no_lock(tmp_path: Path, kind: str) -> None:
             assert not is_free(tmp_path)
             ends.enter_context(worker())
         assert is_free(tmp_path)
+
+
+def test_a_forked_process_keeps_no_save_handed_over() -> None:
+    """The agent learns that a rank has left, and its thread is free for another one; the fork's end says nothing."""
+    rank, agent = socket.socketpair()
+    handed = HandedOver(rank)
+    agent.settimeout(0.5)
+    with worker():
+        child = os.fork()
+        if child == 0:
+            handed.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        with pytest.raises(TimeoutError):
+            agent.recv(1)
+        handed.close()
+        assert agent.recv(1) == b""
+    agent.close()
 
 
 def test_a_forked_process_ends_no_lock(tmp_path: Path) -> None:
