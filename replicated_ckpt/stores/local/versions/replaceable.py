@@ -83,7 +83,7 @@ def _check_others(root: Path, final: Path) -> None:
 def _checkpoint_below(directory: Path, depth: int) -> Path | None:
     if is_checkpoint(directory):
         return directory
-    below = (Path(entry.path) for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
+    below = [Path(entry.path) for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
     found = (
         _checkpoint_below(path, depth + 1)
         for path in below
@@ -98,7 +98,7 @@ def _check_adoptable(final: Path) -> None:
             f"{final} has a manifest: it is a checkpoint of this package and is not adopted.",
             "Nothing is left to adopt; `replicated-ckpt verify` reads it.",
         )
-    for entry in os.scandir(final):
+    for entry in list(os.scandir(final)):
         if not entry.is_file(follow_symlinks=False):
             raise ConfigInvalid(
                 f"{entry.path} is no plain file: a checkpoint with directories or links in it is not adopted.",
