@@ -20,8 +20,10 @@ from urllib.parse import urlsplit
 
 HERE = Path(__file__).resolve().parents[1]
 # Not here: `frameworks` and `bench-peers`, of which the former is judged by `make frameworks` and the latter is installed
-# without what it declares; `docs`, which needs neither this package nor torch.
+# without what it declares; `docs`, which needs neither this package nor torch. Those of INTEGRATIONS are checked if named:
+# each is large.
 EXTRAS = ("drill", "s3", "test", "dev", "referee")
+INTEGRATIONS = ("accelerate", "lightning", "ray", "torchtitan", "transformers")
 RUN_TIMEOUT_S = 600
 INSTALL_TIMEOUT_S = 3600
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -154,6 +156,7 @@ IMPORTS: Mapping[str, str] = {
     "test": "pytest, pytest_timeout, xdist, hypothesis, moto.server, kubernetes_validate, safetensors.torch",
     "dev": "mypy.api, ruff",
     "referee": "expecttest",
+    **{name: f"replicated_ckpt.integrations.{name}" for name in INTEGRATIONS},
 }
 
 

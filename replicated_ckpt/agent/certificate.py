@@ -8,6 +8,7 @@ from pathlib import Path
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.tls import (
     PLAIN_HINT,
@@ -98,7 +99,7 @@ def certificate_of(config: AgentConfig, directory: Path) -> tuple[str, str] | No
     if is_network_trusted():
         return None
     path = directory / CERTIFICATE_NAME
-    if path.exists():
+    if is_there(path):
         return _read_kept(path)
     if is_loopback(config.host):
         return None

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from replicated_ckpt.errors import ManifestInvalid
+from replicated_ckpt.stores.files.existence import is_plain_file
 
 
 def collect_files(directory: Path) -> dict[str, bytes]:
     """What lies in a directory and below it, by path from there."""
-    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    files = sorted(file for file in directory.rglob("*") if is_plain_file(file))
     return {file.relative_to(directory).as_posix(): file.read_bytes() for file in files}
 
 

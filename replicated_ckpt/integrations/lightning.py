@@ -27,6 +27,7 @@ from replicated_ckpt.dcp.rank.planner import RankStatePlanner
 from replicated_ckpt.dcp.rank.random_state import capture_random, restore_random
 from replicated_ckpt.dcp.rank.replay import ReplayedLoader
 from replicated_ckpt.dcp.runtime.caller import warn
+from replicated_ckpt.stores.files.existence import is_directory, is_there
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
 
@@ -170,7 +171,7 @@ class ReplicatedStrategy:
             state[f"{_OPTIMIZER}{index}"] = optimizer_state
         name, mark = self._agree_on_first((self._name(filepath), self._mark_at(filepath)))
         self._open().save(name, state)
-        if mark is not None and self.local_rank == 0 and not Path(mark).is_dir():
+        if mark is not None and self.local_rank == 0 and not is_directory(mark):
             Path(mark).parent.mkdir(parents=True, exist_ok=True)
             Path(mark).write_text(f"This checkpoint is kept by replicated_ckpt as {name}.\n", encoding="utf-8")
 
@@ -206,7 +207,7 @@ class ReplicatedStrategy:
         """Removes a checkpoint from every node and the bucket, for good."""
         name, mark = self._agree_on_first((self._name(filepath), self._mark_at(filepath)))
         self._open().delete(name)
-        if mark is not None and self.local_rank == 0 and not Path(mark).is_dir():
+        if mark is not None and self.local_rank == 0 and not is_directory(mark):
             Path(mark).unlink(missing_ok=True)
 
     def on_train_start(self) -> None:
@@ -265,11 +266,10 @@ class ReplicatedStrategy:
         """Lightning's own start of a resumption, with one path on all ranks: the newest that a rank's disk has, if any."""
         own: _Found | None = None
         if checkpoint_path is not None:
-            age = -Path(checkpoint_path).stat().st_mtime if Path(checkpoint_path).exists() else 0.0
+            age = -Path(checkpoint_path).stat().st_mtime if is_there(checkpoint_path) else 0.0
             own = _Found(not age, age, self._name(checkpoint_path), str(checkpoint_path))
-        given = [own]
+        given = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
         if dist.is_initialized():
-            given *= dist.get_world_size()
             dist.all_gather_object(given, own)
         found = min((each for each in given if each is not None), default=None)
         if found is None or found.name == LATEST:

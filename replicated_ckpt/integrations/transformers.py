@@ -29,6 +29,7 @@ from replicated_ckpt.dcp.rank.rank_state import rank_and_world
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.integrations.directory_files import collect_files, put_files
+from replicated_ckpt.stores.files.existence import is_there
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
@@ -227,11 +228,11 @@ class ReplicatedTrainerMixin:
             return
         schedule = Path(checkpoint) / SCHEDULER_NAME
         state: dict[str, Any] = {_MODEL: get_model_state_dict(self.model_wrapped)}
-        if schedule.exists():  # not with save_only_model
+        if is_there(schedule):  # not with save_only_model
             state[_OPTIMIZER] = get_optimizer_state_dict(self.model_wrapped, self._plain_optimizer())
         self._open().load(self._restored_from[0], state)
         set_model_state_dict(self.model_wrapped, state[_MODEL])
-        if schedule.exists():
+        if is_there(schedule):
             set_optimizer_state_dict(self.model_wrapped, self._plain_optimizer(), state[_OPTIMIZER])
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=not self._trust_pickles))
 

@@ -55,9 +55,32 @@ def test_an_id_that_is_no_text_is_an_argument_to_correct(tmp_path: Path, given: 
 
 
 def test_a_root_without_a_store_is_said_to_be_that(tmp_path: Path) -> None:
-    """A mistyped root has no node to name."""
-    with pytest.raises(CheckpointNotFound, match=r"Searched: no node's store yet at .*/typo \(own store\)"):
+    """A mistyped root has no node to name; the hint fits it, and a first run."""
+    with pytest.raises(CheckpointNotFound, match=r"Searched: no node's store yet at .*/typo \(own store\)") as raised:
         dcp.load({}, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path / "typo"), no_dist=True)
+    assert raised.value.hint.startswith("In a first run nothing was saved yet: go on without a load")
+    assert f"the root {tmp_path}/typo is not the one that was saved to" in raised.value.hint
+
+
+def test_a_writer_and_a_reader_say_what_they_are(tmp_path: Path) -> None:
+    """With their root, and where they differ from the default."""
+    assert (
+        repr(ReplicatedWriter(tmp_path, ack="local")) == f"<ReplicatedWriter({str(tmp_path)!r}, copies=2, ack='local')>"
+    )
+    assert repr(ReplicatedReader(tmp_path)) == f"<ReplicatedReader({str(tmp_path)!r})>"
+    in_bucket = ReplicatedReader(object_store="s3://bucket/run", storage_options={"secret": "hidden"})
+    assert repr(in_bucket) == "<ReplicatedReader(None, object_store='s3://bucket/run')>"
+
+
+def test_no_warning_of_a_directory_left_open(tmp_path: Path) -> None:
+    """A program that makes ResourceWarning an error saves, lists and loads."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(3):
+            save(tmp_path, f"step-{number}")
+        dcp.load({"w": torch.zeros(3)}, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path), no_dist=True)
+        assert list(ReplicatedWriter(tmp_path).store.catalog.without_manifest()) == []
+    assert [str(one.message) for one in caught if one.category is ResourceWarning] == []
 
 
 def test_a_path_outside_the_root_is_no_id(tmp_path: Path) -> None:

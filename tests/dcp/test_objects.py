@@ -88,11 +88,14 @@ LOADED: dict[str, Any] = {
     "a quantized tensor": torch.quantize_per_tensor(torch.ones(3), 0.1, 1, torch.quint8),
     "a lazy conjugate": torch.ones(2, dtype=torch.complex64).conj(),
 }
+PATHS_HOME = pathlib.PosixPath.__module__
+"""`pathlib._local` in Python 3.13 alone."""
+
 ALLOWED: dict[str, tuple[Any, str]] = {
     "defaultdict": (collections.defaultdict(int, a=1), "import collections; {}([int, collections.defaultdict])"),
     "deque": (collections.deque([1, 2], 5), "import collections; {}([collections.deque])"),
     "datetime": (dt.datetime(2020, 1, 1), "import datetime; {}([datetime.datetime])"),  # noqa: DTZ001
-    "Path": (pathlib.PosixPath("/x/y"), "import pathlib; {}([pathlib.PosixPath])"),
+    "Path": (pathlib.PosixPath("/x/y"), f"import {PATHS_HOME}; {{}}([{PATHS_HOME}.PosixPath])"),
     "Namespace": (argparse.Namespace(a=1), "import argparse; {}([argparse.Namespace])"),
     "Enum": ([Color.RED, Color.RED], "import tests.dcp.test_objects; {}([tests.dcp.test_objects.Color])"),
     "dataclass": (Settings(0.1), "import tests.dcp.test_objects; {}([tests.dcp.test_objects.Settings])"),
@@ -261,8 +264,8 @@ def test_a_save_warns_once_of_what_a_load_would_refuse(tmp_path: Path, monkeypat
     said = sorted(str(one.message) for one in caught if one.category is ReplicatedCkptWarning)
     assert len(said) == 2
     assert "names collections.deque" in said[0]
-    assert "names pathlib.PosixPath" in said[1]
-    assert "`import pathlib; torch.serialization.add_safe_globals([pathlib.PosixPath])`" in said[1]
+    assert f"names {PATHS_HOME}.PosixPath" in said[1]
+    assert f"`import {PATHS_HOME}; torch.serialization.add_safe_globals([{PATHS_HOME}.PosixPath])`" in said[1]
 
 
 # Bytes that only somebody hostile writes ------------------------------------------------------------------------------

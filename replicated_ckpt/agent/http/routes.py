@@ -243,7 +243,7 @@ class Routes:
             request.method == "PUT" and any(ShardName.parse(name) is None for name in rest)
         )
         store = self._service.store
-        if is_end and store.staging(save_id).is_dir() and not store.intent_of(save_id).adopts:
+        if is_end and store.is_staged(save_id) and not store.intent_of(save_id).adopts:
             request.require(Right.JOB)
 
     def _receive(self, request: Request, save_id: str, name: str) -> Answer:

@@ -25,6 +25,7 @@ from replicated_ckpt.errors import (
     StoreUnavailable,
 )
 from replicated_ckpt.stores.any_source import AnySource, Source
+from replicated_ckpt.stores.files.existence import is_directory
 from replicated_ckpt.stores.local.directories.committed import (
     Committed,
     incoming_file,
@@ -140,7 +141,7 @@ class Mender:
                 if (problem := self._restore_metadata(directory, action, manifest)) is not None:
                     raise problem
             return True
-        if not self._store.final(action.checkpoint_id).is_dir():
+        if not is_directory(self._store.final(action.checkpoint_id)):
             return False
         with open_directory(self._store.root, action.checkpoint_id) as directory:
             own, why = _manifest_in(directory)

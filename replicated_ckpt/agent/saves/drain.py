@@ -79,7 +79,7 @@ class Draining:
     def _is_followed(self, save_id: str) -> bool:
         """Whether this agent has a part of a save without ranks, and asks the coordinator's node what became of it."""
         service = self._service
-        if not service.hand_overs.has(save_id) or not service.store.staging(save_id).is_dir():
+        if not service.hand_overs.has(save_id) or not service.store.is_staged(save_id):
             return False
         return not (service.doubts.has(save_id) and self._waits_in_vain((save_id, self._own)))
 

@@ -117,7 +117,7 @@ class HandOvers:
         """For the agent that comes after this one: the rank that handed the shard over may be gone, or be told already."""
         path = self._note_path(save_id, found.name)
         path.write_text(json.dumps(found.to_json()))
-        if not self._store.staging(save_id).is_dir():  # it was given up meanwhile, and its notes removed
+        if not self._store.is_staged(save_id):  # it was given up meanwhile, and its notes removed
             path.unlink(missing_ok=True)
 
     def _read_note(self, save_id: str, name: str) -> WrittenCopies:
@@ -137,11 +137,7 @@ class HandOvers:
 
     def _forget_old(self) -> None:
         if len(self._written) >= _KEPT:
-            over = [
-                key
-                for key, future in self._written.items()
-                if future.done() and not self._store.staging(key[0]).is_dir()
-            ]
+            over = [key for key, future in self._written.items() if future.done() and not self._store.is_staged(key[0])]
             for key in over:
                 del self._written[key]
 

@@ -71,7 +71,7 @@ class Intake:
     def _of(self, save_id: str) -> _Taken:
         with self._lock:
             if len(self._taken_by_save) >= _KEPT:
-                over = [known for known in self._taken_by_save if not self._store.staging(known).is_dir()]
+                over = [known for known in self._taken_by_save if not self._store.is_staged(known)]
                 for known in over:
                     del self._taken_by_save[known]
             return self._taken_by_save.setdefault(save_id, _Taken())

@@ -224,12 +224,12 @@ class NodeService:
 
     def is_known(self, save_id: str) -> bool:
         """Whether anything of a save lies here, staged or committed."""
-        return self.store.intent_path(save_id).exists() or self.answer_of(save_id) is not Answer.ABSENT
+        return self.store.has_intent(save_id) or self.answer_of(save_id) is not Answer.ABSENT
 
     def check_open(self, save_id: str) -> None:
         """Raises SaveAborted: the save is not open here, or was given up."""
         self._fence.check(save_id, self.node_id)
-        if not self.store.staging(save_id).is_dir():
+        if not self.store.is_staged(save_id):
             raise SaveAborted(f"Save {save_id} is not open on node {self.node_id}.")
 
     def receive(self, save_id: str, name: str, body: Body, *, durable: bool) -> Received:
@@ -351,7 +351,7 @@ class NodeService:
                 return Answer.DECIDED
         if self.store.catalog.checkpoint_of(save_id) is not None:
             return Answer.PUBLISHED
-        return Answer.STAGED if self.store.staging(save_id).is_dir() else Answer.ABSENT
+        return Answer.STAGED if self.store.is_staged(save_id) else Answer.ABSENT
 
     def answer_to_settle(self, save_id: str, *, is_over: bool, is_left: bool) -> dict[str, Any]:
         """As `state_of`, for a node that settles the save: what this node says is what it keeps to.

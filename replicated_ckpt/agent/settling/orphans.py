@@ -21,7 +21,7 @@ def follow_orphan(service: NodeService, save_id: str) -> None:
     works on the save it is asked on, however long other nodes write.
     """
     until = time.monotonic() + FOLLOW_S
-    while service.store.staging(save_id).is_dir() and time.monotonic() < until:
+    while service.store.is_staged(save_id) and time.monotonic() < until:
         if service.store.is_held(save_id):
             until = time.monotonic() + FOLLOW_S
         else:

@@ -64,7 +64,7 @@ def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> S
     with service.completing:
         _settle_one(service, leftover, service.peers.read_all(), frozenset(lost))
     waits_for = next((doubt.waits_for for doubt in service.doubts.read_all() if doubt.intent.save_id == save_id), ())
-    if not waits_for and service.store.staging(save_id).is_dir():
+    if not waits_for and service.store.is_staged(save_id):
         raise ConfigInvalid(
             f"Save {save_id} is not given up: another node of it says that ranks work on it there, or did a moment ago.",
             _END_JOB,

@@ -25,6 +25,7 @@ from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
 from replicated_ckpt.config import TLS_CERT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.ownership import is_of_another
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
@@ -88,7 +89,7 @@ def running_agent(store: LocalStore) -> Endpoint | None:
 def can_hold_agent(store: LocalStore) -> bool:
     """Whether an agent can be started for this store: its root is no read-only file system, and this user may write it."""
     place = store.root_agent_directory()
-    while not place.exists():
+    while not is_there(place):
         place = place.parent
     return os.access(place, os.W_OK | os.X_OK)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from replicated_ckpt.config import PORT_ENV
 from replicated_ckpt.errors import AgentUnavailable
+from replicated_ckpt.stores.files.existence import is_there
 
 _COMMAND_CHARS = 200
 _WHO = "As root, `ss -ltnp 'sport = :{}'` names its process."
@@ -24,7 +25,7 @@ class Listener:
 
 def listeners_on(port: int) -> frozenset[Listener]:
     """All sockets that listen on a port, of every user; empty where /proc does not tell."""
-    tables = [path.read_text() for name in ("tcp", "tcp6") if (path := Path("/proc/net", name)).exists()]
+    tables = [path.read_text() for name in ("tcp", "tcp6") if is_there(path := Path("/proc/net", name))]
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
     return frozenset(
         Listener(int(row[7]), int(row[9]))

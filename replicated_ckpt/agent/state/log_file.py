@@ -8,6 +8,7 @@ from pathlib import Path
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.errors import StoreDenied
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.existence import is_link, is_there
 
 LOG_NAME = "log"
 LOG_BYTES_MAX = 8 << 20
@@ -25,9 +26,9 @@ def open_log(directory: Path) -> int:
     """
     path = directory / LOG_NAME
     with translate_errors(str(directory), "open", LOG_NAME):
-        if path.exists() and path.lstat().st_size >= LOG_BYTES_MAX:
+        if is_there(path) and path.lstat().st_size >= LOG_BYTES_MAX:
             path.replace(path.with_name(LOG_NAME + _OLDER_SUFFIX))
-        if path.is_symlink():
+        if is_link(path):
             raise StoreDenied(str(directory), "open", LOG_NAME, "it is a symbolic link", f"Remove {path}.")
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 

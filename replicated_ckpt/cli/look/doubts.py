@@ -90,7 +90,7 @@ def _find_missing(nodes: Sequence[str], seen: NodesSeen) -> list[str]:
 
 def _sum_staged_bytes(store: LocalStore, intent: Intent) -> int:
     staging = store.staging(intent.save_id)
-    return sum(path.stat().st_size for path in staging.iterdir()) if staging.is_dir() else 0
+    return sum(path.stat().st_size for path in staging.iterdir()) if store.is_staged(intent.save_id) else 0
 
 
 def label_nodes(store: LocalStore, saves: Sequence[StagedSave]) -> Mapping[str, str]:

@@ -13,6 +13,8 @@ from replicated_ckpt.core.layout import (
     ShardName,
 )
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, StoreDenied
+from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.ownership import TRUST_ROOT_ENV, find_other_owner
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import plural
@@ -43,7 +45,8 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
             store.root, f"it is the store of {owner}", owner, f" {TRUST_ROOT_ENV}=1 believes all users of this host."
         )
     if not _OF_A_STORE.intersection(names):
-        _check_content(store, names)
+        with translate_errors(str(store.root), "look for", NODE_NAME):
+            _check_content(store, names)
     return store
 
 
@@ -74,7 +77,7 @@ def _refuse(root: Path, why: str, owner: str | None, otherwise: str = "") -> Sto
 def _check_content(store: LocalStore, names: list[str]) -> None:
     """No rank or agent has made a store there: it may be one of stock torch's checkpoints, or something else."""
     if {MANIFEST_NAME, METADATA_NAME}.intersection(names) or any(ShardName.parse(name) for name in names):
-        above = next((place for place in store.root.parents if (place / NODE_NAME).exists()), store.root.parent)
+        above = next((place for place in store.root.parents if is_there(place / NODE_NAME)), store.root.parent)
         checkpoint_id = store.root.relative_to(above)
         hint = f"Name the store: --root {above}. In it this is the checkpoint {str(checkpoint_id)!r}."
         raise ConfigInvalid(f"{store.root} is one checkpoint, and no node's store.", hint)
@@ -107,4 +110,4 @@ def _check_no_stores_within(store: LocalStore) -> None:
 def _find_store_above(root: Path, checkpoint_id: str) -> Path | None:
     """The store below `root` in which this checkpoint lies."""
     above = [root / part for part in Path(checkpoint_id).parents if part != Path()]
-    return next((place for place in above if (place / NODE_NAME).exists()), None)
+    return next((place for place in above if is_there(place / NODE_NAME)), None)

@@ -37,7 +37,7 @@ def check_gives_way(store: LocalStore, own_node: str, nodes: Iterable[AgentAddre
     _check_may_go(survey, checkpoint_id, store)
     missing = ", ".join(_missing(survey)) or "the metadata"
     unreached = [*surveyor.unreached, *_unreached_of_manifest(survey, own_node), *_publishing(survey, own_node)]
-    if store.staging(survey.manifest.save_id).is_dir():
+    if store.is_staged(survey.manifest.save_id):
         unreached.append("this node, which still publishes it")
     if unreached:
         raise CheckpointExists(

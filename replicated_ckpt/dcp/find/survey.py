@@ -17,6 +17,7 @@ from replicated_ckpt.core.inventory import Holding, LineageFound, SaveFound, sav
 from replicated_ckpt.core.layout import LATEST, MANIFEST_NAME, METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.upkeep.remains import Remains, note_lost_manifests, with_remains
+from replicated_ckpt.dcp.find.absence import hint_where_none_is
 from replicated_ckpt.dcp.find.bucket_look import LOOK_WITHIN_S, BucketLook, InBucket
 from replicated_ckpt.dcp.find.lineage_choice import choose_lineage
 from replicated_ckpt.dcp.find.unmanaged_survey import unmanaged_save, unmanaged_warning
@@ -27,7 +28,6 @@ from replicated_ckpt.stores.bucket.manifest_of import manifest_in
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore, is_nowhere
-from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -288,8 +288,7 @@ class Surveyor:
                 unreached=self.unreached,
             )
         what = "No checkpoint at all" if checkpoint_id == LATEST else f"No checkpoint {checkpoint_id!r}"
-        root, above = self._store.root, "is a checkpoint itself: pass the directory above as root, and checkpoint_id"
-        hint = f"{root} {above}={root.name!r}." if is_checkpoint(root) else None
+        hint = hint_where_none_is(self._store.root, checkpoint_id, are_all_asked=not self.unreached)
         return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=self.unreached)
 
 

@@ -101,6 +101,10 @@ class ReplicatedReader(StorageReader):
         if not no_dist:
             announce()
 
+    def __repr__(self) -> str:
+        bucket = "" if self.config.object_store is None else f", object_store={self.config.object_store!r}"
+        return f"<ReplicatedReader({self.config.root!r}{bucket})>"
+
     def _begin(self) -> LoadAttempt:
         return LoadAttempt(self._parts, self._given_id, self._keep_report)
 

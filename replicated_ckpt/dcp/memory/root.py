@@ -7,6 +7,7 @@ from pathlib import Path
 
 from replicated_ckpt.dcp.staging.available import available_bytes
 from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.files.existence import is_there
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - each user has a directory of its own there, which is checked
 _OF_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
@@ -84,7 +85,7 @@ def measure_used(root: Path) -> int:
 def _find_file_system(path: Path) -> str:
     """The type of the file system that a path, or what is there above it, lies on; empty: the mounts do not tell."""
     place = Path(os.path.realpath(path))
-    while not place.exists():
+    while not is_there(place):
         place = place.parent
     device = place.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"

@@ -15,6 +15,7 @@ from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.errors import AgentUnavailable
+from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.tls import can_encrypt, is_loopback, is_network_trusted
@@ -152,7 +153,7 @@ def reading_post(store: LocalStore) -> NodePost | None:
 
 
 def _post(store: LocalStore, address: AgentAddress, silence: str, invitation: str = "") -> NodePost:
-    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+    boot_id = _BOOT_ID.read_text().strip() if is_there(_BOOT_ID) else socket.gethostname()
     name = socket.gethostname()
     return NodePost(address.node_id, name, boot_id, _inode(store), address.domain, address, silence, invitation)
 

@@ -259,10 +259,10 @@ class SaveAttempt:
         It reports after the save before, which it may see later.
         """
         ending.acknowledge()
-        staging, pause_s = self._store.staging(self._decision.save_id), _LOOK_FIRST_S
+        pause_s = _LOOK_FIRST_S
         held_until = time.monotonic() + HELD_STAGED_S
         followed_until = time.monotonic() + FOLLOWED_STAGED_S
-        while staging.is_dir():
+        while self._store.is_staged(self._decision.save_id):
             time.sleep(pause_s)
             pause_s = min(_LOOK_MAX_S, 1.3 * pause_s)
             if time.monotonic() > held_until:

@@ -9,6 +9,7 @@ from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.node.local_agent import ask_agent
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.local.store import LocalStore
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Retaining:
     @property
     def _is_used(self) -> bool:
         is_wanted = self._config.retention is not None or self._config.object_retention is not None
-        return is_wanted or (self._store.root_agent_directory() / NAME).exists()
+        return is_wanted or is_there(self._store.root_agent_directory() / NAME)
 
     def _tell(self, decision: SaveDecision, *, is_committed: bool) -> list[str]:
         scope, revision = scope_of(decision.checkpoint_id), decision.sequence

@@ -138,6 +138,11 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             self._on_save,
         )
 
+    def __repr__(self) -> str:
+        used = self.config
+        bucket = "" if used.object_store is None else f", object_store={used.object_store!r}"
+        return f"<ReplicatedWriter({used.root!r}, copies={used.copies}, ack={used.ack!r}{bucket})>"
+
     def __getstate__(self) -> dict[str, Any]:
         """Its arguments, all that goes into another process (`dcp.async_save` does it); the group is the world there."""
         return {**vars(self.config), "storage_options": self._storage_options, "on_save": self._on_save}

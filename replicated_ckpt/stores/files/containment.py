@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from replicated_ckpt.stores.files.existence import is_link
+
 
 def leads_out(root: Path, checkpoint_id: str) -> bool:
     """Whether a symbolic link on the way to a checkpoint leads out of the root, or nowhere."""
@@ -11,7 +13,7 @@ def leads_out(root: Path, checkpoint_id: str) -> bool:
         return True
     at, end = Path(real), Path(inside)
     while at != end:
-        if at.is_symlink():  # what links lead around in a circle is left as it is
+        if is_link(at):  # what links lead around in a circle is left as it is
             return True
         at = at.parent
     return False

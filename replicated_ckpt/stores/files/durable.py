@@ -12,6 +12,7 @@ from pathlib import Path
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError, StoreFull
+from replicated_ckpt.stores.files.existence import is_directory, is_name_taken, is_there
 from replicated_ckpt.stores.files.plain import open_plain_file
 
 _AT_FDCWD = -100
@@ -145,7 +146,7 @@ def remove_broken_off_writes(directory: Path) -> None:
     """Removes what `write_file` left in a directory when its process was killed. A process that runs keeps its own."""
     for path in directory.glob("*.tmp"):
         pid = path.stem.rpartition(".")[2]
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+        if pid.isdecimal() and not is_there(f"/proc/{pid}"):
             path.unlink(missing_ok=True)
 
 
@@ -209,7 +210,7 @@ def publish_directory(
     """
     fsync_directory(staged)
     failpoints.reach("commit.staging-fsynced")
-    if not final.exists():
+    if not is_there(final):
         staged.rename(final)
     elif _exchange(staged, final):
         failpoints.reach("commit.replaced")
@@ -224,7 +225,7 @@ def publish_directory(
         failpoints.reach("commit.replaced")
         staged.rename(final)
     failpoints.reach("commit.named")
-    if is_kept and before.is_dir():
+    if is_kept and is_directory(before):
         fsync_directory(before.parent)
     fsync_directory(final.parent)
     fsync_directory(staged.parent)
@@ -242,7 +243,7 @@ def rename_if_free(path: Path, target: Path) -> bool:
             return True
     except FileExistsError:
         return False
-    if os.path.lexists(target):
+    if is_name_taken(target):
         return False
     path.rename(target)
     return True
@@ -266,7 +267,7 @@ def remove_moved(path: Path, *origins: Path) -> None:
 
     Else a power loss could undo the move and not the removals, and leave a part of it under its old name.
     """
-    if path.is_dir():
+    if is_directory(path):
         for directory in {*origins, path.parent}:
             fsync_directory(directory)
         remove_tree(path)

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from replicated_ckpt.stores.files.existence import is_directory
+
 
 def release_lock(fd: int, owner_pid: int) -> None:
     """Ends the flock on `fd` and closes it; in another process than its owner's, a forked one, it is closed alone.
@@ -25,7 +27,7 @@ def exclusive(directory: Path) -> Iterator[None]:
     Two that give the same names to the same directories would undo each other's work.
     """
     with contextlib.ExitStack() as held:
-        if directory.is_dir():
+        if is_directory(directory):
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(release_lock, fd, os.getpid())
             fcntl.flock(fd, fcntl.LOCK_EX)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.files.durable import SHARED_MODE, make_root
+from replicated_ckpt.stores.files.existence import is_there
 
 GROUP_ENV = "REPLICATED_CKPT_GROUP"
 TRUST_ROOT_ENV = "REPLICATED_CKPT_TRUST_ROOT"
@@ -56,7 +57,7 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
     """
     if checked is not None and _is_same(directory, checked):
         return checked
-    if not root.exists():
+    if not is_there(root):
         make_root(root)
     _close_empty(root)
     check_root(root)
@@ -227,7 +228,7 @@ def _is_trusted() -> bool:
 def _owners_above() -> set[int]:
     """Who may own the directories above: this user and root, who is seen as nobody where a container does not map it."""
     owners = {0, os.geteuid()}
-    ranges = [tuple(map(int, line.split())) for line in _UID_MAP.read_text().splitlines()] if _UID_MAP.exists() else []
+    ranges = [tuple(map(int, line.split())) for line in _UID_MAP.read_text().splitlines()] if is_there(_UID_MAP) else []
     if ranges and not any(first <= 0 < first + count for first, _, count in ranges):
         owners.add(int(_OVERFLOW_UID.read_text()))
     return owners

@@ -8,6 +8,7 @@ from pathlib import Path
 from replicated_ckpt.core.layout import MANIFEST_NAME, NODE_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translate_errors, write_file
+from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.ownership import check_root
 
 
@@ -19,7 +20,7 @@ def ensure_identity(root: Path) -> str:
     """
     path = root / NODE_NAME
     with translate_errors(str(root), "identify", NODE_NAME):
-        if not path.exists():
+        if not is_there(path):
             _check_is_no_checkpoint(root)
             _make_directory(root)
             check_root(root)
@@ -36,7 +37,7 @@ def ensure_identity(root: Path) -> str:
 
 
 def _check_is_no_checkpoint(root: Path) -> None:
-    if (root / MANIFEST_NAME).exists():
+    if is_there(root / MANIFEST_NAME):
         hint = f"Pass the directory above as root: {root.parent}, and checkpoint_id={root.name!r}, say."
         raise ConfigInvalid(f"The root {root} is a checkpoint itself.", hint)
 

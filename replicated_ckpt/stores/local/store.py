@@ -1,6 +1,5 @@
 """The local store: one directory on one node's disk, its identity, staged saves and committed checkpoints."""
 
-import contextlib
 import fcntl
 import os
 from collections.abc import Iterable
@@ -12,8 +11,6 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import (
     AGENT_DIR,
     INCOMING_DIR,
-    MANIFEST_NAME,
-    METADATA_NAME,
     REPLACED_DIR,
     STAGING_DIR,
     TRASH_DIR,
@@ -21,27 +18,26 @@ from replicated_ckpt.core.layout import (
     is_checkpoint_id,
     is_save_id,
 )
-from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
+from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import (
     ConfigInvalid,
     ManifestInvalid,
     ManifestVersionUnknown,
-    ObjectCorrupt,
     ObjectMissing,
     SaveAborted,
 )
 from replicated_ckpt.stores.files.durable import (
     fsync_directory,
-    hash_file,
     make_directories,
     make_directory,
     publish_directory,
     remove_tree,
     translate_errors,
 )
+from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.locks import exclusive, release_lock
 from replicated_ckpt.stores.files.ownership import make_private
-from replicated_ckpt.stores.files.plain import open_plain, read_plain
+from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.place import PlaceNotes
@@ -51,6 +47,7 @@ from replicated_ckpt.stores.local.versions.carry_over import carry_over
 from replicated_ckpt.stores.local.versions.recycled import write_with_room
 from replicated_ckpt.stores.local.versions.replaceable import check_replaceable
 from replicated_ckpt.stores.local.versions.retire import empty_trash
+from replicated_ckpt.stores.local.versions.staged_decision import has_damaged_decision, has_decision, read_decision
 
 PART_SUFFIX = ".part"
 NOWHERE = "/proc/self/replicated-ckpt-nowhere"
@@ -113,6 +110,11 @@ class LocalStore:
         if not is_save_id(save_id):
             raise ConfigInvalid(f"{save_id!r} is no save id.")
         return self.root / STAGING_DIR / save_id
+
+    def is_staged(self, save_id: str) -> bool:
+        """Whether a save lies in the staging area. Raises: StoreError, where the disk does not say."""
+        with translate_errors(str(self.root), "look at", f"{STAGING_DIR}/{save_id}"):
+            return is_directory(self.staging(save_id))
 
     def final(self, checkpoint_id: str) -> Path:
         if not is_checkpoint_id(checkpoint_id):
@@ -184,7 +186,7 @@ class LocalStore:
         """Writes a small file into a staged save, durably, and never into one that has just been published."""
         path = self.path_of_staged(save_id, name)
         with translate_errors(str(self.root), "write", name), exclusive(self.root / STAGING_DIR):
-            if not path.parent.is_dir():
+            if not is_directory(path.parent):
                 raise SaveAborted(f"Save {save_id} is not open in {self.root}.")
             write_with_room(self.root, path, data)
 
@@ -199,11 +201,11 @@ class LocalStore:
         """
         staging = self.staging(save_id)
         with translate_errors(str(self.root), "commit", save_id), exclusive(self.root / STAGING_DIR):
-            if not staging.is_dir() or self._is_published(save_id):
+            if not is_directory(staging) or self._is_published(save_id):
                 held = self._already_committed(save_id)
                 self._discard(save_id)  # after a crash, what it replaced may still be staged under its name
                 return held
-            manifest, intent = self._decision(save_id), self.intent_of(save_id)
+            manifest, intent = read_decision(staging, save_id), self.intent_of(save_id)
             name = intent.checkpoint_id or manifest.checkpoint_id  # of a directory that a user renamed, the new one
             final = self.final(name)
             check_replaceable(self.root, name, intent)
@@ -267,7 +269,7 @@ class LocalStore:
             raise ConfigInvalid(f"{name!r} is no save id.")
         with translate_errors(str(self.root), "remove", f"{REPLACED_DIR}/{name}"), exclusive(self.root / STAGING_DIR):
             path = self.root / REPLACED_DIR / name
-            if path.is_dir():
+            if is_directory(path):
                 trash = self._trash(name)
                 others.remove_trash(self.root, trash)
                 with replaced.unread(path) as is_unread:
@@ -275,7 +277,7 @@ class LocalStore:
                         return False
                     path.rename(trash)
                 others.remove_trash(self.root, trash, path.parent)
-            return not path.is_dir()
+            return not is_directory(path)
 
     def _trash(self, save_id: str) -> Path:
         """Where a save, or what it replaced, goes on its way out. If a power loss takes this name, nothing is missed."""
@@ -294,40 +296,23 @@ class LocalStore:
         directory = self.catalog.directory_of(checkpoint_id, save_id) or checkpoint_id  # a newer one may have the name
         return tuple(sorted(self.catalog.shard_sizes(directory)))
 
-    def _decision(self, save_id: str) -> Manifest:
-        """The manifest staged there, believed only if it is this save's, and together with the metadata that it names."""
-        staging = self.staging(save_id)
-        path = staging / MANIFEST_NAME
-        manifest = decode_manifest(read_plain(path, MANIFEST_BYTES_MAX + 1), str(path))
-        if manifest.save_id != save_id:
-            raise ManifestInvalid(f"The manifest in {staging} is of save {manifest.save_id}.")
-        found = hash_file(staging / METADATA_NAME, manifest.metadata_bytes)
-        if found != (manifest.metadata_bytes, manifest.metadata_crc32c):
-            wanted, crc = manifest.metadata_bytes, f" of {found[1]:08x}" * (found[0] == manifest.metadata_bytes)
-            detail = f"expected {wanted} bytes of CRC32C {manifest.metadata_crc32c:08x}, found {found[0]} bytes{crc}"
-            raise ObjectCorrupt(str(staging), "commit", METADATA_NAME, detail)
-        return manifest
-
     def is_decided(self, save_id: str) -> bool:
-        """Whether a staged save holds the coordinator's decision, so that it must be committed, not removed."""
-        try:
-            self._decision(save_id)
-        except (OSError, ManifestInvalid, ObjectCorrupt):
-            return False
-        return True
+        """Whether a staged save holds the coordinator's decision, so that it must be committed, not removed.
+
+        Raises:
+            StoreError: it cannot be read now.
+        """
+        with translate_errors(str(self.root), "read the decision of", save_id):
+            return has_decision(self.staging(save_id), save_id)
 
     def is_decision_damaged(self, save_id: str) -> bool:
-        """Whether a staged save was decided here, and manifest or metadata cannot be believed any more."""
-        path = self.staging(save_id) / MANIFEST_NAME
-        try:
-            self._decision(save_id)
-        except OSError:
-            return False
-        except (ManifestInvalid, ObjectCorrupt):
-            with contextlib.suppress(ManifestInvalid):  # what a crash has left of the version that was replaced is none
-                return path.exists() and decode_manifest(read_plain(path), str(path)).save_id == save_id
-            return True
-        return False
+        """Whether a staged save was decided here, and manifest or metadata cannot be believed any more.
+
+        Raises:
+            StoreError: as `is_decided`.
+        """
+        with translate_errors(str(self.root), "read the decision of", save_id):
+            return has_damaged_decision(self.staging(save_id), save_id)
 
     def abort(self, save_id: str, *, unless_decided: bool = False) -> None:
         """Removes a staged save. What is committed stays. Aborting what is not there changes nothing.
@@ -342,7 +327,7 @@ class LocalStore:
         staging, intent = self.staging(save_id), self.intent_of(save_id)
         for place in self._places([intent]):
             fsync_directory(place)  # a commit that was cut off may be seen and not be durable: the intent goes last
-        if staging.is_dir():
+        if is_directory(staging):
             others.give_back_others(self.root, staging, intent.checkpoint_id)
             if not replaced.keep_replaced(self.root, staging, save_id, is_published=self._is_published(save_id)):
                 trash = self._trash(save_id)
@@ -362,14 +347,19 @@ class LocalStore:
         """The directories in which these saves may have moved names: the staging area, and where their checkpoints lie."""
         named = [intent.checkpoint_id for intent in intents if is_checkpoint_id(intent.checkpoint_id)]
         places = (self.root / STAGING_DIR, *(self.final(checkpoint_id).parent for checkpoint_id in named))
-        return [place for place in places if place.is_dir()]
+        return [place for place in places if is_directory(place)]
 
     def list_staged(self) -> tuple[Intent, ...]:
         """The saves that are not committed. An unreadable intent counts as one without a name."""
         directory = self.root / STAGING_DIR
         with translate_errors(str(self.root), "list", STAGING_DIR):
-            names = {path.name.partition(".")[0] for path in directory.iterdir()} if directory.is_dir() else set()
+            names = {path.name.partition(".")[0] for path in directory.iterdir()} if is_directory(directory) else set()
         return tuple(self.intent_of(save_id) for save_id in sorted(names) if is_save_id(save_id))
+
+    def has_intent(self, save_id: str) -> bool:
+        """Whether the description of a staged save lies here. Raises: StoreError, where the disk does not say."""
+        with translate_errors(str(self.root), "look at", f"{STAGING_DIR}/{save_id}.json"):
+            return is_there(self.intent_path(save_id))
 
     def intent_of(self, save_id: str) -> Intent:
         """The intent of a staged save; one without a name where it cannot be believed."""

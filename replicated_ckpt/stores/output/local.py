@@ -14,6 +14,7 @@ from replicated_ckpt.stores.files.durable import (
     translate_errors,
     write_all,
 )
+from replicated_ckpt.stores.files.existence import is_directory, is_link, is_name_taken
 from replicated_ckpt.stores.files.locks import release_lock
 from replicated_ckpt.stores.output.output import READ_BYTES, Output, Stream
 
@@ -75,13 +76,13 @@ class LocalOutput(Output):
             raise
 
     def _check(self) -> None:
-        if not self._path.parent.is_dir():
+        if not is_directory(self._path.parent):
             raise ConfigInvalid(f"{self._path.parent} is no directory.", "Make it first.")
-        if not os.path.lexists(self._path):
+        if not is_name_taken(self._path):
             return
         if self._may_replace is None:
             raise ConfigInvalid(f"{self._path} exists; nothing was written.", "Name another place, or --overwrite.")
-        if self._path.is_symlink() or self._path.is_dir() != self._is_directory:
+        if is_link(self._path) or is_directory(self._path) != self._is_directory:
             raise ConfigInvalid(f"{self._path} is no {'directory' if self._is_directory else 'file'}.", "Remove it.")
         others = [p.name for p in self._path.iterdir() if not self._may_replace(p.name)] if self._is_directory else []
         if others:

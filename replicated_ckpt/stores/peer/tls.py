@@ -29,11 +29,15 @@ PLAIN_HINT = (
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nothing that is sent there leaves this host."""
+    """Whether nothing that is sent there leaves this host. An IPv4 address written as IPv6 is not looked into.
+
+    Source: `is_loopback` of `ipaddress` looks into it from Python 3.13 on.
+    """
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return host == "localhost"
+    return address.is_loopback and getattr(address, "ipv4_mapped", None) is None
 
 
 def is_network_trusted() -> bool:

@@ -9,6 +9,7 @@ from replicated_ckpt.dcp.convert.entries.items_source import ItemsSource, Wanted
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.existence import is_plain_file
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
@@ -48,7 +49,7 @@ class DirectoryFetcher:
             ends[shard] = max(ends.get(shard, 0), offset + length)
         for shard, end in ends.items():
             path = self._directory / shard
-            if not path.is_file():
+            if not is_plain_file(path):
                 raise ObjectMissing(str(self._directory), "read", shard, "no such file", _HINT)
             if path.stat().st_size < end:
                 raise StoreError(str(self._directory), "read", shard, f"it ends before {end}", _HINT_SHORT)

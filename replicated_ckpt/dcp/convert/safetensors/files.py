@@ -15,6 +15,7 @@ from replicated_ckpt.dcp.convert.safetensors.format import LENGTH, Tensor, decod
 from replicated_ckpt.dcp.tensors.memory import memory_of
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.existence import is_directory, is_plain_file
 from replicated_ckpt.stores.files.plain import open_plain, read_plain
 
 _INDEX_BYTES_MAX = 64 << 20
@@ -97,9 +98,9 @@ def safetensors_files(path: Path) -> SafetensorsFiles:
     Raises:
         ConfigInvalid: there is none, or one that the index names is not there.
     """
-    if path.is_file():
+    if is_plain_file(path):
         return SafetensorsFiles([path])
-    if not path.is_dir():
+    if not is_directory(path):
         raise ConfigInvalid(f"{path} does not exist.")
     indexes = sorted(path.glob("*.safetensors.index.json"))
     paths = _read_index(indexes[0]) if indexes else sorted(path.glob("*.safetensors"))
@@ -121,7 +122,7 @@ def _read_index(index: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ConfigInvalid(f"{index} is no index of safetensors files: {type(exc).__name__}: {exc}.", _FETCH) from exc
     for name, path in zip(names, paths, strict=True):
-        if Path(name).name != name or not path.is_file():
+        if Path(name).name != name or not is_plain_file(path):
             raise ConfigInvalid(
                 f"{index} names {name!r}, which is not there.", f"Copy {name!r} to {index.parent}, too."
             )

@@ -285,7 +285,8 @@ def _has_manifest(path: str) -> bool:
 def _holds_a_checkpoint(path: str) -> bool:
     """Whether any file of a checkpoint lies there."""
     try:
-        return any(is_checkpoint_file(entry.name) for entry in os.scandir(path))
+        with os.scandir(path) as entries:
+            return any(is_checkpoint_file(entry.name) for entry in entries)
     except OSError:
         return False
 

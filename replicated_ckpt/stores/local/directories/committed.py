@@ -29,6 +29,7 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_m
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translate_errors, write_file
+from replicated_ckpt.stores.files.existence import is_directory
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
 
@@ -249,7 +250,7 @@ def incoming_file(root: Path) -> Iterator[Path]:
     """
     folder = root / INCOMING_DIR
     with translate_errors(str(root), "create", INCOMING_DIR):
-        if not folder.is_dir():
+        if not is_directory(folder):
             make_directories(folder, root)
             fsync_directory(root)
     path = folder / uuid.uuid4().hex

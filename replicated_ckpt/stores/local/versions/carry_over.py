@@ -10,6 +10,7 @@ from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR, ShardName
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.errors import SaveAborted
 from replicated_ckpt.stores.files.durable import hash_file
+from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.directories.committed import open_directory
 
@@ -25,7 +26,7 @@ def carry_over(root: Path, manifest: Manifest, staging: Path) -> None:
         SaveAborted: something has changed the checkpoint since it was staged; nothing is replaced.
     """
     final = root / manifest.checkpoint_id
-    if not final.is_dir():
+    if not is_directory(final):
         return
     originals = _originals(root, manifest.save_id)
     for entry in list(os.scandir(final)):
@@ -35,7 +36,7 @@ def carry_over(root: Path, manifest: Manifest, staging: Path) -> None:
                 raise _changed_error(entry.path)
         elif ShardName.parse(entry.name) is None:
             continue
-        elif not (staging / entry.name).exists():
+        elif not is_there(staging / entry.name):
             _keep_aside(root, manifest.checkpoint_id, entry.name)
         elif originals.get(entry.name) != signature(entry.stat(follow_symlinks=False)):
             raise _changed_error(entry.path)

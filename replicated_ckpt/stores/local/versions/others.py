@@ -23,6 +23,7 @@ from replicated_ckpt.stores.files.durable import (
     rename_if_free,
     write_file,
 )
+from replicated_ckpt.stores.files.existence import is_directory, is_name_taken
 from replicated_ckpt.stores.local.directories.catalog import read_believed
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def bring_others(root: Path, final: Path, staging: Path) -> None:
     What cannot have a second name is moved once the new version has the checkpoint's name.
     """
     remove_broken_off(staging)
-    if final.is_dir():
+    if is_directory(final):
         with contextlib.suppress(OSError):
             link_others(root, final, staging)
 
@@ -71,9 +72,9 @@ def link_others(root: Path, directory: Path, staging: Path) -> None:
         if entry.is_dir(follow_symlinks=False):
             continue
         path, target = Path(entry.path), staging / entry.name
-        if _is_there(target) and not _is_same(path, target):
+        if is_name_taken(target) and not _is_same(path, target):
             _set_aside(root, target)
-        if not _is_there(target):
+        if not is_name_taken(target):
             os.link(path, target, follow_symlinks=False)
 
 
@@ -119,21 +120,17 @@ def remove_carried(root: Path, directory: Path, checkpoint_id: str) -> None:
 
     A part of it that came back under the name of the save that is staged would be no decision of that.
     """
-    if directory.is_dir():
+    if is_directory(directory):
         give_back_others(root, directory, checkpoint_id)
         remove_tree(directory)
 
 
 def remove_trash(root: Path, path: Path, *origins: Path) -> None:
     """Removes a version from the trash, if it is there, once its move there is durable. What is not ours is given back."""
-    if path.is_dir():
+    if is_directory(path):
         manifest = read_believed(path)
         give_back_others(root, path, "" if manifest is None else manifest.checkpoint_id)
         remove_moved(path, *origins)
-
-
-def _is_there(path: Path) -> bool:
-    return os.path.lexists(path)
 
 
 def _is_same(first: Path, second: Path) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, is_checkpoint_file
 from replicated_ckpt.errors import CheckpointExists, ConfigInvalid
 from replicated_ckpt.stores.files.containment import leads_out
+from replicated_ckpt.stores.files.existence import is_directory, is_link, is_there
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.others import others_in
 
@@ -34,7 +35,7 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
     for parent in list(final.relative_to(root).parents)[:-1]:
         if is_checkpoint(root / parent):
             raise ConfigInvalid(f"{checkpoint_id!r} would lie inside the checkpoint {str(parent)!r}.", _ONE_EACH)
-    if not final.exists():
+    if not is_there(final):
         return
     if intent.adopts:
         _check_adoptable(final)
@@ -42,7 +43,7 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
     if holds_checkpoint(final):
         if not intent.overwrite:
             raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {root}.")
-    elif final.is_symlink() or not final.is_dir():
+    elif is_link(final) or not is_directory(final):
         raise ConfigInvalid(f"{final} is no directory; it is not replaced.", _MOVE_AWAY)
     _check_others(root, final)
 
@@ -57,7 +58,7 @@ def holds_checkpoint(directory: Path) -> bool:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    return (directory / METADATA_NAME).exists() or (directory / MANIFEST_NAME).exists()
+    return is_there(directory / METADATA_NAME) or is_there(directory / MANIFEST_NAME)
 
 
 def _check_others(root: Path, final: Path) -> None:
@@ -82,7 +83,7 @@ def _check_others(root: Path, final: Path) -> None:
 def _checkpoint_below(directory: Path, depth: int) -> Path | None:
     if is_checkpoint(directory):
         return directory
-    below = (Path(entry.path) for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
+    below = [Path(entry.path) for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
     found = (
         _checkpoint_below(path, depth + 1)
         for path in below
@@ -92,12 +93,12 @@ def _checkpoint_below(directory: Path, depth: int) -> Path | None:
 
 
 def _check_adoptable(final: Path) -> None:
-    if (final / MANIFEST_NAME).exists():
+    if is_there(final / MANIFEST_NAME):
         raise CheckpointExists(
             f"{final} has a manifest: it is a checkpoint of this package and is not adopted.",
             "Nothing is left to adopt; `replicated-ckpt verify` reads it.",
         )
-    for entry in os.scandir(final):
+    for entry in list(os.scandir(final)):
         if not entry.is_file(follow_symlinks=False):
             raise ConfigInvalid(
                 f"{entry.path} is no plain file: a checkpoint with directories or links in it is not adopted.",

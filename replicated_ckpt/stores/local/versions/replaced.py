@@ -14,6 +14,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree, translate_errors
+from replicated_ckpt.stores.files.existence import is_directory, is_there
 from replicated_ckpt.stores.files.locks import release_lock
 from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -46,7 +47,7 @@ def replaced_path(root: Path, before: Manifest | None, save_id: str) -> Path:
     make_directories(directory, root)
     path = directory / (save_id if before is None else before.save_id)
     there = read_believed(path)
-    if before is not None and path.is_dir() and (there is None or there.save_id != before.save_id):
+    if before is not None and is_directory(path) and (there is None or there.save_id != before.save_id):
         path.rename(directory / save_id)
     return path
 
@@ -122,7 +123,7 @@ def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:
         return
     path = catalog.root / REPLACED_DIR / save_id
     for name in catalog.shard_sizes(f"{REPLACED_DIR}/{save_id}"):
-        if not (staging / name).exists():
+        if not is_there(staging / name):
             (path / name).rename(staging / name)
     manifest = catalog.manifest(f"{REPLACED_DIR}/{save_id}")
     give_back_others(catalog.root, path, manifest.checkpoint_id)

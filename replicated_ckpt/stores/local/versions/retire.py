@@ -15,6 +15,7 @@ from replicated_ckpt.stores.files.durable import (
     remove_moved,
     translate_errors,
 )
+from replicated_ckpt.stores.files.existence import is_directory
 from replicated_ckpt.stores.files.locks import exclusive
 from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.versions.others import remove_trash
@@ -108,4 +109,4 @@ def _origins(root: Path) -> list[Path]:
     """
     manifests = map(read_believed, (root / TRASH_DIR).glob("*"))
     found = {(root / manifest.checkpoint_id).parent for manifest in manifests if manifest is not None}
-    return [directory for directory in sorted(found) if directory.is_dir()]
+    return [directory for directory in sorted(found) if is_directory(directory)]

@@ -1,0 +1,76 @@
+"""The coordinator's decision as it lies with a staged save: a manifest, and the metadata that it names.
+
+What cannot be read now, as by a process with too many open files, is never taken for a decision that is not there.
+"""
+
+from pathlib import Path
+
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_manifest
+from replicated_ckpt.errors import ManifestInvalid, ObjectCorrupt
+from replicated_ckpt.stores.files.durable import hash_file
+from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.local.directories.catalog import manifest_readable
+
+
+def read_decision(staging: Path, save_id: str) -> Manifest:
+    """The manifest staged there, believed only if it is this save's, and together with the metadata that it names.
+
+    Raises:
+        ManifestInvalid, ObjectCorrupt: it is not believed, or the disk has lost it. OSError: it is not there, or it
+        cannot be read now.
+    """
+    manifest = _read_manifest(staging)
+    if manifest.save_id != save_id:
+        raise ManifestInvalid(f"The manifest in {staging} is of save {manifest.save_id}.")
+    path = staging / METADATA_NAME
+    with manifest_readable(path):
+        found = hash_file(path, manifest.metadata_bytes)
+    if found != (manifest.metadata_bytes, manifest.metadata_crc32c):
+        expected = f"{manifest.metadata_bytes} bytes of CRC32C {manifest.metadata_crc32c:08x}"
+        crc = f" of {found[1]:08x}" if found[0] == manifest.metadata_bytes else ""
+        detail = f"expected {expected}, found {found[0]} bytes{crc}"
+        raise ObjectCorrupt(str(staging), "commit", METADATA_NAME, detail)
+    return manifest
+
+
+def has_decision(staging: Path, save_id: str) -> bool:
+    """Whether there is one to believe. Raises: OSError, where it cannot be read now"""
+    try:
+        read_decision(staging, save_id)
+    except (FileNotFoundError, NotADirectoryError, ManifestInvalid, ObjectCorrupt):
+        return False
+    return True
+
+
+def has_damaged_decision(staging: Path, save_id: str) -> bool:
+    """Whether there was one, and its manifest or metadata cannot be believed any more.
+
+    What a crash has left there of the version that the save replaced is none.
+
+    Raises:
+        OSError: it cannot be read now.
+    """
+    try:
+        read_decision(staging, save_id)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except ObjectCorrupt:
+        return True
+    except ManifestInvalid:
+        return _is_of(staging, save_id)
+    return False
+
+
+def _is_of(staging: Path, save_id: str) -> bool:
+    """Whether the manifest staged there is of this save, as far as it tells."""
+    try:
+        return _read_manifest(staging).save_id == save_id
+    except ManifestInvalid:
+        return True
+
+
+def _read_manifest(staging: Path) -> Manifest:
+    path = staging / MANIFEST_NAME
+    with manifest_readable(path):
+        return decode_manifest(read_plain(path, MANIFEST_BYTES_MAX + 1), str(path))
