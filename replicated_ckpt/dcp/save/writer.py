@@ -166,7 +166,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
     def limit_memory(self, generations: int) -> None:
         """The store lies in memory: a save that would not fit there so many times is refused with MemoryTierShort."""
-        self._parts = replace(self._parts, memory=MemoryLimit(self._parts.store.root, generations))
+        self._parts = replace(self._parts, memory=MemoryLimit(self._parts.store, generations))
 
     def use_stager(self, stager: Stager) -> None:
         """What this writer saves from now on is staged by a stager that another writer uses, too."""
