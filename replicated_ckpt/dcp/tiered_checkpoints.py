@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
-from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage
 from replicated_ckpt.core.one_line import one_line
+from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.root import find_memory_root
@@ -33,6 +34,7 @@ from replicated_ckpt.errors import (
     ShardLost,
     StoreUnavailable,
 )
+from replicated_ckpt.stores.local.memory_tier import note_memory_tier
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -77,7 +79,7 @@ class TieredCheckpoints:
         for tier in self._tiers:
             tier.writer.use_stager(self._stager)
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rckpt-tiers")
-        self._is_joined = False
+        self._is_joined, self._owes_disk = False, False
         self._loaded_from = self.disk
 
     @property
@@ -108,15 +110,19 @@ class TieredCheckpoints:
     # Saving ------------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None) -> None:
-        """Returns when the checkpoint is committed in memory and, if it is its turn, on the disk."""
-        must_spill = self._prepare()
+        """Returns when the checkpoint is committed in memory and, if it is its turn, on the disk.
+
+        It is also its turn if the save before it should have gone there and failed. Where it must go there, the disk gets
+        it although memory does not take it; that is logged.
+        """
+        must_spill = self._prepare(checkpoint_id)
         self._save(checkpoint_id, state, notes, must_spill)
 
     def save_later(
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None
     ) -> Future[Any]:
         """Copies the state once and returns; the future is done when `save` would return. One at a time."""
-        must_spill = self._prepare()
+        must_spill = self._prepare(checkpoint_id)
         given = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
         try:
             staged = self._stager.stage(given, self.await_end)
@@ -130,26 +136,60 @@ class TieredCheckpoints:
         self._stager.follow(future)
         return future
 
-    def _prepare(self) -> bool:
+    def _prepare(self, checkpoint_id: str) -> bool:
         """Before the first save of a process that has looked at neither tier: both go on with the newer lineage."""
         if not self._is_joined:
-            with contextlib.suppress(ShardLost, StoreUnavailable):  # each tier goes on with what its nodes have
+            try:
                 self._look(LATEST)
+            except (ShardLost, StoreUnavailable):  # what there is, is not whole, and still of this run
+                self._join_held(checkpoint_id)
             self._is_joined = True
+            try:
+                note_memory_tier(self.disk.writer.store, self.memory.writer.store.root)
+            except ReplicatedCkptError as exc:
+                log.warning("`ls` of the disk will not tell of the memory tier: %s", one_line(exc))
         return self._must_spill()
+
+    def _join_held(self, checkpoint_id: str) -> None:
+        """Both tiers go on with the lineage that was saved last in this node's stores; rank 0's count."""
+        stores = [tier.writer.store for tier in self._tiers]
+        found = merge_histories(store.catalog.histories(scope_of(checkpoint_id)) for store in stores)
+        lineage = newest_lineage(found)
+        if lineage is not None:
+            held = found[lineage]
+            self._join(checkpoint_id, Version(lineage, held.sequence, held.created_unix_s, ""))
 
     def _save(
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, must_spill: bool
     ) -> None:
-        self.memory.save(checkpoint_id, state, notes)
-        version = self.memory.writer.last_version
-        assert version is not None, "it was saved"
-        if must_spill or version.sequence % self._spill_every == 0:
-            before = replace(version, sequence=version.sequence - 1)
-            remember(self.disk.writer.store, checkpoint_id, before)  # so it has the same sequence there
-            self.disk.save(checkpoint_id, state, notes)
+        version: Version | None = None
+        try:
+            self.memory.save(checkpoint_id, state, notes)
+            version = self.memory.writer.last_version
+            assert version is not None, "it was saved"
+        except CheckpointException as exc:  # DCP tells all ranks
+            if not must_spill:
+                raise
+            root = self.memory.writer.config.root
+            log.warning("%s goes to the disk alone: the memory tier at %s: %s", checkpoint_id, root, one_line(exc))
+        if version is None or must_spill or self._owes_disk or version.sequence % self._spill_every == 0:
+            self._spill(checkpoint_id, state, notes, version)
             version = self.disk.writer.last_version
         self._join(checkpoint_id, version)
+
+    def _spill(
+        self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, in_memory: Version | None
+    ) -> None:
+        """Saves to the disk. If that fails it is owed, and the next save goes there, too."""
+        if in_memory is not None:
+            before = replace(in_memory, sequence=in_memory.sequence - 1)
+            remember(self.disk.writer.store, checkpoint_id, before)  # so it has the same sequence there
+        try:
+            self.disk.save(checkpoint_id, state, notes)
+        except CheckpointException:
+            self._owes_disk = True
+            raise
+        self._owes_disk = False
 
     def _join(self, checkpoint_id: str, newest: Version | None) -> None:
         if newest is not None:

@@ -54,19 +54,19 @@ class AnySource:
         """Bytes [offset, offset + length) of the data, verified; None if no source has them all intact.
 
         They lie in `memory`, if it has room for the whole blocks that they touch and one source has them all; else in
-        memory that may be reused by the next read of this shard.
+        memory that may be reused by the next read of this shard. No unverified byte is left in `memory`: zeros are.
         """
         for source in self._in_order():
-            shard = self._opened.get(source.node_id)
+            shard, found = self._opened.get(source.node_id), None
             try:
                 shard = shard or self._add(source, source.shard_for(source.expected).open())
-                if memory is not None:
-                    shard.lend(memory)
-                found = shard.read(offset, length)
+                found = shard.read(offset, length, memory)
             except ReplicatedCkptError as exc:
                 self._note_failure(source, exc)
                 continue
             finally:
+                if found is None and memory is not None:
+                    memory[:] = bytes(len(memory))  # it may hold what was not verified
                 self._count(source, shard)
             self.last_node = source.node_id
             return found

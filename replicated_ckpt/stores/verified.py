@@ -108,9 +108,11 @@ class VerifiedShard(ABC):
             self._fill(target, start)
         return target
 
-    def _reuse(self, size_bytes: int) -> memoryview:
-        """Memory for one read; fresh memory for each would cost more than the read, in page faults."""
+    def _reuse(self, size_bytes: int, lent: memoryview | None = None) -> memoryview:
+        """Memory for one read: `lent` if it is large enough; fresh memory would cost more than the read, in page faults."""
         self.bytes_read += size_bytes
+        if lent is not None and len(lent) >= size_bytes:
+            return lent[:size_bytes]
         if len(self._scratch) < size_bytes:
             self._scratch = self._allocate(size_bytes)
         span = self._scratch[:size_bytes]
@@ -128,10 +130,6 @@ class VerifiedShard(ABC):
         """Bytes read since this was last asked, those that turned out to be bad, too."""
         count, self.bytes_read = self.bytes_read, 0
         return count
-
-    def lend(self, memory: memoryview) -> None:
-        """Has the next reads take place in `memory`, where they fit into it with the whole blocks that they touch."""
-        self._scratch = memory
 
     def _read_table(self, expected: Expected) -> BlockTable:
         """The table in the footer. A damaged one is read a second time before it counts."""
@@ -159,11 +157,12 @@ class VerifiedShard(ABC):
             raise self._corrupt(f"expected CRC32C {expected.crc32c:08x}, its blocks' checksums combine to {found:08x}")
         return table
 
-    def read(self, offset: int, length: int) -> memoryview:
+    def read(self, offset: int, length: int, lent: memoryview | None = None) -> memoryview:
         """Bytes [offset, offset + length) of the data, verified. A bad block is read a second time before it counts.
 
-        The memory is reused: the bytes are there until the next read of this shard. Nothing else is ever given out: bytes
-        that were read and not verified stay in that memory.
+        They lie in `lent`, if the whole blocks that they touch fit into it. Else in memory that is reused: they are there
+        until the next read of this shard. Nothing else is ever given out; but what `lent` holds when this raises was not
+        verified.
 
         Raises:
             ObjectCorrupt: a block differs from its checksum twice in a row, or the range lies outside the data.
@@ -175,7 +174,7 @@ class VerifiedShard(ABC):
         start, end = first * table.block_bytes, min(last * table.block_bytes, table.data_bytes)
         problem = None
         for _ in range(2):
-            span = self._reuse(end - start)
+            span = self._reuse(end - start, lent)
             if span:
                 self._fill(span, start)
             problem = _first_bad_block(span, table, first)

@@ -25,10 +25,12 @@ def blocks(start: int, end: int) -> set[int]:
 
 
 @settings(deadline=None, max_examples=40)
-@given(RANGES, st.sampled_from([LOCAL_WINDOW_BYTES, CELL_BYTES]))
-def test_windows_cover_what_is_needed_and_read_no_other_block(ranges: list[ByteRange], window_bytes: int) -> None:
+@given(RANGES, st.sampled_from([LOCAL_WINDOW_BYTES, CELL_BYTES]), RANGES)
+def test_windows_cover_what_is_needed_and_read_no_other_block(
+    ranges: list[ByteRange], window_bytes: int, straight: list[ByteRange]
+) -> None:
     """Every needed byte is in a window, no block is read that holds none, and none is read twice but at seams."""
-    windows = windows_of("s", ranges, window_bytes)
+    windows = windows_of("s", ranges, window_bytes, straight)
     assert all(first.end <= second.offset for first, second in pairwise(windows))
     assert all(window.offset // window_bytes == (window.end - 1) // window_bytes for window in windows)
     for part in ranges:

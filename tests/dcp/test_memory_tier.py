@@ -7,20 +7,26 @@ import signal
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, Retention, WorldSizeChanged
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.dcp.memory import limit
 from replicated_ckpt.dcp.memory import root as place
 from replicated_ckpt.dcp.memory.root import SHARED_MEMORY, find_memory_root, measure_memory
+from replicated_ckpt.dcp.node import seen_lineage
 from replicated_ckpt.dcp.staging.segment import drop_idle_segments
 from replicated_ckpt.dcp.told_saves import ToldSaves
-from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.errors import ConfigInvalid, StoreFull
+from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -205,6 +211,80 @@ def test_what_is_saved_after_a_signal_goes_to_the_disk(root: Path, memory: Path)
         assert manager.should_save(2)
         manager.save(2, state(2))
     assert steps_in(root) == {2}
+
+
+def test_after_a_signal_the_disk_gets_what_memory_refuses(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last save before the nodes go is not lost because their memory is full; before the signal it is refused."""
+    with CheckpointManager(root, memory=memory, spill_every=100, copies=1, preempt_on=("SIGUSR1",)) as manager:
+        manager.save(1, state(1))
+        monkeypatch.setattr(limit, "measure_memory", lambda _: 0)
+        with pytest.raises(CheckpointException, match="MemoryTierShort"):
+            manager.save(2, state(2))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert manager.should_save(3)
+        with caplog.at_level(logging.WARNING, "replicated_ckpt.dcp.tiered_checkpoints"):
+            manager.save(3, state(3))
+        assert manager.latest_step() == 3
+    assert (steps_in(root), steps_in(memory)) == ({3}, {1})
+    assert "step-3 goes to the disk alone" in caplog.text
+
+
+def test_a_spill_that_failed_is_made_with_the_next_save(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that was full for a moment costs one step there, not ten."""
+    with opened(root, memory, spill_every=2) as manager:
+        manager.save(1, state(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(FileSink, "sync", full_disk_at(root, FileSink.sync))
+            with pytest.raises(CheckpointException, match="No space left"):
+                manager.save(2, state(2))
+        manager.save(3, state(3))
+        assert (steps_in(root), steps_in(memory)) == ({3}, {2, 3})
+        manager.save(4, state(4))
+        manager.save(5, state(5))
+    assert steps_in(root) == {3, 4}
+
+
+def full_disk_at(root: Path, sync: Callable[[FileSink], None]) -> Callable[[FileSink], None]:
+    """A sync that finds no room under this root."""
+
+    def fail(sink: FileSink) -> None:
+        if root in sink._path.parents:
+            raise StoreFull(str(root), "fsync", "shard", "No space left on device")
+        sync(sink)
+
+    return fail
+
+
+def test_a_first_save_continues_a_run_of_which_nothing_is_whole(root: Path, memory: Path) -> None:
+    """After a reboot that damaged the disk's only checkpoint: its retention would not know what a new lineage leaves."""
+    with opened(root, memory, spill_every=1) as manager:
+        manager.save(1, state(1))
+    before = LocalStore(root).catalog.manifest("step-1").version
+    shutil.rmtree(memory)
+    next((root / "step-1").glob("*.distcp")).unlink()
+    stop_agent(root)
+    with mock.patch.dict(seen_lineage._seen, clear=True), opened(root, memory, spill_every=1) as manager:
+        manager.save(2, state(2))
+    for store in (root, memory):
+        found = LocalStore(store).catalog.manifest("step-2").version
+        assert (found.lineage, found.sequence) == (before.lineage, before.sequence + 1)
+
+
+def test_what_another_run_left_is_no_room_for_this_one(root: Path, memory: Path) -> None:
+    """Retention does not remove it, so a save that counts on its memory would fill the node's."""
+    large = {"w": torch.zeros(8 << 20, dtype=torch.uint8)}
+    with opened(root, memory, spill_every=100) as manager:
+        manager.save(1, large)
+    store = LocalStore(memory)
+    tier = limit.MemoryLimit(store, 3)
+    assert tier.measure("step-2") > measure_memory(memory) - (4 << 20)
+    with mock.patch.dict(seen_lineage._seen):
+        seen_lineage.remember(store, "step-2", Version("0123456789abcdef", 1, 0.0, ""))
+        assert tier.measure("step-2") <= measure_memory(memory) - (4 << 20)
 
 
 def test_without_memory_for_a_copy_the_save_is_made_at_once(

@@ -461,6 +461,8 @@ def test_who_did_not_answer_may_hold_the_checkpoint(tmp_path: Path) -> None:
         {"object_store": "bucket/x"},
         {"object_store": "s3://key:secret@bucket/x"},
         {"object_every": 0},
+        {"memory": True},
+        {"spill_every": 10},
     ],
 )
 def test_arguments_that_cannot_work_are_refused_at_once(tmp_path: Path, arguments: dict[str, Any]) -> None:

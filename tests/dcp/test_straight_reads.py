@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
+from replicated_ckpt.core.reading.windows import LOCAL_WINDOW_BYTES
+from replicated_ckpt.stores.files.address import address_of
 
 ROWS, COLUMNS = 3000, 501  # 6 MB: several windows, rows that end in the middle of blocks
 
@@ -98,7 +100,10 @@ def test_what_was_stored_does_not_matter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
 def test_no_wrong_byte_reaches_a_tensor(tmp_path: Path, at: float) -> None:
-    """With a flipped bit and no other copy the load raises; the tensor holds what was saved, then what it held before."""
+    """With a flipped bit and no other copy the load raises; the tensor holds what was saved, then what it held before.
+
+    Between them may lie one window of zeros.
+    """
     saved(tmp_path, numbered() + 1)
     path = tmp_path / "step-1" / "__0_0.distcp"
     raw = bytearray(path.read_bytes())
@@ -107,11 +112,30 @@ def test_no_wrong_byte_reaches_a_tensor(tmp_path: Path, at: float) -> None:
     target = torch.full((ROWS, COLUMNS), -7.0)
     with pytest.raises(CheckpointException, match="ShardLost"):
         dcp.load({"t": target}, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
-    is_old = target.reshape(-1) == -7.0
-    kept = int(is_old.sum())
-    assert kept >= int((1 - at) * ROWS * COLUMNS)
-    read = ROWS * COLUMNS - kept
-    assert torch.equal(target.reshape(-1)[:read], (numbered() + 1).reshape(-1)[:read])
+    values = target.reshape(-1)
+    kept, cleared = int((values == -7.0).sum()), int((values == 0).sum())
+    read = ROWS * COLUMNS - kept - cleared
+    assert read <= at * ROWS * COLUMNS
+    assert cleared * 4 <= LOCAL_WINDOW_BYTES
+    assert torch.equal(values[:read], (numbered() + 1).reshape(-1)[:read])
+    assert torch.equal(values[read:], torch.tensor([0.0, -7.0]).repeat_interleave(torch.tensor([cleared, kept])))
+
+
+def test_large_tensors_are_read_to_where_they_belong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large tensor no more than the blocks at its ends is read anywhere else and copied."""
+    saved(tmp_path, numbered())
+    target = torch.zeros(ROWS, COLUMNS)
+    start, end = target.data_ptr(), target.data_ptr() + target.nbytes
+    elsewhere, preadv = list[int](), os.preadv
+
+    def note_place(fd: int, pieces: list[memoryview], offset: int) -> int:
+        elsewhere.extend(len(piece) for piece in pieces if not start <= address_of(piece) < end)
+        return preadv(fd, pieces, offset)
+
+    monkeypatch.setattr(os, "preadv", note_place)
+    dcp.load({"t": target}, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
+    assert torch.equal(target, numbered())
+    assert 0 < sum(elsewhere) <= 3 * BLOCK_BYTES
 
 
 def test_the_disk_is_few_frames_below_dcp_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look import unmanaged
 from replicated_ckpt.cli.look.checkpoints import HEADER, CheckpointSeen, advise, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.doubts import advise_on_doubt, describe_wait, list_staged_saves
+from replicated_ckpt.cli.look.memory_tier import describe_memory_tier
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
@@ -66,12 +67,14 @@ def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSee
     ]
     staged = [save.to_json() for save in list_staged_saves(store, seen.own_node)]
     document = {"node_id": seen.own_node, "nodes": nodes, "staged": staged, "rivals": describe_rivals(rows, seen)}
+    document["memory_tier"] = describe_memory_tier(store)
     print(json.dumps({**document, "checkpoints": [row.to_json() for row in rows]}, indent=2))
 
 
 def _print(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> None:
     print(format_table(HEADER, [row.cells(seen) for row in rows]))
-    print(describe_totals(rows, seen))
+    for line in (describe_totals(rows, seen), *describe_memory_tier(store)):
+        print(line)
     staged = list_staged_saves(store, seen.own_node)
     for save in staged:
         print(f"in doubt: {save}; {describe_wait(save.nodes, seen)}")

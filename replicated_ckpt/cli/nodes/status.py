@@ -14,6 +14,7 @@ from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.agent.state.log_file import LOG_NAME
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.doubts import WaitingSave, advise_on_doubt, list_waiting
+from replicated_ckpt.cli.look.memory_tier import describe_memory_tier
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.rivals import describe_rivals
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
@@ -74,6 +75,7 @@ class _State:
     errors: Sequence[str]
     health: Health
     doubts: Sequence[WaitingSave]
+    memory_tier: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
         nodes = [
@@ -92,6 +94,7 @@ class _State:
             "node_id": self.seen.own_node,
             "nodes": nodes,
             "checkpoints": [row.to_json() for row in self.rows],
+            "memory_tier": list(self.memory_tier),
             "agent": self.agent,
             "last_errors": list(self.errors),
             "rivals": describe_rivals(self.rows, self.seen),
@@ -99,7 +102,7 @@ class _State:
 
     def text(self, store: LocalStore) -> str:
         lines = [format_table(("NODE", "AGENT", "CHECKPOINTS", "ROOM"), list(map(self._cells, self._nodes())))]
-        lines += [f"copies: {describe_totals(self.rows, self.seen)}"]
+        lines += [f"copies: {describe_totals(self.rows, self.seen)}", *self.memory_tier]
         if self.agent is not None:
             lines += [f"re-protection: {describe_protection(self.agent)}", f"uploads: {describe_uploads(self.agent)}"]
         lines += [f"in the agent's log: {line}" for line in self.errors]
@@ -142,7 +145,7 @@ def _look(store: LocalStore) -> _State:
     rows = list_checkpoints(seen)
     doubts = list_waiting(store, seen.own_node, None if agent is None else agent["in_doubt"])
     health = judge_health(seen, rows, agent, why_down, doubts)
-    return _State(seen, rows, agent, _read_last_errors(store), health, doubts)
+    return _State(seen, rows, agent, _read_last_errors(store), health, doubts, describe_memory_tier(store))
 
 
 def _read_last_errors(store: LocalStore) -> list[str]:

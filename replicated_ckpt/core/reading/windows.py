@@ -1,5 +1,6 @@
 """Windows: the pieces in which shards are read, in an order that all ranks keep; and who fetches which for whom."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +14,8 @@ LOCAL_WINDOW_BYTES = 1 << 20
 """Of the own disk: small enough that its bytes are still in the processor's cache when they are copied on."""
 SHARDS_AT_ONCE = 4
 """So many shards are read alternately, as they may lie on different nodes."""
+STRAIGHT_BYTES_MIN = 512 << 10
+"""Of less it is not worthwhile to read it by itself."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,13 @@ class Unit:
     takers: tuple[int, ...]
 
 
-def windows_of(shard: str, ranges: Iterable[ByteRange], window_bytes: int) -> list[Window]:
+def windows_of(
+    shard: str, ranges: Iterable[ByteRange], window_bytes: int, straight: Iterable[ByteRange] = ()
+) -> list[Window]:
     """The windows that cover `ranges`, in ascending order. Ranges are joined where no block is read for it.
 
-    `window_bytes` divides CELL_BYTES and is a multiple of BLOCK_BYTES.
+    `window_bytes` divides CELL_BYTES and is a multiple of BLOCK_BYTES. The whole blocks of each range of `straight` have
+    windows of their own, so that these can be read to where they belong.
     """
     runs: list[list[int]] = []
     for part in sorted(ranges, key=lambda part: part.offset):
@@ -59,11 +65,19 @@ def windows_of(shard: str, ranges: Iterable[ByteRange], window_bytes: int) -> li
             runs[-1][1] = max(runs[-1][1], part.end)
         else:
             runs.append([part.offset, part.end])
+    borders = sorted({border for part in straight for border in _borders(part)})
     windows = []
     for start, end in runs:
-        cuts = range((start // window_bytes + 1) * window_bytes, end, window_bytes)
-        windows += [Window(shard, first, last - first) for first, last in pairwise((start, *cuts, end))]
+        cuts = {*range((start // window_bytes + 1) * window_bytes, end, window_bytes)}
+        cuts.update(borders[bisect_right(borders, start) : bisect_left(borders, end)])
+        windows += [Window(shard, first, last - first) for first, last in pairwise((start, *sorted(cuts), end))]
     return windows
+
+
+def _borders(part: ByteRange) -> tuple[int, ...]:
+    """Where the whole blocks of a range begin and end, if they are worthwhile."""
+    start, end = -(-part.offset // BLOCK_BYTES) * BLOCK_BYTES, part.end // BLOCK_BYTES * BLOCK_BYTES
+    return (start, end) if end - start >= STRAIGHT_BYTES_MIN else ()
 
 
 def in_order(windows: Iterable[Window], shards: Sequence[str]) -> list[Window]:

@@ -233,7 +233,10 @@ class LoadAttempt:
                 items[window.shard].take(window, raw)
                 self._remind_if_due(reader, remote)
 
-            Loading(reader, remote.__contains__, exchange).run(windows, shards, feed)
+            def place_of(window: Window) -> memoryview | None:
+                return items[window.shard].place_of(window)
+
+            Loading(reader, remote.__contains__, exchange).run(windows, shards, feed, place_of)
             for ones in items.values():
                 ones.finish()
         self._report_read(reader.findings.traffic, len(plan.items), began)

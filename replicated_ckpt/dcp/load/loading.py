@@ -18,6 +18,7 @@ from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
 from replicated_ckpt.stores.node_cache.exchange import Exchange
 
 FeedWindow = Callable[[Window, memoryview], None]
+PlaceOf = Callable[[Window], memoryview | None]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,14 @@ class Wanted:
     def end(self) -> int:
         return self.needed[-1].end
 
+    @property
+    def rows(self) -> ByteRange:
+        """Where the rows that are wanted lie in the shard, if they lie there as foretold."""
+        if self.stored is None:
+            return ByteRange(self.info.offset, 0)
+        rows = self.stored.rows(self.item)
+        return ByteRange(self.info.offset + len(self.stored.head) + rows.offset, rows.length)
+
 
 def windows_for(
     wanted: Mapping[str, Sequence[Wanted]], is_remote: Callable[[str], bool], shards: Sequence[str]
@@ -41,7 +50,10 @@ def windows_for(
     windows: list[Window] = []
     for shard, items in wanted.items():
         ranges = [part for item in items for part in item.needed]
-        windows += windows_of(shard, ranges, CELL_BYTES if is_remote(shard) else LOCAL_WINDOW_BYTES)
+        if is_remote(shard):
+            windows += windows_of(shard, ranges, CELL_BYTES)
+        else:
+            windows += windows_of(shard, ranges, LOCAL_WINDOW_BYTES, [item.rows for item in items])
     return in_order(windows, shards)
 
 
@@ -58,6 +70,14 @@ class ShardItems:
         self._planner = planner
         self._next = 0
         self._open: list[tuple[Wanted, Feed]] = []
+
+    def place_of(self, window: Window) -> memoryview | None:
+        """Where all of the next window belongs, if that is one piece of memory; it may be read to there, and then taken."""
+        is_next = self._next < len(self._wanted) and self._wanted[self._next].info.offset < window.end
+        if is_next or len(self._open) != 1:
+            return None
+        one, feed = self._open[0]
+        return feed.memory_of(window.offset - one.info.offset, window.length)
 
     def take(self, window: Window, raw: memoryview) -> None:
         """Feeds what lies in one window.
@@ -110,8 +130,10 @@ class Loading:
         self._is_remote = is_remote
         self._exchange = exchange
 
-    def run(self, windows: Sequence[Window], shards: Sequence[str], feed: FeedWindow) -> None:
+    def run(self, windows: Sequence[Window], shards: Sequence[str], feed: FeedWindow, place_of: PlaceOf) -> None:
         """Gives each window, verified, to `feed`, in order. Its memory is valid for the time of the call.
+
+        A window of the own disk is read to `place_of` it, if there is one: if it cannot be verified that is zeros.
 
         Raises:
             ShardLost: no intact copy is left. And what `feed` raises. No thread is left that anybody waits for.
@@ -125,10 +147,11 @@ class Loading:
                     continue
                 is_remote = self._is_remote(cell[0])
                 for window in group:
-                    raw = ahead.take(window) if is_remote else read(window.shard, window.offset, window.length)
-                    feed(window, raw)
                     if is_remote:
+                        feed(window, ahead.take(window))
                         ahead.release(window)
+                    else:
+                        feed(window, read(window.shard, window.offset, window.length, place_of(window)))
                     self._pulse()
         except BaseException:
             if self._exchange is not None:

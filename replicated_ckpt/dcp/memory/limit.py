@@ -2,15 +2,17 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from torch.distributed.checkpoint.planner import SavePlan
 
+from replicated_ckpt.core.upkeep.policy import scope_of
 from replicated_ckpt.dcp.agreement.announcement import tensor_bytes
 from replicated_ckpt.dcp.agreement.decision import SaveDecision, SavePost
-from replicated_ckpt.dcp.memory.root import measure_memory
+from replicated_ckpt.dcp.memory.root import measure_memory, measure_used
+from replicated_ckpt.dcp.node.seen_lineage import seen_lineage
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import describe_bytes
 
 log = logging.getLogger(__name__)
@@ -26,21 +28,35 @@ class MemoryTierShort(ReplicatedCkptError):
 
     default_hint = (
         "Give the tier more room (`--shm-size` of a container, `mount -o remount,size=...`, a higher memory limit), save "
-        "less per node, or leave memory= out. Docker's /dev/shm has 64 MB if nothing is said."
+        "less per node, remove what other runs left in it, or leave memory= out. Docker's /dev/shm has 64 MB if nothing is "
+        "said."
     )
 
 
 class MemoryLimit:
     """One writer's memory tier. `generations` lie there at the same time: those kept, and the one being written."""
 
-    def __init__(self, root: Path, generations: int) -> None:
-        self._root, self._generations = root, generations
+    def __init__(self, store: LocalStore, generations: int) -> None:
+        self._store, self._root, self._generations = store, store.root, generations
         self._told_bytes = 0.0
 
-    def measure(self) -> int:
-        """Bytes that this node's tier may have in all. Raises StoreError."""
+    def measure(self, checkpoint_id: str | None) -> int:
+        """Bytes that the checkpoints of this run may take on this node. Raises StoreError."""
         with translate_errors(str(self._root), "measure", "memory tier"):
-            return measure_memory(self._root)
+            return measure_memory(self._root) - self._measure_others(checkpoint_id)
+
+    def _measure_others(self, checkpoint_id: str | None) -> int:
+        """Bytes of checkpoints that this run's retention will not remove: of other lineages or directories of ids."""
+        scope = scope_of(checkpoint_id or "")
+        seen = seen_lineage(self._store, scope)
+        if seen is None:  # it goes on with what is there
+            return 0
+        others = [
+            name
+            for name, manifest in self._store.catalog.committed()
+            if manifest.lineage != seen[0] or scope_of(name) != scope
+        ]
+        return sum(measure_used(self._root / name) for name in others)
 
     def check(self, decision: SaveDecision, posts: Sequence[SavePost], plans: Sequence[SavePlan]) -> None:
         """Coordinator: says what each node takes, if that is news.

@@ -100,7 +100,7 @@ class SaveAttempt:
         )
         present = lone_post if board is None else opening_post
         node, memory = present(self._store, self._config.domain), self._parts.memory
-        self._post = SavePost(checkpoint_id, node, None if memory is None else memory.measure())
+        self._post = SavePost(checkpoint_id, node, None if memory is None else memory.measure(checkpoint_id))
         if board is not None:
             self._nonce = board.post("save", self._post.to_json())
         self._warn(filter(None, [self._post.node.silence]))

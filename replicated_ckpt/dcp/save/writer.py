@@ -70,6 +70,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         on_save: called on every rank with its SaveReport once the save is committed, in the thread that saves. What it
             raises is logged. Where the hooks are called by something else than DCP, only the coordinator calls it. With
             ack="staged" a thread of its own calls it.
+        memory, spill_every: refused, as a writer has one store: CheckpointManager has the memory tier.
 
     One writer serves many saves, one at a time. For `dcp.async_save` it is the stager, too: the state is copied once, into
     memory that the next save uses again, and a second save waits for the first before it copies. `close` frees that memory.
@@ -78,7 +79,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         ConfigInvalid: an argument cannot work.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each by its name
         self,
         root: str | os.PathLike[str],
         *,
@@ -96,8 +97,11 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         checkpoint_id_from: CheckpointIdFrom = "all",
         direct_io: DirectIO | None = None,
         on_save: Callable[[SaveReport], object] | None = None,
+        memory: object = None,
+        spill_every: object = None,
     ) -> None:
         super().__init__()
+        _refuse_tiers(memory, spill_every)
         self.config = WriterConfig.check(
             root,
             copies=copies,
@@ -171,7 +175,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
 
     def limit_memory(self, generations: int) -> None:
         """The store lies in memory: a save that would not fit there so many times is refused with MemoryTierShort."""
-        self._parts = replace(self._parts, memory=MemoryLimit(self._parts.store.root, generations))
+        self._parts = replace(self._parts, memory=MemoryLimit(self._parts.store, generations))
 
     def use_stager(self, stager: Stager) -> None:
         """What this writer saves from now on is staged by a stager that another writer uses, too."""
@@ -330,3 +334,11 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """False: a writer cannot be guessed from an id alone; DCP asks this only when no writer was passed."""
         del checkpoint_id
         return False
+
+
+def _refuse_tiers(memory: object, spill_every: object) -> None:
+    if memory is not None or spill_every is not None:
+        raise ConfigInvalid(
+            "ReplicatedWriter has one store, and no memory tier: it was given memory= or spill_every=.",
+            "Use CheckpointManager(root, memory=True, spill_every=10), which saves to both and loads from either.",
+        )

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.dcp.runtime.torch_private import narrow
-from replicated_ckpt.dcp.tensors.memory import tensor_over
+from replicated_ckpt.dcp.tensors.memory import memory_of, tensor_over
 from replicated_ckpt.dcp.tensors.pinned import PinnedCopies
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensor
 from replicated_ckpt.stores.files.address import address_of
@@ -27,14 +27,16 @@ class Destination(Protocol):
 
 
 class Memory:
-    """The target's own memory, on the CPU."""
+    """The target's own memory, on the CPU. Bytes that are put may lie where they belong already."""
 
     def __init__(self, target: torch.Tensor) -> None:
-        self._target = target
+        self.memory = memory_of(target)
         self._address = target.data_ptr()
 
     def put(self, piece: memoryview) -> None:
-        ctypes.memmove(self._address, address_of(piece), len(piece))
+        address = address_of(piece)
+        if address != self._address:
+            ctypes.memmove(self._address, address, len(piece))
         self._address += len(piece)
 
     def close(self) -> None:

@@ -29,10 +29,10 @@ class UncheckedShard(ObjectShard):
             raise self._corrupt(f"expected {expected.size_bytes} bytes, found {found}")
         return BlockTable(expected.size_bytes or 1, expected.size_bytes, (0,))
 
-    def read(self, offset: int, length: int) -> memoryview:
+    def read(self, offset: int, length: int, lent: memoryview | None = None) -> memoryview:
         """Bytes [offset, offset + length) of the file, as the bucket gives them; otherwise as VerifiedShard.read."""
         if length < 0 or offset < 0 or offset + length > self.table.data_bytes:
             raise self._corrupt(f"bytes {offset} to {offset + length} lie outside its {self.table.data_bytes} bytes")
-        span = self._reuse(length)
+        span = self._reuse(length, lent)
         self._fill(span, offset)
         return span

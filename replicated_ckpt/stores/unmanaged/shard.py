@@ -26,11 +26,11 @@ class UnmanagedShard(VerifiedShard):
         """One block. The opening has looked at its size; a footer behind it is not read."""
         return BlockTable(expected.size_bytes or 1, expected.size_bytes, (0,))
 
-    def read(self, offset: int, length: int) -> memoryview:
+    def read(self, offset: int, length: int, lent: memoryview | None = None) -> memoryview:
         """Bytes [offset, offset + length) of the file; otherwise as VerifiedShard.read."""
         if length < 0 or offset < 0 or offset + length > self.table.data_bytes:
             raise self._corrupt(f"bytes {offset} to {offset + length} lie outside its {self.table.data_bytes} bytes")
-        span = self._reuse(length)
+        span = self._reuse(length, lent)
         if span:
             self._fill(span, offset)
         touched = [item for item in self._unchecked if item.offset < offset + length and item.end > offset]
