@@ -48,8 +48,11 @@ class NamedCheckpoints:
         self.writer = ReplicatedWriter(root, **given)
         self._planner = CachedSavePlanner()
         self._lent: LentGroup | None = borrow_group()
-        self._group = None if self._lent is None else self._lent.group
         self.reader = ReplicatedReader(root, process_group=self._group, **loading)
+
+    @property
+    def _group(self) -> Any:
+        return None if self._lent is None else self._lent.group
 
     @contextlib.contextmanager
     def use_group(self) -> Iterator[Any]:
@@ -165,5 +168,6 @@ class NamedCheckpoints:
         try:
             self.writer.close()
         finally:
+            self.reader.leave_group()
             if self._lent is not None:
                 self._lent.close()

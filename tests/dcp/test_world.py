@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d import blackboard, waiting
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
+from replicated_ckpt.dcp.c10d.lent_group import LentGroup
 from replicated_ckpt.dcp.c10d.world import World
-from replicated_ckpt.errors import MeetingFailed, RankFailed
+from replicated_ckpt.errors import ConfigInvalid, MeetingFailed, RankFailed
 
 
 def test_a_forked_process_is_a_session_of_its_own() -> None:
@@ -30,6 +31,25 @@ def test_a_forked_process_is_a_session_of_its_own() -> None:
     os.waitpid(pid, 0)
     assert there.endswith("/alone")
     assert there != here == world.session
+
+
+class Groups:
+    """Stands for the groups of a job."""
+
+    def __init__(self) -> None:
+        self.groups, self.lent = ["a group"], {0}
+
+
+def test_what_was_made_before_the_groups_were_destroyed_says_so() -> None:
+    """A group lives as long as the job's, and not as long as what borrowed it; giving it back later is no error."""
+    pool: Any = Groups()
+    lent = LentGroup(pool, 0)
+    assert lent.group == "a group"
+    del pool
+    with pytest.raises(ConfigInvalid, match="have been destroyed") as raised:
+        _ = lent.group
+    assert "destroy_process_group" in raised.value.hint
+    lent.close()
 
 
 @pytest.fixture

@@ -73,6 +73,26 @@ def delete_steps(context: Context, steps: list[int]) -> list[Any]:
         return [[manager.delete(step) for step in steps], list(manager.all_steps())]
 
 
+def count_threads_of_gloo(context: Context) -> dict[str, int]:
+    """Before managers are closed, and after `destroy_process_group`, while the managers are still in reach."""
+
+    def count() -> int:
+        return sum(path.read_text().startswith("pt_gloo") for path in Path("/proc/self/task").glob("*/comm"))
+
+    managers = [CheckpointManager(context.root) for _ in range(2)]
+    for step, manager in enumerate(managers):
+        manager.async_save(step, {"w": torch.ones(64)})
+        assert manager.latest_step() == step
+    before = count()
+    for manager in managers:
+        manager.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    found = {"before": before, "after": count()}
+    managers.clear()
+    return found
+
+
 def agree_where_one_breaks(context: Context) -> str:
     """All ranks do something, and rank 1 fails with an error that is none of the package's: what each raises."""
     lent = borrow_group()

@@ -150,6 +150,13 @@ def test_an_unexpected_error_reaches_all_that_agree(cluster_of: ClusterOf) -> No
     assert own == "OSError: it breaks on purpose"
 
 
+def test_closed_managers_keep_no_process_group_alive(cluster_of: ClusterOf) -> None:
+    """Threads of gloo that outlive the interpreter abort the process: after `destroy_process_group` there are none."""
+    for found in cluster_of(2).launch([call("saving.count_threads_of_gloo")], nodes=[0, 1]).of(0):
+        assert found["before"] > 4
+        assert found["after"] == 0
+
+
 def test_a_step_is_deleted_on_every_node(cluster_of: ClusterOf) -> None:
     """On both nodes at once, all ranks hear the same, and re-protection brings nothing back."""
     cluster = cluster_of(2)

@@ -17,13 +17,27 @@ GROUPS_MAX = 512
 
 
 class LentGroup:
-    """A group for its borrower alone, from here to `close`. All ranks borrow, in the same order."""
+    """A group for its borrower alone, from here to `close`. All ranks borrow, in the same order.
+
+    It keeps no group alive: `destroy_process_group` ends gloo's threads only if nothing else holds one, and threads that
+    outlive the interpreter abort the process.
+    """
 
     def __init__(self, pool: "_Pool", number: int) -> None:
-        self._pool = pool
+        self._pool = weakref.ref(pool)
         self._number = number
         self._is_fit = True
-        self.group = pool.groups[number]
+
+    @property
+    def group(self) -> Any:
+        """Raises ConfigInvalid if the job's process groups were destroyed meanwhile."""
+        pool = self._pool()
+        if pool is None:
+            raise ConfigInvalid(
+                "The process groups that this was made with have been destroyed.",
+                "Close it before destroy_process_group; after the next init_process_group, make a new one.",
+            )
+        return pool.groups[self._number]
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
@@ -38,8 +52,9 @@ class LentGroup:
 
     def close(self) -> None:
         """Gives the group back; its borrower has no collective under way. Any rank may do so alone, and more than once."""
-        if self._is_fit:
-            self._pool.lent.discard(self._number)
+        pool = self._pool()
+        if self._is_fit and pool is not None:
+            pool.lent.discard(self._number)
         self._is_fit = False
 
 

@@ -139,6 +139,10 @@ class ReplicatedReader(StorageReader):
         finally:
             parts.bucket.close()
 
+    def leave_group(self) -> None:
+        """Lets go of the process group, which may end now. This reader looks and loads no more."""
+        self._process_group = None
+
     def look_alone(self, look: Callable[[LocalStore, Bucket | None, str], T]) -> T:
         """What `look` finds in this reader's store, bucket and lineage. By this process alone: no rank meets another."""
         try:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -18,7 +19,7 @@ def note_memory_tier(store: LocalStore, tier: Path) -> None:
     """
     path, raw = store.agent_directory() / _NAME, os.fsencode(tier)
     with translate_errors(str(store.root), "note", _NAME):
-        if not path.exists() or read_private(path) != raw:
+        if not is_there(path) or read_private(path) != raw:
             write_file(path, raw, 0o600)
 
 
