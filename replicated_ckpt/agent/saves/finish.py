@@ -218,9 +218,8 @@ class Finisher:
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() > failing_since + AGAIN_WITHIN_S:
                     raise
-                release_lock(
-                    self._store.lock_save(save_id), os.getpid()
-                )  # raises SaveAborted: it was given up meanwhile
+                held = self._store.lock_save(save_id)  # raises SaveAborted: it was given up meanwhile
+                release_lock(held, os.getpid())
                 time.sleep(_PAUSE_S)
 
     def _ask(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:
