@@ -136,7 +136,9 @@ class ShardLost(ReplicatedCkptError):
         where = "; ".join(searched) or "nowhere: no store could be reached"
         absent = [place.partition(": not reached")[0] for place in searched if ": not reached" in place]
         step = "All that was asked has none: bring back a node that is not named above, if one had a copy"
-        if absent or not searched:
+        if "PermissionError" in where:
+            step = "Let the user who loads read what is named above (`ls -l` shows whose it is), and load again"
+        elif absent or not searched:
             step = f"Bring back {' and '.join(absent) or 'the nodes of the checkpoint'}, with the store, and load again"
         super().__init__(
             f"Checkpoint {checkpoint_id!r}: no intact copy of {plural(len(owner_by_shard), 'shard')} is left: {shards}. "
@@ -144,10 +146,9 @@ class ShardLost(ReplicatedCkptError):
             f'{step}, or load an older checkpoint ("latest" picks the newest one that is whole).',
         )
         self.args = (checkpoint_id, dict(owner_by_shard), tuple(searched))
-        self.checkpoint_id = checkpoint_id
+        self.checkpoint_id, self.searched = checkpoint_id, tuple(searched)
         self.shards = tuple(sorted(owner_by_shard))
         self.owner_by_shard = dict(owner_by_shard)
-        self.searched = tuple(searched)
 
 
 class SaveAborted(ReplicatedCkptError):

@@ -129,8 +129,15 @@ def test_a_loss_counts_its_shards() -> None:
 
 
 def test_the_next_step_after_a_loss_is_of_what_did_not_answer() -> None:
-    """A node that gave no answer is named; where all answered, no node that was asked is to be brought back."""
+    """A node that gave no answer is named; where all answered, no node that was asked is to be brought back.
+
+    Files that this user may not read are not lost.
+    """
     asked = "node a at /nvme (own store)"
+    denied = ShardLost(
+        "step-1", {"s": "node a"}, [asked, "node a: open 's' at /nvme: PermissionError: Permission denied"]
+    )
+    assert denied.hint.startswith("Let the user who loads read what is named above")
     absent = ShardLost("step-1", {"s": "node b"}, [asked, "node b at 10.0.0.2:1: not reached (no answer)"])
     assert absent.hint.startswith("Bring back node b at 10.0.0.2:1, with the store, and load again")
     assert ShardLost("step-1", {"s": "node a"}, [asked]).hint.startswith("All that was asked has none")

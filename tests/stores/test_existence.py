@@ -1,7 +1,9 @@
 """What the system refuses to say is never taken for "there is nothing", on any Python."""
 
 import errno
+import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,14 +11,18 @@ from typing import Any
 
 import pytest
 
+from replicated_ckpt.agent.repair.scrub import Scrubber
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.core.layout import MANIFEST_NAME, NODE_NAME
+from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.errors import StoreDenied, StoreError
 from replicated_ckpt.stores.files import existence
+from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import is_checkpoint
-from tests.stores.test_local import save_id, staged
+from replicated_ckpt.stores.throttle import Pace
+from tests.stores.test_local import SHARD, save_id, staged
 
 ASKED: dict[str, Callable[[Path], bool]] = {
     "exists": existence.is_there,
@@ -48,11 +54,14 @@ def refused(path: Path, code: int) -> Iterator[None]:
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(name: Any, *args: Any, **named: Any) -> Any:
-            if isinstance(name, str | os.PathLike) and Path(name).is_relative_to(path):
+            if isinstance(name, str | os.PathLike) and whole(name, named.get("dir_fd")).is_relative_to(path):
                 raise OSError(code, os.strerror(code), str(name))
             return original(name, *args, **named)
 
         return call
+
+    def whole(name: str | os.PathLike[str], directory: int | None) -> Path:
+        return Path(name) if directory is None else Path(f"/proc/self/fd/{directory}").readlink() / name
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("stat", "lstat", "open"):
@@ -116,7 +125,29 @@ def check_a_checkpoint_is_one(store: LocalStore) -> None:
         open_store(str(store.root / "step-1"))
 
 
+def check_an_unread_shard_is_not_damaged(store: LocalStore) -> None:
+    """Else `verify` would advise to remove what is intact, and the scrub note it as bad."""
+    store.commit(STAGED)
+    for name, code in itertools.product((SHARD, ".metadata"), (errno.EACCES, errno.EMFILE)):
+        inspector = Inspector(store, store.node_id())
+        with refused(store.root / "step-1" / name, code), pytest.raises(StoreError) as raised:
+            list(inspector.inspect())
+        assert isinstance(raised.value, StoreDenied) == (code == errno.EACCES)
+        if code == errno.EACCES:
+            assert f"read and write {store.root}/step-1/{name} " in raised.value.hint
+        bad: list[Finding] = []
+        stopping = threading.Event()
+        scrubber = Scrubber(store, store.node_id(), Pace(1e9, stopping), stopping, 1.0, bad.append)
+        with refused(store.root / "step-1" / name, code):
+            assert scrubber.scrub().passes == 1
+        assert bad == []
+        with refused(store.root / "step-1" / name, errno.EIO):
+            assert [found.name for found in Inspector(store, store.node_id()).inspect()] == [name]
+    assert list(Inspector(store, store.node_id()).inspect()) == []
+
+
 CHECKS = (
+    check_an_unread_shard_is_not_damaged,
     check_no_identity_is_made,
     check_a_root_is_unreadable,
     check_a_staged_save_is_not_absent,
@@ -136,7 +167,7 @@ def test_what_may_not_be_looked_at_is_not_missing(
     names = sorted(path.relative_to(store.root) for path in store.root.rglob("*"))
     check(store)
     assert store.node_id() == node_id
-    if check is not check_a_checkpoint_is_one:
+    if check not in (check_a_checkpoint_is_one, check_an_unread_shard_is_not_damaged):
         left = {path.relative_to(store.root) for path in store.root.rglob("*")}
         assert left >= set(names)
         store.commit(STAGED)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
-from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.errors import ReplicatedCkptError, StoreError
+from replicated_ckpt.stores.files.durable import is_refusal, translate_errors, write_file
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace, Stopped
@@ -92,7 +92,13 @@ class Scrubber:
         ids = sorted(self._store.catalog.directories())
         for checkpoint_id in [*(found for found in ids if found > after), *(found for found in ids if found <= after)]:
             inspector = Inspector(self._store, self._node_id, self._wait_for_pace)
-            findings = [found for found in inspector.inspect(checkpoint_id) if found.problem is Problem.CORRUPT]
+            try:
+                findings = [found for found in inspector.inspect(checkpoint_id) if found.problem is Problem.CORRUPT]
+            except StoreError as exc:
+                if not is_refusal(exc):
+                    raise
+                log.error("scrub: %s is passed over: %s", checkpoint_id, exc)  # noqa: TRY400 - it explains itself
+                continue
             for holding in inspector.holdings:
                 self._on_read(holding)
             for finding in findings:

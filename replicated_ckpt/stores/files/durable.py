@@ -28,6 +28,7 @@ _HINT_BY_ERRNO = {
     errno.ENAMETOOLONG: "Use a shorter checkpoint id.",
     errno.ENOTDIR: "A file lies where a directory must be: pass another root, or move the file away.",
 }
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -52,16 +53,23 @@ def store_error_of(exc: OSError, store: str, op: str, key: str) -> StoreError:
     if is_full(exc):
         return StoreFull(store, op, key, detail)
     if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return StoreDenied(store, op, key, detail, _denied_hint(store, exc))
+        return StoreDenied(store, op, key, detail, _denied_hint(store, key, exc))
     return StoreError(store, op, key, detail, _HINT_BY_ERRNO.get(exc.errno or 0))
 
 
-def _denied_hint(store: str, exc: OSError) -> str:
+def is_refusal(error: StoreError) -> bool:
+    """Whether the system would not read a file now, as for want of a permission: that says nothing of its bytes."""
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _REFUSALS
+
+
+def _denied_hint(store: str, key: str, exc: OSError) -> str:
     if exc.errno == errno.EROFS:
         return (
             f"The file system of {store} is read-only: `dmesg` says whether its disk has failed; or pass another root."
         )
     place = exc.filename or store
+    if not str(place).startswith("/"):  # it was opened from its directory
+        place = f"{store}/{key}"
     return f"Let user {os.geteuid()} read and write {place} (`ls -ld` shows whose it is), or pass another root."
 
 

@@ -13,7 +13,7 @@ from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.direct import page_aligned, read_past_cache
-from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.files.durable import is_refusal, translate_errors
 from replicated_ckpt.stores.local.directories.committed import Committed, open_committed_save, open_directory
 from replicated_ckpt.stores.local.remains import crc_of_footer, read_remains, tell_crc
 from replicated_ckpt.stores.local.shard_file import ShardFile
@@ -33,6 +33,8 @@ def at_once(size_bytes: int) -> None:
 class Inspector:
     """Reads the checkpoints of one store. A file that fails its checksum is read again once before it counts.
 
+    A file that the system refuses to read ends the inspection: it is neither intact nor damaged.
+
     `holdings` tells afterwards what lies there of each checkpoint that was inspected, bad shards marked as damaged, and
     `remains` what lies where no manifest is believed.
     """
@@ -50,7 +52,7 @@ class Inspector:
         """What is wrong with one checkpoint, or with any. One that disappears meanwhile is passed over.
 
         Raises:
-            StoreError: the disk cannot be listed.
+            StoreError: the disk cannot be listed, or a file may not be read.
         """
         catalog = self._store.catalog
         every = {*catalog.directories(), *catalog.without_manifest()} if checkpoint_id is None else {checkpoint_id}
@@ -167,6 +169,8 @@ class Inspector:
         except ObjectMissing:
             return self._finding(directory, manifest.save_id, METADATA_NAME, Problem.MISSING, expected, "none")
         except StoreError as exc:
+            if is_refusal(exc):
+                raise
             return self._finding(directory, manifest.save_id, METADATA_NAME, Problem.CORRUPT, expected, exc.detail)
         if (size, crc) == (manifest.metadata_bytes, manifest.metadata_crc32c):
             return None
@@ -184,6 +188,8 @@ class Inspector:
             except ObjectMissing:
                 return self._absent(directory, manifest, shard)
             except StoreError as exc:
+                if is_refusal(exc):
+                    raise
                 found = exc.detail
                 continue
             if (size, crc) == (entry.size_bytes, entry.crc32c):
