@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys as load_by_names
 
 from replicated_ckpt import ReplicatedReader, export_checkpoint, import_checkpoint
 from replicated_ckpt.errors import ConfigInvalid
 from tests.convert.states import blank, checkpoint
 
-pytest.importorskip("safetensors")
+save_file = pytest.importorskip("safetensors.torch").save_file
 if not hasattr(dcp, "HuggingFaceStorageWriter"):  # torch 2.7 has it under private names, 2.8 here
     pytest.skip("this torch has no public storage for Hugging Face files", allow_module_level=True)
 pytestmark = [
@@ -84,3 +86,27 @@ def test_a_whole_is_loaded_by_its_names_alone(tmp_path: Path) -> None:
     reader = ReplicatedReader(root, expect_partial=True)
     some = load_by_names({"emb"}, storage_reader=reader, checkpoint_id="step-1")
     assert_same(some, {"emb": state["emb"]})
+
+
+class Tied(torch.nn.Module):
+    """A model whose output layer is its embedding, as language models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 3)
+        self.lm_head = torch.nn.Linear(3, 7, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+def test_the_name_of_a_tied_weight_that_is_missing(tmp_path: Path) -> None:
+    """`save_pretrained` writes one of two names. A load that asks for both says which is missing, or fills both."""
+    saved, loaded = Tied(), Tied()
+    save_file({"embed.weight": saved.embed.weight.detach().clone()}, tmp_path / "model.safetensors")
+    import_checkpoint(tmp_path / "model.safetensors", "step-0", format="safetensors", root=tmp_path / "root", copies=1)
+    reader = ReplicatedReader(tmp_path / "root")
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: lm_head\.weight"):
+        dcp.load(loaded.state_dict(), checkpoint_id="step-0", storage_reader=reader, no_dist=True)
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(loaded.state_dict(), checkpoint_id="step-0", storage_reader=reader, planner=planner, no_dist=True)
+    assert torch.equal(loaded.lm_head.weight, saved.lm_head.weight)
+    assert loaded.lm_head.weight is loaded.embed.weight

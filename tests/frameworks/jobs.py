@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,40 @@ class Job:
             assert launcher.wait(400) == 0, self.log()
         self.launchers.clear()
 
-    def lose_a_node(self, timeout_s: float = 300) -> None:
+    def lose_a_node(self) -> None:
         """Once all ranks stand still: SIGKILL to them, the launchers and the second node's agent; its root is gone."""
+        self._await_standstill()
+        for launcher in self.launchers:
+            launcher.send_signal(signal.SIGKILL)
+            launcher.wait()
+        end(processes_of(str(self.out)))
+        end(processes_of(str(self.root(1))))
+        shutil.rmtree(self.root(1))
+        self._note_lines()
+
+    def preempt(self) -> None:
+        """Once all ranks stand still: SIGTERM to the launchers, which pass it on to ranks; those go on with it, and end."""
+        ranks = self._await_standstill()
+        for launcher in self.launchers:
+            launcher.terminate()
+        time.sleep(2)  # until torchrun has passed it on
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
+        self.fail()
+
+    def fail(self) -> None:
+        """Both launchers end by themselves, and not with 0; no rank is left."""
+        for launcher in self.launchers:
+            assert launcher.wait(400) != 0, self.log()
+        end(processes_of(str(self.out)))
+        self._note_lines()
+
+    def _note_lines(self) -> None:
+        self.launchers.clear()
+        self.lines_before = [len(self.lines(rank)) for rank in range(2 * self.ranks)]
+
+    def _await_standstill(self, timeout_s: float = 300) -> list[int]:
+        """The ranks, all of them stopped."""
         deadline = time.monotonic() + timeout_s
         ranks = [pid for pid in processes_of(str(self.out)) if self._is_stopped(pid)]
         while len(ranks) < 2 * self.ranks:
@@ -66,14 +99,7 @@ class Job:
             assert all(launcher.poll() is None for launcher in self.launchers), self.log()
             time.sleep(0.2)
             ranks = [pid for pid in processes_of(str(self.out)) if self._is_stopped(pid)]
-        for launcher in self.launchers:
-            launcher.send_signal(signal.SIGKILL)
-            launcher.wait()
-        end(processes_of(str(self.out)))
-        end(processes_of(str(self.root(1))))
-        shutil.rmtree(self.root(1))
-        self.launchers.clear()
-        self.lines_before = [len(self.lines(rank)) for rank in range(2 * self.ranks)]
+        return ranks
 
     def clean_up(self) -> None:
         end(processes_of(str(self.directory)))
@@ -111,14 +137,40 @@ def check_same(undisturbed: Job, disturbed: Job, by: tuple[str, ...], first_agai
         assert before == whole[: len(before)]
 
 
+def lose_a_node(job: Job, step: int) -> None:
+    """At a step all ranks are killed, and a node is lost."""
+    job.start("--hold-at", str(step))
+    job.lose_a_node()
+
+
+def raise_in_a_step(job: Job, step: int) -> None:
+    """At a step the last rank raises, and the job ends with it."""
+    job.start("--raise-at", str(step))
+    job.fail()
+    assert "raised on purpose" in job.log()
+
+
+def preempt(job: Job, step: int) -> None:
+    """At a step SIGTERM is sent to all."""
+    job.start("--hold-at", str(step))
+    job.preempt()
+
+
 @contextlib.contextmanager
-def run_both(program: str, directory: Path, hold_at: int, options: tuple[str, ...] = ()) -> Iterator[tuple[Job, Job]]:
-    """An undisturbed job, and one that lost a node at step `hold_at` and was started again; both have ended well."""
-    disturbed = Job(program, directory / "disturbed", arguments=options)
-    undisturbed = Job(program, directory / "undisturbed", arguments=options)
+def run_both(
+    program: str,
+    directory: Path,
+    at: int,
+    options: tuple[str, ...] = (),
+    *,
+    disturb: Callable[[Job, int], None] = lose_a_node,
+    ranks: int = 2,
+) -> Iterator[tuple[Job, Job]]:
+    """An undisturbed job, and one that was disturbed at step `at` and started again; both have ended well."""
+    disturbed = Job(program, directory / "disturbed", ranks, options)
+    undisturbed = Job(program, directory / "undisturbed", ranks, options)
     try:
-        disturbed.start("--hold-at", str(hold_at))
-        disturbed.lose_a_node()
+        disturb(disturbed, at)
         disturbed.start()
         disturbed.finish()
         undisturbed.start()

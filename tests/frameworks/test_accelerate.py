@@ -1,5 +1,6 @@
 """Accelerate with our Accelerator: killed in the middle with a node lost, it ends as an undisturbed run, bit for bit."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from replicated_ckpt.errors import ConfigInvalid
-from tests.frameworks.jobs import check_same, run_both
+from tests.frameworks.jobs import Job, check_same, preempt, raise_in_a_step, run_both
 from tests.frameworks.running import require
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
@@ -63,6 +64,16 @@ def test_accelerate_goes_on_in_the_middle(
     with run_both("accelerate_program.py", tmp_path, hold_at, options) as (undisturbed, disturbed):
         check_same(undisturbed, disturbed, ("step",), begins)
         assert not (disturbed.root(1) / "checkpoint-4").exists()  # total_limit
+
+
+@pytest.mark.parametrize("disturb", [raise_in_a_step, preempt])
+def test_accelerate_goes_on_after_it_ended(tmp_path: Path, disturb: Callable[[Job, int], None]) -> None:
+    """One rank raises in its training step, or all get SIGTERM: with the scaler's scale, too, the bits are the same."""
+    require("accelerate")
+    job = run_both("accelerate_program.py", tmp_path, 7, ("--scaled",), disturb=disturb, ranks=1)
+    with job as (undisturbed, disturbed):
+        check_same(undisturbed, disturbed, ("step",), {"step": 5})
+        assert len({line["scale"] for line in undisturbed.lines(0) if "scale" in line}) > 2
 
 
 def test_hooks_that_save_models_themselves(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Lightning over our strategies: killed in the middle with a node lost, it ends as an undisturbed run does, bit for bit."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.frameworks.jobs import check_same, run_both
+from tests.frameworks.jobs import Job, check_same, preempt, raise_in_a_step, run_both
 from tests.frameworks.running import require
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
@@ -29,6 +30,25 @@ def test_lightning_goes_on_in_the_middle(
     options = ("--strategy", strategy, "--resume", resume)
     with run_both("lightning_program.py", tmp_path, hold_at, options) as (undisturbed, disturbed):
         check_same(undisturbed, disturbed, ("step", "index"), begins)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "options", "begins"),
+    [
+        (raise_in_a_step, ("--strategy", "ddp"), {"step": 8, "index": 4}),
+        (preempt, ("--strategy", "fsdp2", "--save-on-exception"), {"step": 9, "index": 6}),
+    ],
+    ids=["exception, fp16 scaler", "sigterm, saved on exception"],
+)
+def test_lightning_goes_on_after_it_ended(
+    tmp_path: Path, disturb: Callable[[Job, int], None], options: tuple[str, ...], begins: dict[str, int]
+) -> None:
+    """One rank raises in its training step; or all get SIGTERM, and save first. Losses, rates, scales: the same bits."""
+    require("lightning")
+    with run_both("lightning_program.py", tmp_path, 9, options, disturb=disturb, ranks=1) as (undisturbed, disturbed):
+        check_same(undisturbed, disturbed, ("step", "index"), begins)
+        scales = {line["scale"] for line in undisturbed.lines(0) if "scale" in line}
+        assert len(scales) > 2 or disturb is preempt
 
 
 def test_what_was_resumed_from_has_one_path_on_all_nodes(tmp_path: Path) -> None:

@@ -168,6 +168,38 @@ def test_the_slurm_script_trains_and_resumes(tmp_path: Path) -> None:
         assert findings(node) == []
 
 
+@pytest.mark.long
+@pytest.mark.fault
+@pytest.mark.multiprocess
+@pytest.mark.timeout(2 * WITHIN_S + 60)
+def test_a_requeued_slurm_job_outlives_a_node(tmp_path: Path) -> None:
+    """All that runs on one node is killed while it trains, and its disk is gone: the job ends, and its next run goes on."""
+    fake_slurm(tmp_path / "bin")
+    store, said = tmp_path / "ckpt", tmp_path / "said"
+    roots = [store / "node-0", store / "node-1"]
+    environment = environment_of(tmp_path)
+    script = ["bash", str(LAUNCHERS / "slurm.sbatch"), str(ROOT / "examples" / "fashion_mnist.py")]
+    options = ["--steps", "100000", "--save-every", "2", "--batch", "2"]
+    try:
+        with (
+            said.open("wb") as log,
+            subprocess.Popen([*script, *options], env=environment, stdout=log, stderr=log) as job,
+        ):
+            wait_for(
+                lambda: all(list(root.glob("step-*/.metadata")) for root in roots), WITHIN_S, "a checkpoint on both"
+            )
+            end(processes_of(str(roots[1])))
+            shutil.rmtree(roots[1])
+            assert job.wait(WITHIN_S) != 0, said.read_text()
+        saved = max(int(path.parent.name.removeprefix("step-")) for path in roots[0].glob("step-*/.metadata"))
+        assert f"starting at step {saved} on 2 ranks" in trained(environment_of(tmp_path), saved + 2)
+    finally:
+        end(processes_of(str(store)))
+    for root in roots:
+        assert (root / f"step-{saved + 2}" / ".metadata").exists()
+        assert findings(LocalStore(root)) == []
+
+
 RANK = """
 import signal, sys, time
 from pathlib import Path

@@ -56,9 +56,13 @@ def train(arguments: argparse.Namespace, accelerator: ReplicatedAccelerator, out
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
+            if progress.step + 1 == arguments.raise_at and accelerator.process_index == accelerator.num_processes - 1:
+                raise RuntimeError("raised on purpose")
             progress.batch += 1
             progress.step += 1
             line = {"step": progress.step, "batch": inputs.sum().item(), "loss": loss.item()}
+            if accelerator.scaler is not None:
+                line["scale"] = accelerator.scaler.get_scale()
             with out.open("a") as file:
                 file.write(json.dumps({**line, "lr": optimizer.param_groups[0]["lr"]}) + "\n")
             if progress.step % 4 == 0:
@@ -77,6 +81,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--raise-at", type=int, default=-1)
+    parser.add_argument("--scaled", action="store_true")
     parser.add_argument("--sharded", action="store_true")
     arguments = parser.parse_args()
     one_order = DistributedDataParallelKwargs(find_unused_parameters=True)  # else DDP rebuilds buckets, and sums anew
@@ -87,6 +93,8 @@ def main() -> None:
         project_config=ProjectConfiguration(total_limit=2),
         replicated_root=arguments.root,
     )
+    if arguments.scaled:  # accelerate makes one with fp16 only, and that on accelerators only
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     train(arguments, accelerator, arguments.out / f"rank-{os.environ['RANK']}.jsonl")
     accelerator.end_training()
 

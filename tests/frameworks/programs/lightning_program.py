@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,12 +55,18 @@ class Regression(lightning.LightningModule):
 class Told(lightning.Callback):
     """Writes what each step was, on each rank, and where to stand still."""
 
-    def __init__(self, out: Path, hold_at: int) -> None:
-        self.out, self.hold_at = out, hold_at
+    def __init__(self, out: Path, hold_at: int, raise_at: int) -> None:
+        self.out, self.hold_at, self.raise_at = out, hold_at, raise_at
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        if trainer.global_step == self.raise_at and trainer.global_rank == trainer.world_size - 1:
+            raise RuntimeError("raised on purpose")
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         line = {"step": trainer.global_step, "batch": batch[0].sum().item(), "loss": outputs["loss"].item()}
         line |= {"lr": trainer.optimizers[0].param_groups[0]["lr"], "index": batch_idx}
+        if trainer.scaler is not None:
+            line["scale"] = trainer.scaler.get_scale()
         with self.out.open("a") as out:
             out.write(json.dumps(line) + "\n")
         if trainer.global_step == self.hold_at:
@@ -80,6 +87,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--raise-at", type=int, default=-1)
+    parser.add_argument("--save-on-exception", action="store_true")
     parser.add_argument("--strategy", default="fsdp2")
     parser.add_argument("--resume", default="latest")
     arguments = parser.parse_args()
@@ -93,8 +102,16 @@ def main() -> None:
         strategy = ReplicatedModelParallelStrategy(
             root=arguments.root, data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1
         )
+    told, plugins = Told(out, arguments.hold_at, arguments.raise_at), []
+    if arguments.strategy == "ddp":
+        plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3))]
     checkpoints = ModelCheckpoint(
-        dirpath=Path(arguments.out) / "checkpoints", every_n_train_steps=2, save_top_k=2, monitor="loss", save_last=True
+        dirpath=Path(arguments.out) / "checkpoints",
+        every_n_train_steps=2,
+        save_top_k=2,
+        monitor="loss",
+        save_last=True,
+        save_on_exception=arguments.save_on_exception,
     )
     trainer = lightning.Trainer(
         max_epochs=3,
@@ -102,8 +119,9 @@ def main() -> None:
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
+        plugins=plugins,
         accumulate_grad_batches=2,
-        callbacks=[checkpoints, EarlyStopping("val_loss", patience=5), Told(out, arguments.hold_at)],
+        callbacks=[checkpoints, EarlyStopping("val_loss", patience=5), told],
         logger=False,
         log_every_n_steps=1,
         enable_progress_bar=False,

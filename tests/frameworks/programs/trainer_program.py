@@ -41,8 +41,9 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 class Told(TrainerCallback):
     """Writes what each step was and what was logged, on each rank, and where to stand still."""
 
-    def __init__(self, out: Path, hold_at: int) -> None:
-        self.out, self.hold_at = out, hold_at
+    def __init__(self, out: Path, hold_at: int, raise_at: int) -> None:
+        self.out, self.hold_at, self.raise_at = out, hold_at, raise_at
+        self.scaler: Any = None
 
     def write(self, line: dict[str, Any]) -> None:
         with self.out.open("a") as out:
@@ -50,11 +51,14 @@ class Told(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         sums = [weight.detach().double().sum().item() for weight in kwargs["model"].parameters()]
-        self.write({"step": state.global_step, "index": 0, "epoch": state.epoch, "weights": sum(sums)})
+        scale = {} if self.scaler is None else {"scale": self.scaler.get_scale()}
+        self.write({"step": state.global_step, "index": 0, "epoch": state.epoch, "weights": sum(sums), **scale})
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.hold_at:
             os.kill(os.getpid(), signal.SIGSTOP)  # until the test kills it
+        if state.global_step == self.raise_at and dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("raised on purpose")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         timed = ("runtime", "per_second")
@@ -68,6 +72,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--raise-at", type=int, default=-1)
+    parser.add_argument("--scaled", action="store_true")
     arguments = parser.parse_args()
     set_seed(1)
     size = {"vocab_size": 100, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
@@ -94,7 +100,7 @@ def main() -> None:
         disable_tqdm=True,
         seed=1,
     )
-    told = Told(arguments.out / f"rank-{os.environ['RANK']}.jsonl", arguments.hold_at)
+    told = Told(arguments.out / f"rank-{os.environ['RANK']}.jsonl", arguments.hold_at, arguments.raise_at)
     trainer = ReplicatedTrainer(
         model=model,
         args=settings,
@@ -103,6 +109,8 @@ def main() -> None:
         callbacks=[told, EarlyStoppingCallback(early_stopping_patience=9)],
         replicated_root=arguments.root / "store",
     )
+    if arguments.scaled:  # accelerate makes one with fp16 only, and that on accelerators only
+        trainer.accelerator.scaler = told.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     trainer.train(resume_from_checkpoint=True)
     best = sum(weight.detach().double().sum().item() for weight in trainer.model.parameters())
     told.write({"step": 14, "index": 3, "best": best, "of": trainer.state.best_global_step})
