@@ -39,8 +39,9 @@ for format_ in formats.split(","):
 print(libraries, before, status("VmHWM"))
 """
 
-GROWTH_BYTES = 120e6
-"""A window is 67 MB of it; pieces on their way and, on import, the buffers of the writer are the rest."""
+GROWTH_BYTES = 160e6
+"""A window is 67 MB of it; pieces on their way and, on import, the buffers of the writer are the rest. Measured: 95 MB with
+Python 3.11 on Debian 12, 135 MB with 3.13 on Debian 13."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def memory(formats: str, base: Path, way: str, timeout_s: float) -> Memory:
 
 @pytest.mark.parametrize("formats", ["safetensors", long("torch,safetensors,dcp")])
 def test_a_tensor_larger_than_the_window_is_never_in_memory(tmp_path: Path, formats: str) -> None:
-    """One of 200 MB in each format and back: less than 120 MB more than the imports take."""
+    """One of 200 MB in each format and back: less than 160 MB more than the imports take."""
     save(tmp_path, 200, 1)
     found = memory(formats, tmp_path, "back", timeout_s=110)
     assert found.after - found.before < GROWTH_BYTES

@@ -1,12 +1,12 @@
-"""Which processes listen on a port of this host, as far as this user may see it. Source: proc(5), /proc/net/tcp."""
+"""Which processes listen on a port of this host, as far as this user may see it."""
 
 import errno
 import pwd
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from replicated_ckpt.agent.state.sock_diag import ListeningSocket, listening_sockets
 from replicated_ckpt.config import PORT_ENV
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.existence import is_there
@@ -15,23 +15,21 @@ _COMMAND_CHARS = 200
 _WHO = "As root, `ss -ltnp 'sport = :{}'` names its process."
 
 
-@dataclass(frozen=True)
-class Listener:
-    """One socket that listens: the user whose it is, and the inode by which its processes have it open."""
+def listeners_on(port: int) -> frozenset[ListeningSocket]:
+    """All sockets that listen on a port, of every user; empty where neither netlink nor /proc tells."""
+    try:
+        found = listening_sockets()
+    except OSError:  # gVisor, say, and some containers have no such netlink
+        found = _read_tables()
+    return frozenset(each for each in found if each.port == port)
 
-    uid: int
-    inode: int
 
-
-def listeners_on(port: int) -> frozenset[Listener]:
-    """All sockets that listen on a port, of every user; empty where /proc does not tell."""
+def _read_tables() -> list[ListeningSocket]:
+    """Source: proc(5), /proc/net/tcp."""
     tables = [path.read_text() for name in ("tcp", "tcp6") if is_there(path := Path("/proc/net", name))]
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
-    return frozenset(
-        Listener(int(row[7]), int(row[9]))
-        for row in rows
-        if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port
-    )
+    listening = [row for row in rows if row[3] == "0A"]
+    return [ListeningSocket(int(row[1].rpartition(":")[2], 16), int(row[7]), int(row[9])) for row in listening]
 
 
 def describe_listeners(port: int) -> str:
