@@ -160,9 +160,9 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     assert command("verify", tmp_path / "nowhere").returncode == ExitCode.NOT_FOUND
-    assert command("repair", store.root, "--checkpoint", "step-9").returncode in (ExitCode.OK, ExitCode.NOT_FOUND)
-    assert command("verify", store.root, "--checkpoint", "step-9").returncode == ExitCode.NOT_FOUND
-    assert command("verify", store.root, "--checkpoint", "step-1").returncode == ExitCode.OK
+    assert command("repair", store.root, "step-9").returncode in (ExitCode.OK, ExitCode.NOT_FOUND)
+    assert command("verify", store.root, "step-9").returncode == ExitCode.NOT_FOUND
+    assert command("verify", store.root, "step-1").returncode == ExitCode.OK
     assert not (store.root / ".agent" / "endpoint.json").exists(), "verify starts no agent"
 
 

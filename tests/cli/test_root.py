@@ -78,7 +78,7 @@ def test_a_checkpoint_names_the_store_that_it_lies_in(places: Path) -> None:
     """The hint can be pasted: the store is found however deep the checkpoint's id is."""
     done = command("verify", "--root", places / "store/run/step-1")
     assert f"--root {places / 'store'}. In it this is the checkpoint 'run/step-1'" in done.stderr
-    assert command("verify", "--root", places / "store", "--checkpoint", "run/step-1").returncode == ExitCode.OK
+    assert command("verify", "--root", places / "store", "run/step-1").returncode == ExitCode.OK
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def count_descriptors() -> int:
 
 
 def verified(root: Path, name: str) -> None:
-    assert main(["verify", "--root", str(root), "--checkpoint", name]) == ExitCode.OK
+    assert main(["verify", "--root", str(root), name]) == ExitCode.OK
 
 
 def described(root: Path, name: str) -> dict[str, Any]:

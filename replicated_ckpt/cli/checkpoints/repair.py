@@ -31,7 +31,7 @@ HELP = "Set bad files aside, restore them from good copies, and make up for miss
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="a node's store")
-    parser.add_argument("--checkpoint", metavar="ID", help="only this checkpoint (default: all)")
+    parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and change nothing")
     parser.add_argument(
         "--lost",
@@ -61,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     store = open_store(arguments.root)
     if not arguments.dry_run and any(store.catalog.without_manifest()):
         store.node_id()  # who holds shards must have a name
-    audit = Auditor(store, arguments.lost).audit(arguments.checkpoint)
+    audit = Auditor(store, arguments.lost).audit(arguments.id)
     stock = UnmanagedAuditor(store, arguments.lost)
-    audits = stock.audit(arguments.checkpoint, audit.checkpoint_ids)
+    audits = stock.audit(arguments.id, audit.checkpoint_ids)
     adoptions = Adoptions(audits, stock.node_ids, arguments.copies)
     if not arguments.json:
         _print_unknown(store, audit, arguments.lost)

@@ -36,7 +36,7 @@ _WORST_FIRST = (ExitCode.SHARD_LOST, ExitCode.FAILED, ExitCode.UNREACHABLE)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", required=True, help="a node's store")
-    parser.add_argument("--checkpoint", metavar="ID", help="only this checkpoint (default: all)")
+    parser.add_argument("id", nargs="?", metavar="ID", help="only this checkpoint (default: all)")
     parser.add_argument("--object-store", metavar="URL", help="read what lies there, too, such as s3://bucket/prefix")
     add_start_argument(parser)
     parser.add_argument(
@@ -55,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     began_at = time.monotonic()
     audit = _audit(store, arguments)
     seconds = time.monotonic() - began_at
-    audits = UnmanagedAuditor(store).audit(arguments.checkpoint, audit.checkpoint_ids)
-    there = _InBucket() if arguments.object_store is None else _read(arguments.object_store, arguments.checkpoint)
-    if arguments.checkpoint and not audit.checkpoint_ids and not there.checkpoint_ids and not audits:
-        raise CheckpointNotFound(f"No node that was reached holds {arguments.checkpoint!r}.")
+    audits = UnmanagedAuditor(store).audit(arguments.id, audit.checkpoint_ids)
+    there = _InBucket() if arguments.object_store is None else _read(arguments.object_store, arguments.id)
+    if arguments.id and not audit.checkpoint_ids and not there.checkpoint_ids and not audits:
+        raise CheckpointNotFound(f"No node that was reached holds {arguments.id!r}.")
     if arguments.json:
         in_bucket = {**asdict(there), "findings": [finding.to_json() for finding in there.findings]}
         in_unmanaged = [found.to_json() for found in audits]
@@ -75,9 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _audit(store: LocalStore, arguments: argparse.Namespace) -> Audit:
     auditor = Auditor(store)
     if not (arguments.progress or sys.stderr.isatty()):
-        return auditor.audit(arguments.checkpoint)
+        return auditor.audit(arguments.id)
     with ReadingProgress(auditor.look_how_far):
-        return auditor.audit(arguments.checkpoint)
+        return auditor.audit(arguments.id)
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ class Cluster:
     def repair(self, node: int, lost: Sequence[str] = ()) -> str:
         """`replicated-ckpt repair` on a node; its exit code, or how it ended."""
         root = str(self.nodes[node].root)
-        arguments = argparse.Namespace(root=root, checkpoint=None, dry_run=False, lost=list(lost), copies=2, json=True)
+        arguments = argparse.Namespace(root=root, id=None, dry_run=False, lost=list(lost), copies=2, json=True)
         with self.network.acting(Actor(node, is_agent=False)), contextlib.redirect_stdout(io.StringIO()):
             try:
                 return str(int(repair.run(arguments)))
