@@ -190,7 +190,7 @@ def test_all_trainers_die_and_all_agents_are_told_to_stop(cluster: Cluster) -> N
 @pytest.mark.parametrize(
     "armed",
     [
-        {"rank0": "rank.handing-over=kill"},
+        pytest.param({"rank0": "rank.handing-over=kill"}, marks=pytest.mark.long),  # a minute: LEFTOVER_GRACE_S
         pytest.param(
             {"rank0": "rank.handing-over=kill", "rank1": "rank.handing-over=sleep:60"}, marks=pytest.mark.long
         ),
