@@ -17,7 +17,7 @@ import pytest
 
 from replicated_ckpt.agent.peers import watch
 from replicated_ckpt.agent.peers.address_book import PeerBook
-from replicated_ckpt.agent.peers.call_backs import IN_A_ROW_MAX
+from replicated_ckpt.agent.peers.call_backs import IN_A_ROW_MAX, INTERVAL_S
 from replicated_ckpt.core.upkeep.repair import Presence
 from replicated_ckpt.errors import StoreDenied, StoreUnavailable
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -196,16 +196,18 @@ def test_a_flood_of_greetings_makes_few_connections(pair: Pair, tmp_path: Path) 
         listener.settimeout(0.5)
         pair.introduce(third.endpoint.address())
         thief = replace(pair.known, port=int(listener.getsockname()[1]), incarnation=pair.known.incarnation)
+        began = time.monotonic()
         with pair.first.peer(10) as peer:
             for at in range(40):
                 kind = StoreUnavailable if at >= IN_A_ROW_MAX else StoreDenied
                 with pytest.raises(kind) if at >= IN_A_ROW_MAX else contextlib.suppress(kind):
                     peer.call("POST", "/v1/hello", spoken(thief))
+        made = IN_A_ROW_MAX + (time.monotonic() - began) // INTERVAL_S
         with contextlib.suppress(TimeoutError):
-            while len(met) <= IN_A_ROW_MAX:
+            while len(met) <= made:
                 met.append(listener.accept()[0])
         pair.hear("hello", third.endpoint.address())
-    assert len(met) <= IN_A_ROW_MAX
+    assert len(met) <= made
     for taken in met:
         taken.close()
     with pytest.raises(StoreUnavailable, match="more than once"):

@@ -1,5 +1,6 @@
 """The harness itself: worlds have the shape that was asked for, and what hangs or fails is seen and ended."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -80,7 +81,10 @@ def shown_of(pid: int) -> dict[str, object]:
     """What a process has that it does not make itself, as /proc shows it; files of an agent and directories come and go."""
     proc = Path(f"/proc/{pid}")
     texts = {name: (proc / name).read_bytes().rstrip(b"\0").split(b"\0") for name in ("cmdline", "environ")}
-    targets = {str(path.readlink()) for path in (proc / "fd").iterdir()}
+    targets = set[str]()
+    for path in (proc / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            targets.add(str(path.readlink()))
     return {
         "command": texts["cmdline"],
         "environment": sorted(texts["environ"]),
