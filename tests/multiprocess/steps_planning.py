@@ -5,6 +5,7 @@ import http.client
 import os
 import pickle
 import sys
+import time
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
 from replicated_ckpt import CachedSavePlanner
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.stores.peer.client import AgentClient
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
 from tests.multiprocess.steps_state import build_all, digests_of, failure, load
@@ -117,6 +120,7 @@ def save_with_metadata_damaged(context: Context, kinds: list[str]) -> dict[str, 
     for seed, how in enumerate(["damaged", "intact"]):
         dist.barrier()
         if context.rank == 1 and how == "damaged":
+            _await_rest(context)
             path = context.root / last / ".metadata"
             path.write_bytes(path.read_bytes()[:-1] + b"x")
         dist.barrier()
@@ -126,6 +130,15 @@ def save_with_metadata_damaged(context: Context, kinds: list[str]) -> dict[str, 
             dcp.save(dict(build_all(context, kinds, seed)), checkpoint_id=last, storage_writer=writer)
         found[how] = [sum(end in one for one in asked) for end in ("/pull", "/.metadata")]
     return found
+
+
+def _await_rest(context: Context) -> None:
+    """Returns when this node's agent looks for nothing to mend, as it does after a save: it would mend what is damaged."""
+    endpoint = read_endpoint(context.root / ".agent")
+    assert endpoint is not None
+    with AgentClient(endpoint.local_address()) as agent:
+        while agent.call("GET", "/v1/status")["restoring"]:
+            time.sleep(0.05)
 
 
 def _noting(asked: list[str]) -> Any:
