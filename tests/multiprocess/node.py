@@ -1,11 +1,10 @@
 """A simulated node: a store directory, the agent that serves it, and what its processes are started with."""
 
-import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.multiprocess.processes import end, is_running
+from tests.multiprocess.processes import agent_of, end, is_running
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Node:
 
     def agent_pid(self) -> int | None:
         try:
-            pid = int(json.loads((self.disk / ".agent" / "endpoint.json").read_text())["pid"])
+            pid = agent_of(self.disk)
         except (OSError, ValueError, KeyError):
             return None
         return pid if is_running(pid) else None

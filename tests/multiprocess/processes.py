@@ -1,6 +1,7 @@
 """Processes of this machine, as /proc shows them: found by what they were started with, ended by id."""
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -13,6 +14,11 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
     except OSError:
         return False
+
+
+def agent_of(root: Path) -> int:
+    """The process of the last agent of a store, which may have ended."""
+    return int(json.loads((root / ".agent" / "endpoint.json").read_text())["pid"])
 
 
 def signal_if_running(pid: int, signum: int) -> None:

@@ -1,7 +1,6 @@
 """Steps: `dcp.async_save`, in a thread or in a process of its own."""
 
 import gc
-import json
 import os
 import signal
 import tempfile
@@ -29,6 +28,7 @@ from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
+from tests.multiprocess.processes import agent_of
 from tests.multiprocess.states import State
 from tests.multiprocess.steps_failing import FailingPlanner
 from tests.multiprocess.steps_state import build_all, digests_of, failure
@@ -221,7 +221,7 @@ def footprint_of_saves(context: Context, saves: int, mebibytes: int, ack: Ack) -
         del future
         writer.wait(100, ack="local")
         gc.collect()
-        agent = json.loads((context.root / ".agent" / "endpoint.json").read_text())["pid"]
+        agent = agent_of(context.root)
         own = {f"rank {name}": value for name, value in _footprint(os.getpid()).items()}
         found.append(own | {f"agent {name}": value for name, value in _footprint(agent).items()})
     return found
@@ -240,7 +240,7 @@ def saves_with_forks(context: Context, kinds: list[str], saves: int) -> dict[str
             workers[-1].start()
             time.sleep(0.02)
         future.result()
-        found.append(_local_connections(json.loads((context.root / ".agent" / "endpoint.json").read_text())["pid"]))
+        found.append(_local_connections(agent_of(context.root)))
     is_start_free = FileLock.take(context.root / ".agent" / "start") is not None
     for worker in workers:
         worker.kill()

@@ -1,7 +1,6 @@
 """Steps: a node vanishes, and comes back, while the ranks live on."""
 
 import contextlib
-import json
 import shutil
 import time
 from pathlib import Path
@@ -9,12 +8,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.multiprocess.context import Context
-from tests.multiprocess.processes import end
+from tests.multiprocess.processes import agent_of, end
 
 
 def kill_agent_of(root: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
-        end([int(json.loads((root / ".agent" / "endpoint.json").read_text())["pid"])])
+        end([agent_of(root)])
 
 
 def lose(context: Context, nodes: list[int]) -> None:

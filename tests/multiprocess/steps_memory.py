@@ -1,7 +1,6 @@
 """Steps: a CheckpointManager with a memory tier, whose roots stand behind those of the disks among the context's roots."""
 
 import gc
-import json
 import os
 import signal
 import threading
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from replicated_ckpt import CheckpointManager, Retention
 from replicated_ckpt.dcp.step_ids import id_of
 from tests.multiprocess.context import Context
+from tests.multiprocess.processes import agent_of
 from tests.multiprocess.steps_saving import resting_footprint
 
 MEET_S = 60.0
@@ -140,12 +140,8 @@ def train_until_killed(context: Context, spill_every: int, delay_s: float) -> No
 def _die(context: Context) -> None:
     """With the agents of this node, as where a node loses power."""
     for root in (context.root, _root(context)):
-        os.kill(_agent_pid(root), signal.SIGKILL)
+        os.kill(agent_of(root), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _agent_pid(root: Path) -> int:
-    return int(json.loads((root / ".agent" / "endpoint.json").read_text())["pid"])
 
 
 def save_many(context: Context, count: int, size_bytes: int, measure_after: list[int], is_tiered: bool) -> list[Any]:
@@ -163,6 +159,6 @@ def save_many(context: Context, count: int, size_bytes: int, measure_after: list
             if step in measure_after:
                 manager.wait()
                 gc.collect()
-                agents = {f"agent of {root.name}": resting_footprint(_agent_pid(root)) for root in roots}
+                agents = {f"agent of {root.name}": resting_footprint(agent_of(root)) for root in roots}
                 found.append({"rank": resting_footprint(os.getpid()), **agents})
     return found

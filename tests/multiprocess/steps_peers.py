@@ -1,10 +1,8 @@
 """Steps: a peer's agent fails while copies are sent to it; and saves that return before the copies are made."""
 
-import json
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
 from tests.multiprocess.context import Context
+from tests.multiprocess.processes import agent_of
 from tests.multiprocess.steps_state import failure, report_of
 
 PIECE_ELEMENTS = 1 << 18  # one MiB of float32
@@ -24,10 +23,6 @@ def pieces(rank: int, count: int, seed: int) -> dict[str, torch.Tensor]:
     """This rank's own tensors of one MiB each, a function of rank and seed."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return {f"rank{rank}/{index}": torch.rand(PIECE_ELEMENTS, generator=generator) for index in range(count)}
-
-
-def agent_of(root: Path) -> int:
-    return int(json.loads((root / ".agent" / "endpoint.json").read_text())["pid"])
 
 
 class SignallingPlanner(DefaultSavePlanner):

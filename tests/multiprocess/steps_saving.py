@@ -2,7 +2,6 @@
 
 import gc
 import http.client
-import json
 import os
 import re
 import threading
@@ -23,6 +22,7 @@ from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, borrow_group
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
+from tests.multiprocess.processes import agent_of
 from tests.multiprocess.steps_state import OTHER_SEED, build_all, digests_of, save_fails
 
 
@@ -173,7 +173,7 @@ def save_many(context: Context, count: int, measure_after: list[int]) -> list[di
         dcp.save(state, checkpoint_id=f"step-{index}", storage_writer=context.writer())
         if index + 1 in measure_after:
             gc.collect()
-            agent = json.loads((context.root / ".agent" / "endpoint.json").read_text())["pid"]
+            agent = agent_of(context.root)
             footprints.append({"rank": footprint(os.getpid()), "agent": resting_footprint(agent)})
     return footprints
 
