@@ -1,6 +1,7 @@
 """Saves that agents finish: ranks hand over memory and outline, and may be gone from then on. Real agents, no torch."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from replicated_ckpt.dcp.hand_over.handed import HandedOver, hand_over
 from replicated_ckpt.dcp.hand_over.layout import ShardLayout
 from replicated_ckpt.dcp.staging.segment import descriptor_of, lease_segment
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted, StoreDenied
+from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, peers_of, running_agent, stop_agent, wait_for
 
@@ -41,7 +43,7 @@ class Job:
     """Two ranks, one on each node, as their agents see them: what they hold, and their connections."""
 
     agents: list[RunningAgent]
-    held: list[int] = field(default_factory=list)
+    held: list[HeldLock] = field(default_factory=list)
     handed: list[HandedOver] = field(default_factory=list)
 
     @property
@@ -108,7 +110,7 @@ class Job:
     def die(self) -> None:
         """All ranks are gone: their locks, and their ends of the connections."""
         while self.held:
-            os.close(self.held.pop())
+            self.held.pop().release()
         while self.handed:
             self.handed.pop().close()
 
@@ -166,6 +168,31 @@ def test_without_the_outline_nothing_is_left(job: Job, ranks: tuple[int, ...]) -
     with_part = [job.stores[rank] for rank in ranks]
     wait_for(lambda: all(store.list_staged() == () for store in with_part), WITHIN_S, "the save is gone")
     assert job.files() == [set(), set()]
+
+
+def test_workers_of_a_killed_rank_keep_nothing_up(job: Job) -> None:
+    """A data loader's worker that it had forked lives on, and has neither its lock nor its connection: nothing is left."""
+    reading, writing = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        job.held.append(job.stores[0].lock_save(SAVE))
+        job.hand_over(0)
+        if (worker := os.fork()) > 0:
+            os.write(writing, worker.to_bytes(4, "little"))
+        signal.pause()
+        os._exit(1)
+    worker = int.from_bytes(os.read(reading, 4), "little")
+    job.die()
+    try:
+        assert job.stores[0].is_held(SAVE)
+        os.kill(rank, signal.SIGKILL)
+        os.waitpid(rank, 0)
+        wait_for(lambda: job.stores[0].list_staged() == (), WITHIN_S, "the save is gone")
+        assert job.files() == [set(), set()]
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.close(reading)
+        os.close(writing)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`rm` and `prune` remove on the user's own node, for good; other nodes hear of it and keep what they have."""
 
-import os
 import shutil
 import signal
 import threading
@@ -262,8 +261,8 @@ def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_p
         for number in (1, 2)
     ]
     with running_agent(store.root, *QUICK):
-        fd = lock_version(store.catalog, "step-1", saves[0].save_id)
-        assert fd is not None
+        lock = lock_version(store.catalog, "step-1", saves[0].save_id)
+        assert lock is not None
         try:
             code, found = as_json("rm", "step-1", "--root", store.root)
             assert (code, found["removed"], there(store)) == (ExitCode.FAILED, [], [1, 2])
@@ -274,7 +273,7 @@ def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_p
             assert "kept: step-1: a process of this node reads it; it goes when that has ended" in done.stdout
             assert "removed on this node" not in done.stdout
         finally:
-            os.close(fd)
+            lock.release()
         wait_for(lambda: there(store) == [2], 20, "the removal")
 
 

@@ -13,9 +13,10 @@ import pytest
 
 from replicated_ckpt.agent.state.endpoint import FileLock
 from replicated_ckpt.dcp.hand_over.handed import HandedOver
-from replicated_ckpt.stores.files.locks import exclusive, release_lock
+from replicated_ckpt.stores.files.locks import close_in_forks, exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import wait_for
 
 SAVE = "0" * 32
 
@@ -30,9 +31,9 @@ def taken_by_an_agent(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_save(path: Path) -> Iterator[None]:
-    fd = opened(path).lock_save(SAVE)
+    lock = opened(path).lock_save(SAVE)
     yield
-    release_lock(fd, os.getpid())
+    lock.release()
 
 
 def opened(path: Path) -> LocalStore:
@@ -92,32 +93,70 @@ def test_a_forked_process_keeps_no_lock(tmp_path: Path, kind: str) -> None:
         assert is_free(tmp_path)
 
 
-def test_a_forked_process_keeps_no_save_handed_over() -> None:
+@pytest.mark.parametrize("kind", LOCKS)
+def test_a_killed_process_leaves_no_lock_to_its_workers(tmp_path: Path, kind: str) -> None:
+    """Nobody has released it; whom it had forked lives on."""
+    hold, is_free = LOCKS[kind]
+    reading, writing = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        with hold(tmp_path), worker() as its_worker:
+            os.write(writing, its_worker.to_bytes(4, "little"))
+            signal.pause()
+        os._exit(1)
+    its_worker = int.from_bytes(os.read(reading, 4), "little")
+    try:
+        assert not is_free(tmp_path)
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+        wait_for(lambda: is_free(tmp_path), 30, "the worker has closed what it has of it")
+    finally:
+        os.kill(its_worker, signal.SIGKILL)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_forked_process_ends_no_save_handed_over() -> None:
     """The agent learns that a rank has left, and its thread is free for another one; the fork's end says nothing."""
     rank, agent = socket.socketpair()
+    close_in_forks(rank)
     handed = HandedOver(rank)
     agent.settimeout(0.5)
-    with worker():
-        child = os.fork()
-        if child == 0:
-            handed.close()
-            os._exit(0)
-        os.waitpid(child, 0)
-        with pytest.raises(TimeoutError):
-            agent.recv(1)
+    child = os.fork()
+    if child == 0:
         handed.close()
-        assert agent.recv(1) == b""
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(TimeoutError):
+        agent.recv(1)
+    handed.close()
+    assert agent.recv(1) == b""
     agent.close()
 
 
 def test_a_forked_process_ends_no_lock(tmp_path: Path) -> None:
-    """What it closes of its parent's stays locked."""
-    pid, fd = os.getpid(), opened(tmp_path).lock_save(SAVE)
+    """What it releases of its parent's stays locked, and a descriptor of its own that has the number by now stays open."""
+    lock = opened(tmp_path).lock_save(SAVE)
+    number = lock.fd
     child = os.fork()
     if child == 0:
-        release_lock(fd, pid)
+        os.dup2(0, number)
+        lock.release()
+        os.fstat(number)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert opened(tmp_path).is_held(SAVE)
-    release_lock(fd, pid)
+    lock.release()
     assert not opened(tmp_path).is_held(SAVE)
+
+
+def test_a_fork_takes_locks_of_its_own(tmp_path: Path) -> None:
+    """As a trainer that is forked does; these hold as its parent's do."""
+    store = opened(tmp_path)
+    parents = store.lock_save(SAVE)
+    child = os.fork()
+    if child == 0:
+        own = store.lock_save(SAVE)
+        os._exit(0 if own.is_held and not parents.is_held else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    parents.release()

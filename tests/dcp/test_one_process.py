@@ -390,7 +390,7 @@ def test_what_was_read_when_it_was_replaced_goes_with_the_next_save(tmp_path: Pa
     assert reading is not None
     dcp.save(state, checkpoint_id="last", storage_writer=writer)
     assert store.catalog.list_replaced() == [held.save_id]
-    os.close(reading)
+    reading.release()
     dcp.save(state, checkpoint_id="last", storage_writer=writer)
     assert store.catalog.list_replaced() == []
 

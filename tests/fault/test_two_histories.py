@@ -23,6 +23,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
+from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import METADATA, findings, shard
@@ -101,7 +102,7 @@ class Save:
         self.save_id = f"{number:032x}"
         self.path = f"/v1/saves/{self.save_id}"
         self.members = sorted({node for held in holders.values() for node in held})
-        self.lock: int | None = None
+        self.lock: HeldLock | None = None
         contents = {shard(rank): os.urandom(300_000) for rank in holders}
         tables = {name: table_of([data]) for name, data in contents.items()}
         self.files = {name: contents[name] + tables[name].encode() for name in contents}
@@ -148,7 +149,7 @@ class Save:
 
     def end(self) -> None:
         if self.lock is not None:
-            os.close(self.lock)
+            self.lock.release()
 
     def write(self) -> None:
         for rank, held in self.holders.items():

@@ -1,6 +1,5 @@
 """Publishing compares what is published, on every path; what is replaced is kept until it may go."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -212,7 +211,7 @@ def test_a_version_that_is_read_is_not_removed(tmp_path: Path) -> None:
     assert not retire(store.root, "last", old.save_id)
     for name in (HERE, ELSEWHERE):
         assert read(store, old, name).startswith(f"1{name}".encode())
-    os.close(reading)
+    reading.release()
     assert store.drop_replaced(old.save_id)
     with pytest.raises(ObjectMissing):
         read(store, old, HERE)
@@ -230,7 +229,7 @@ def test_what_replaces_it_may_be_replaced_in_turn(tmp_path: Path) -> None:
         store.commit(manifests[-1].save_id)
     assert read(store, manifests[0], HERE)
     assert store.catalog.list_replaced() == [manifests[0].save_id]
-    os.close(reading)
+    reading.release()
 
 
 def test_a_late_commit_tells_what_lies_here_of_its_own_save(tmp_path: Path) -> None:
@@ -243,4 +242,4 @@ def test_a_late_commit_tells_what_lies_here_of_its_own_save(tmp_path: Path) -> N
     newer = open_save(store, 2)
     assert store.commit(newer.save_id) == (HERE, ELSEWHERE)
     assert store.commit(old.save_id) == (HERE,)
-    os.close(lock)
+    lock.release()

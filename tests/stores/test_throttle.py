@@ -1,6 +1,5 @@
 """The pace of copies that are made up: it yields to saves and loads, and otherwise holds nothing up."""
 
-import os
 import threading
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def test_a_node_is_in_use_while_it_saves_or_is_read(tmp_path: Path) -> None:
     service.begin(Intent(SAVE, "step-2", "session", overwrite=False))
     lock = store.lock_save(SAVE)
     assert service.is_in_use()
-    os.close(lock)
+    lock.release()
     service.abort(SAVE, "a rank failed")
     manifest = checkpointed([store], 1, {shard(0): (0,)})
     assert not service.is_in_use()

@@ -1,12 +1,11 @@
 """Staged adoptions that this agent keeps from being taken for abandoned, while the command waits for other nodes."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 
 from replicated_ckpt.errors import StoreUnavailable
-from replicated_ckpt.stores.files.locks import release_lock
+from replicated_ckpt.stores.files.locks import HeldLock
 
 ADOPTIONS_MAX = 4
 """Open on one node: each may stage `.metadata`, and a second copy of the shards. The command opens one after the other."""
@@ -15,12 +14,12 @@ HELD_S = 3600.0
 
 
 class AdoptionLocks:
-    """Descriptors that carry the lock of a staged save. Safe for concurrent use."""
+    """The locks of staged saves. Safe for concurrent use."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._held: dict[str, tuple[int, float]] = {}
+        self._held: dict[str, tuple[HeldLock, float]] = {}
         self._open: set[str] = set()
 
     def open(self, save_id: str) -> None:
@@ -47,17 +46,17 @@ class AdoptionLocks:
             self._open.discard(save_id)
         self.release(save_id)
 
-    def hold(self, save_id: str, fd: int) -> None:
-        """Takes over `fd`, until the save is released or HELD_S have passed."""
+    def hold(self, save_id: str, lock: HeldLock) -> None:
+        """Takes over the lock, until the save is released or HELD_S have passed."""
         self.release(save_id)
         with self._lock:
-            self._held[save_id] = fd, self._clock() + HELD_S
+            self._held[save_id] = lock, self._clock() + HELD_S
 
     def release(self, save_id: str) -> None:
         with self._lock:
             held = self._held.pop(save_id, None)
         if held is not None:
-            release_lock(held[0], os.getpid())
+            held[0].release()
 
     def release_old(self) -> None:
         with self._lock:

@@ -5,7 +5,6 @@ decision; so the order of decision and publication is that of every save.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
-from replicated_ckpt.stores.files.locks import release_lock
+from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -145,7 +144,7 @@ class Finisher:
             try:
                 start_worker(self._run, outline, held, end, name="rckpt-finish")
             except StoreUnavailable:
-                release_lock(held, os.getpid())
+                held.release()
                 raise
             self._ends[save_id] = end
         return end
@@ -157,7 +156,7 @@ class Finisher:
                 return self._ends[save_id]
         raise ObjectMissing("this agent", "finish", save_id, "no rank has asked for it")
 
-    def _run(self, outline: Outline, held: int, end: "Future[Finished]") -> None:
+    def _run(self, outline: Outline, held: HeldLock, end: "Future[Finished]") -> None:
         save_id = outline.manifest.save_id
         try:
             failpoints.reach("agent.finishing")
@@ -166,7 +165,7 @@ class Finisher:
             log.warning("save %s is not finished: %s", save_id, one_line(exc))
             end.set_exception(exc)
         finally:
-            release_lock(held, os.getpid())
+            held.release()
 
     def _finish(self, save_id: str, outline: Outline) -> Finished:
         try:
@@ -218,8 +217,7 @@ class Finisher:
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() > failing_since + AGAIN_WITHIN_S:
                     raise
-                held = self._store.lock_save(save_id)  # raises SaveAborted: it was given up meanwhile
-                release_lock(held, os.getpid())
+                self._store.lock_save(save_id).release()  # raises SaveAborted: it was given up meanwhile
                 time.sleep(_PAUSE_S)
 
     def _ask(self, save_id: str, node: str, names: Sequence[str]) -> Sequence[WrittenCopies]:

@@ -1,10 +1,10 @@
 """Pins: versions that a load was told to read, which nothing removes from this node meanwhile."""
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
+
+from replicated_ckpt.stores.files.locks import HeldLock
 
 PIN_S = 300.0
 """How long after a load began, or the last of its reads here, its checkpoint stays whatever the policy says."""
@@ -22,19 +22,18 @@ class Pins:
         self._clock = clock
         self._lock = threading.Lock()
         self._by_reader: dict[str, tuple[str, float]] = {}
-        self._fd_by_save: dict[str, int] = {}
-        weakref.finalize(self, _close_all, self._fd_by_save)
+        self._lock_by_save: dict[str, HeldLock] = {}
 
-    def pin(self, save_id: str, reader: str, fd: int | None = None) -> None:
-        """Keeps a save for a reader. `fd`: the lock on the version, taken over; None: it does not lie here."""
+    def pin(self, save_id: str, reader: str, lock: HeldLock | None = None) -> None:
+        """Keeps a save for a reader. `lock`: that on the version, taken over; None: it does not lie here."""
         with self._lock:
             self._by_reader.pop(reader, None)
             self._by_reader[reader] = save_id, self._clock() + PIN_S
             while len(self._by_reader) > _PINS_MAX:
                 del self._by_reader[next(iter(self._by_reader))]
-            if fd is not None:
+            if lock is not None:
                 self._close(save_id)
-                self._fd_by_save[save_id] = fd
+                self._lock_by_save[save_id] = lock
             self._release()
 
     def renew(self, save_id: str) -> None:
@@ -73,19 +72,14 @@ class Pins:
             return any(until > now for _, until in self._by_reader.values())
 
     def _release(self) -> None:
-        for save_id in [save_id for save_id in self._fd_by_save if not self._readers_of(save_id)]:
+        for save_id in [save_id for save_id in self._lock_by_save if not self._readers_of(save_id)]:
             self._close(save_id)
 
     def _close(self, save_id: str) -> None:
-        fd = self._fd_by_save.pop(save_id, None)
-        if fd is not None:
-            os.close(fd)
+        lock = self._lock_by_save.pop(save_id, None)
+        if lock is not None:
+            lock.release()
 
     def _readers_of(self, save_id: str) -> list[str]:
         now = self._clock()
         return [reader for reader, (pinned, until) in self._by_reader.items() if pinned == save_id and until > now]
-
-
-def _close_all(fd_by_save: dict[str, int]) -> None:
-    for fd in fd_by_save.values():
-        os.close(fd)

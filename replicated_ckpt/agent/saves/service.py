@@ -152,8 +152,8 @@ class NodeService:
     def pin(self, save_id: str, reader: str) -> None:
         """Keeps a save from being removed here while a load reads it."""
         checkpoint_id = self.store.catalog.checkpoint_of(save_id)
-        fd = None if checkpoint_id is None else lock_version(self.store.catalog, checkpoint_id, save_id)
-        self.pins.pin(save_id, reader, fd)
+        lock = None if checkpoint_id is None else lock_version(self.store.catalog, checkpoint_id, save_id)
+        self.pins.pin(save_id, reader, lock)
 
     def histories(self, scope: str) -> dict[str, History]:
         """What this node knows of the lineages in a directory of checkpoints: committed here, staged here, or heard of."""

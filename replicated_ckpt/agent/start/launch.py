@@ -103,7 +103,7 @@ def is_only_read(store: LocalStore) -> bool:
 
 def _stay_client(root: Path, directory: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while root not in _client_lock_by_root:
+    while (held := _client_lock_by_root.get(root)) is None or not held.is_held:  # a fork's is not
         lock = client_lock(directory)
         if lock is not None:
             _client_lock_by_root[root] = lock

@@ -12,7 +12,7 @@ from replicated_ckpt.agent.state.listeners import listeners_on
 from replicated_ckpt.agent.state.rights import Tokens, invite
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
-from replicated_ckpt.stores.files.locks import release_lock
+from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.version import PROTOCOL
@@ -150,12 +150,11 @@ def remove_endpoint(directory: Path) -> None:
 
 
 class FileLock:
-    """A flock on a file of the agent's directory, held until `release`, or the end of the process and of what it forked."""
+    """A flock on a file of the agent's directory, held until `release`, or the end of the process."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
-        self._fd = fd
-        self._owner_pid = os.getpid()
+        self._lock = HeldLock(fd)
 
     @classmethod
     def take(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
@@ -179,12 +178,17 @@ class FileLock:
         return cls(path, fd)
 
     def release(self) -> None:
-        release_lock(self._fd, self._owner_pid)
+        self._lock.release()
+
+    @property
+    def is_held(self) -> bool:
+        """False in a fork of its owner, too."""
+        return self._lock.is_held
 
     def is_in_place(self) -> bool:
         """Whether the locked file still has its name: False once its directory was removed, or removed and made again."""
         try:
-            return self.path.stat().st_ino == os.fstat(self._fd).st_ino
+            return self.path.stat().st_ino == os.fstat(self._lock.fd).st_ino
         except FileNotFoundError:
             return False
 

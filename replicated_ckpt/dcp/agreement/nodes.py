@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,7 +24,6 @@ from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.relay_tree import RELAY_FROM_BYTES, Relay
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout
 from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
-from replicated_ckpt.stores.files.locks import release_lock
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
@@ -272,7 +270,7 @@ class LoneService(NodeService):
         """No other process sees the save before this one holds it; it does so until this object is gone."""
         with self.looking():
             super().open_in_store(intent)
-            weakref.finalize(self, release_lock, self.store.lock_save(intent.save_id), os.getpid())
+            weakref.finalize(self, self.store.lock_save(intent.save_id).release)
 
     def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
         """Goes by the files, too, where this node has an agent: ranks hold what it opened only once they write."""

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.hand_over.finishing import LOG_HINT
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores.files.locks import close_in_forks
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.answer import refusal
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
@@ -30,7 +30,6 @@ class HandedOver:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._owner_pid = os.getpid()
 
     def wait(self) -> WrittenCopies:
         """What became of the shard: it is durable in the own store.
@@ -52,13 +51,9 @@ class HandedOver:
         _keep_while_read(self._connection, memory)
 
     def close(self) -> None:
-        """This rank has nothing more to do with the save: from here on the agent settles what it finds of it.
-
-        It learns that although a process that was forked meanwhile, as a data loader's worker, has the connection, too.
-        """
-        if os.getpid() == self._owner_pid:
-            with contextlib.suppress(OSError):  # it is given up, or the agent is gone
-                self._connection.shutdown(socket.SHUT_RDWR)
+        """This rank has nothing more to do with the save: from here on the agent settles what it finds of it."""
+        with contextlib.suppress(OSError):  # it is given up, or the agent is gone, or this is a fork
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
@@ -77,6 +72,7 @@ def hand_over(
         connection = connect(store.root_agent_directory(), PROGRESS_TIMEOUT_S)
     except OSError as exc:
         raise _unavailable(exc) from exc
+    close_in_forks(connection)
     try:
         try:
             send_message(connection, shard.to_json(), descriptors)
@@ -98,6 +94,7 @@ def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> No
     if fd < 0:
         return  # given up before
     kept = socket.socket(fileno=fd)
+    close_in_forks(kept)
     try:
         start_worker(_wait_for_end, kept, memory, name="rckpt-kept")
     except StoreUnavailable as exc:

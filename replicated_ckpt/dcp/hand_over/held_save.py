@@ -1,14 +1,12 @@
 """The locks by which agents see that this rank still works on a save."""
 
 import contextlib
-import os
 import weakref
 from concurrent.futures import wait
 
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.dcp.hand_over.follower import Follower
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.files.locks import release_lock
 from replicated_ckpt.stores.local.store import LocalStore
 
 _SAID_WITHIN_S = 1.0
@@ -32,7 +30,7 @@ class HeldSave:
             SaveAborted: it is not open. StoreError
         """
         with translate_errors(str(store.root), "hold", save_id):
-            self._open.callback(release_lock, store.lock_save(save_id), os.getpid())
+            self._open.callback(store.lock_save(save_id).release)
 
     def follow(self, follower: Follower | None) -> None:
         """The shard that this node's agent was given; None: this rank has written it."""

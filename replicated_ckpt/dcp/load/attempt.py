@@ -32,7 +32,6 @@ from replicated_ckpt.dcp.runtime.caller import warn
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, follow_step
 from replicated_ckpt.dcp.tensors.stored_tensor import plan_ranges
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
-from replicated_ckpt.stores.files.locks import release_lock
 from replicated_ckpt.stores.local.store import is_nowhere
 from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.node_cache.cache import RankCache
@@ -215,7 +214,7 @@ class LoadAttempt:
             cache = self._take_cache(stack)
             version = lock_version(self._store.catalog, save.checkpoint_id, save.save_id)
             if version is not None:
-                stack.callback(release_lock, version, os.getpid())
+                stack.callback(version.release)
             bucket = self._parts.bucket.open()
             reader = ShardReader(self._store, self._own_node, self._survey, sorted(wanted), key, bucket, self._places)
             reader.findings.note_silent(self._silent)

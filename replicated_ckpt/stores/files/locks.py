@@ -1,23 +1,72 @@
-"""Locks on files and directories that end when their process ends them, whatever it has forked meanwhile."""
+"""Locks on files and directories that end when their process ends them, or itself, whatever it has forked meanwhile."""
 
 import contextlib
 import fcntl
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from replicated_ckpt.stores.files.existence import is_directory
 
 
-def release_lock(fd: int, owner_pid: int) -> None:
-    """Ends the flock on `fd` and closes it; in another process than its owner's, a forked one, it is closed alone.
+class Closable(Protocol):
+    """What has a descriptor. A socket does."""
 
-    A data loader's worker that is forked while a lock is held has its descriptor, too: closing the owner's would leave the
-    lock with the worker for as long as that lives. Source: flock(2), "locks are associated with an open file description".
+    def close(self) -> object:
+        """Gives the descriptor back. In a fork this must say nothing to who else has it."""
+
+
+_not_in_forks: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_in_forks(held: Closable) -> None:
+    """A process that is forked from now on, as a data loader's worker, closes what it has of this at once.
+
+    Else whoever sees the process end by it, by a lock or a connection, would see that only once the worker has ended, too.
+    Source: flock(2), "locks are associated with an open file description". What forks without Python is not seen.
     """
-    if os.getpid() == owner_pid:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+    _not_in_forks.add(held)
+
+
+def _close_all() -> None:
+    for held in list(_not_in_forks):
+        held.close()
+    _not_in_forks.clear()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
+class HeldLock:
+    """A descriptor with a flock of this process alone, until `release` or the process's end."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes over `fd`, which may be locked later."""
+        self._fd = fd
+        close_in_forks(self)
+
+    @property
+    def fd(self) -> int:
+        """-1: it was released, or this is a fork."""
+        return self._fd
+
+    @property
+    def is_held(self) -> bool:
+        return self._fd >= 0
+
+    def release(self) -> None:
+        """Ends the lock, also where a fork has the descriptor still. Nothing, where this is a fork, or it was released."""
+        if self.is_held:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self.close()
+
+    def close(self) -> None:
+        """Closes the descriptor of this process."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 @contextlib.contextmanager
@@ -29,6 +78,6 @@ def exclusive(directory: Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         if is_directory(directory):
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            held.callback(release_lock, fd, os.getpid())
+            held.callback(HeldLock(fd).release)
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield

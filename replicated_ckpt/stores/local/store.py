@@ -35,7 +35,7 @@ from replicated_ckpt.stores.files.durable import (
     translate_errors,
 )
 from replicated_ckpt.stores.files.existence import is_directory, is_there
-from replicated_ckpt.stores.files.locks import exclusive, release_lock
+from replicated_ckpt.stores.files.locks import HeldLock, exclusive
 from replicated_ckpt.stores.files.ownership import make_private
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
@@ -155,8 +155,8 @@ class LocalStore:
         """Whether the save is staged here already, and its intent names nodes that the new one does not know."""
         return bool(self.intent_of(intent.save_id).nodes) and not intent.nodes
 
-    def lock_save(self, save_id: str) -> int:
-        """Marks an open save as being worked on, until the returned file descriptor is given to `release_lock`.
+    def lock_save(self, save_id: str) -> HeldLock:
+        """Marks an open save as being worked on, until the lock is released, or this process has ended.
 
         Raises:
             SaveAborted: it is not open.
@@ -165,8 +165,9 @@ class LocalStore:
             fd = open_plain(self.intent_path(save_id))
         except FileNotFoundError as exc:
             raise SaveAborted(f"Save {save_id} is not open any more in {self.root}.") from exc
+        lock = HeldLock(fd)
         fcntl.flock(fd, fcntl.LOCK_SH)
-        return fd
+        return lock
 
     def is_held(self, save_id: str) -> bool:
         """Whether a process marks a staged save as being worked on."""
@@ -174,12 +175,13 @@ class LocalStore:
             fd = open_plain(self.intent_path(save_id))
         except FileNotFoundError:
             return False
+        lock = HeldLock(fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         finally:
-            release_lock(fd, os.getpid())
+            lock.release()
         return False
 
     def put_small(self, save_id: str, name: str, data: bytes) -> None:

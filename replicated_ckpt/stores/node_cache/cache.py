@@ -19,7 +19,7 @@ from pathlib import Path
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.stores.files.address import address_of
-from replicated_ckpt.stores.files.locks import release_lock
+from replicated_ckpt.stores.files.locks import HeldLock
 
 SLOTS = 4
 OVER = 1 << 62
@@ -126,8 +126,9 @@ class RankCache:
             OSError: no room, no right to write there, or nothing can be locked there.
         """
         _sweep(directory)
-        path, self._fd = _create_locked_file(directory)
-        self._close = weakref.finalize(self, _remove, path, self._fd, os.getpid())
+        path, lock = _create_locked_file(directory)
+        self._fd = lock.fd
+        self._close = weakref.finalize(self, _remove, path, lock)
         self.name = path.name
         self._shape = _Shape(ranks, slot_bytes)
         try:
@@ -220,32 +221,33 @@ class OtherRankCache:
             self._map.close()
 
 
-def _create_locked_file(directory: Path) -> tuple[Path, int]:
-    """A new file with its descriptor, locked and named.
+def _create_locked_file(directory: Path) -> tuple[Path, HeldLock]:
+    """A new file, locked and named.
 
     In the instant before it is locked, a sweep takes it for one that was left behind: then another one is made.
     """
     for _ in range(_TRIES):
         path = directory / f"{_PREFIX}{uuid.uuid4().hex}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = HeldLock(fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_nlink:
-                return path, fd
-            os.close(fd)
+                return path, lock
+            lock.release()
         except OSError as exc:
-            os.close(fd)
+            lock.release()
             path.unlink(missing_ok=True)
             if not isinstance(exc, BlockingIOError):  # as a sweep holds it
                 raise
     raise OSError(errno.EAGAIN, "every new cache was swept away", str(directory))
 
 
-def _remove(path: Path, fd: int, owner_pid: int) -> None:
-    """Takes a cache's name away, then its lock. A process that was forked from its owner only closes its descriptor."""
-    if os.getpid() == owner_pid:
+def _remove(path: Path, lock: HeldLock) -> None:
+    """Takes a cache's name away, then its lock. A process that was forked from its owner has neither."""
+    if lock.is_held:
         path.unlink(missing_ok=True)
-    release_lock(fd, owner_pid)
+    lock.release()
 
 
 def _sweep(directory: Path) -> None:

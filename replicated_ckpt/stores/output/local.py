@@ -15,7 +15,7 @@ from replicated_ckpt.stores.files.durable import (
     write_all,
 )
 from replicated_ckpt.stores.files.existence import is_directory, is_link, is_name_taken
-from replicated_ckpt.stores.files.locks import release_lock
+from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.output.output import READ_BYTES, Output, Stream
 
 
@@ -66,7 +66,7 @@ class LocalOutput(Output):
         self._is_directory = is_directory
         self._may_replace = may_replace
         self._part = path.parent / f".{path.name}.part"
-        self._lock = -1
+        self._lock = HeldLock(-1)
         self._check()
         self._begin()
         try:
@@ -92,9 +92,9 @@ class LocalOutput(Output):
         """Takes the place beside `path`, and removes what a killed conversion left there."""
         with translate_errors(str(self._path.parent), "write", self._part.name):
             self._part.mkdir(exist_ok=True)
-            self._lock = os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._lock = HeldLock(os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = self._is_there()
         except BlockingIOError:
             is_ours = False
@@ -106,7 +106,7 @@ class LocalOutput(Output):
 
     def _is_there(self) -> bool:
         """Whether the directory that is locked still has its name."""
-        found, held = self._part.stat(), os.fstat(self._lock)
+        found, held = self._part.stat(), os.fstat(self._lock.fd)
         return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
     def _check_room(self, size_bytes: int) -> None:
@@ -149,6 +149,4 @@ class LocalOutput(Output):
             remove_tree(self._part)
 
     def _close(self) -> None:
-        if self._lock >= 0:
-            release_lock(self._lock, os.getpid())
-            self._lock = -1
+        self._lock.release()

@@ -151,7 +151,7 @@ class Node:
         if self.service is not None:
             for save_id in list(self.service.adoption_locks._held):
                 self.service.adoption_locks.release(save_id)
-            for save_id in list(self.service.pins._fd_by_save):
+            for save_id in list(self.service.pins._lock_by_save):
                 self.service.pins._close(save_id)
 
     def switch_off(self) -> None:

@@ -239,7 +239,8 @@ class Course:
             self.cluster.handed.finish()
         if self.trainers_alone_die and job.is_dead:
             error = self._judge_orphan(job, attempt, error)
-        if self.agent_alone_dies and error is not None and not job.is_dead:
+        rank_is_there = not (job.is_dead or job.has_left)  # else the only memory with the shard went with its agent
+        if self.agent_alone_dies and error is not None and rank_is_there:
             raise Violation(
                 f"an agent died with a shard in its hands, and its rank did not hand it over again: {error!r}"
             )

@@ -26,6 +26,7 @@ from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.hand_over import follower
 from replicated_ckpt.dcp.load.shard_reader import ShardReader
 from replicated_ckpt.stores import verified
+from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.peer.copy import PeerSink
 from tests.fault.torture.course import Course
 from tests.fault.torture.scripts import (
@@ -141,8 +142,8 @@ def an_agent_finishes_without_holding_the_save() -> Iterator[None]:
         with mock.patch.object(self._store, "lock_save", side_effect=open_nothing):
             return real(self, outline)
 
-    def open_nothing(_: str) -> int:
-        return os.open(os.devnull, os.O_RDONLY)
+    def open_nothing(_: str) -> HeldLock:
+        return HeldLock(os.open(os.devnull, os.O_RDONLY))
 
     real = Finisher.begin
     with mock.patch.object(Finisher, "begin", begin):

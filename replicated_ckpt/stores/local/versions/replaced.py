@@ -15,7 +15,7 @@ from replicated_ckpt.core.protocol.settlement import may_publish
 from replicated_ckpt.errors import ManifestInvalid, SaveSuperseded
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, remove_tree, translate_errors
 from replicated_ckpt.stores.files.existence import is_directory, is_there
-from replicated_ckpt.stores.files.locks import release_lock
+from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.directories.catalog import Catalog, read_believed
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.others import give_back_others
@@ -52,8 +52,8 @@ def replaced_path(root: Path, before: Manifest | None, save_id: str) -> Path:
     return path
 
 
-def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> int | None:
-    """Keeps a version from being removed, wherever it is moved, as long as the descriptor is open.
+def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock | None:
+    """Keeps a version from being removed, wherever it is moved, until the lock is released, or this process has ended.
 
     None: it is not here, or its files may be read and its directory may not.
 
@@ -69,14 +69,15 @@ def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> int | No
                 fd = os.open(catalog.root / directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except (ManifestInvalid, FileNotFoundError, PermissionError):
                 return None
+            lock = HeldLock(fd)
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH)
                 if _is_there(fd, catalog, checkpoint_id, save_id):
-                    return fd
+                    return lock
             except BaseException:
-                os.close(fd)
+                lock.release()
                 raise
-            os.close(fd)  # it was moved, or is being removed, between the look and the lock
+            lock.release()  # it was moved, or is being removed, between the look and the lock
     return None
 
 
@@ -100,6 +101,7 @@ def unread(directory: Path) -> Iterator[bool]:
     except FileNotFoundError:
         yield True
         return
+    lock = HeldLock(fd)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,7 +110,7 @@ def unread(directory: Path) -> Iterator[bool]:
         else:
             yield True
     finally:
-        release_lock(fd, os.getpid())
+        lock.release()
 
 
 def is_read(directory: Path) -> bool:
