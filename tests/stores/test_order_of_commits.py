@@ -1,13 +1,19 @@
 """Publishing compares what is published, on every path; what is replaced is kept until it may go."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.repair.retire import Retirer
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.config import Retention
 from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.upkeep.policy import NODES, Policy
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ObjectMissing, SaveSuperseded
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
 from replicated_ckpt.stores.local.directories.intent import Intent
@@ -21,15 +27,23 @@ HERE, ELSEWHERE = "__0_0.distcp", "__1_0.distcp"
 METADATA = b"metadata"
 
 
-def open_save(store: LocalStore, number: int, lineage: str = RUN, *, is_whole: bool = True) -> Manifest:
-    """Stages and decides a save of "last"; its second shard lies here only if `is_whole`."""
+def open_save(
+    store: LocalStore,
+    number: int,
+    lineage: str = RUN,
+    *,
+    checkpoint_id: str = "last",
+    replaces: tuple[str, ...] = (),
+    is_whole: bool = True,
+) -> Manifest:
+    """Stages and decides a save; its second shard lies here only if `is_whole`."""
     contents = {name: f"{number}{name}".encode() * 100 for name in (HERE, ELSEWHERE)}
     tables = {name: table_of([data]) for name, data in contents.items()}
     node = store.node_id()
     shards = {name: ShardEntry(table.file_bytes, table.file_crc(), 0, node, (node,)) for name, table in tables.items()}
     manifest = Manifest(
         save_id=f"{number:032x}",
-        checkpoint_id="last",
+        checkpoint_id=checkpoint_id,
         sequence=number,
         created_unix_s=float(number),
         world_size=1,
@@ -39,8 +53,9 @@ def open_save(store: LocalStore, number: int, lineage: str = RUN, *, is_whole: b
         nodes=(NodeEntry(node, "host", None, (0,)),),
         shards=shards,
         lineage=lineage,
+        replaces=replaces,
     )
-    store.begin(Intent(manifest.save_id, "last", "test", overwrite=True))
+    store.begin(Intent(manifest.save_id, checkpoint_id, "test", overwrite=True))
     for name in (HERE, ELSEWHERE) if is_whole else (HERE,):
         sink = FileSink(store.path_of_staged(manifest.save_id, name))
         sink.write(memoryview(contents[name] + tables[name].encode()))
@@ -230,6 +245,35 @@ def test_what_replaces_it_may_be_replaced_in_turn(tmp_path: Path) -> None:
     assert read(store, manifests[0], HERE)
     assert store.catalog.list_replaced() == [manifests[0].save_id]
     reading.release()
+
+
+def test_what_a_retired_save_had_replaced_is_no_checkpoint_again(tmp_path: Path) -> None:
+    """Another run's, that is read meanwhile: it stays for that, as does what tells that it is replaced; then both go."""
+    service = NodeService(LocalStore(tmp_path))
+    store = service.store
+    theirs = open_save(store, 7, OTHER)
+    store.commit(theirs.save_id)
+    reading = lock_version(store.catalog, "last", theirs.save_id)
+    assert reading is not None
+    ours = open_save(store, 1, replaces=(theirs.save_id,))
+    newest = open_save(store, 2, checkpoint_id="newest")
+    store.commit(ours.save_id)
+    store.commit(newest.save_id)
+    service.policies.learn([Policy("", NODES, 1, Retention(keep_last=1), lineage=RUN)])
+    retirer = Retirer(service, threading.Event())
+
+    def look_after() -> list[str]:
+        manifests = {each.save_id: each for _, each in store.catalog.committed()}
+        manifests |= {each.save_id: each for each in store.catalog.read_replaced()}
+        view = NodeView("n", Presence.UP, store.catalog.holdings(service.node_id))
+        return list(retirer.keep(manifests, [view], service.policies.read_all(), in_doubt=False))
+
+    assert look_after() == [newest.save_id]
+    assert read(store, theirs, HERE)
+    assert published(store) == ours.save_id
+    reading.release()
+    assert look_after() == [newest.save_id]
+    assert [each.save_id for each in store.catalog.holdings("n")] == [newest.save_id]
 
 
 def test_a_late_commit_tells_what_lies_here_of_its_own_save(tmp_path: Path) -> None:

@@ -102,10 +102,12 @@ class Retirer:
         """Does this node's part of a plan; what cannot be removed is logged, and is in the next plan again."""
         self._say_held_back(plan)
         self._service.pins.release_old()
+        kept: set[str] = set()
         for removal in plan.of_node(self._service.node_id):
             if self._stopping.is_set():
                 return
-            self._try(removal)
+            if removal.checkpoint_id in kept or not self._try(removal):
+                kept.add(removal.checkpoint_id)  # with the newer versions, which say that this one is replaced
 
     def _try(self, removal: Removal) -> bool:
         try:

@@ -167,6 +167,7 @@ def plan_retention(
         if policy.tier == NODES and policy.retention is not None:
             mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
             verdicts += judge(list(_candidates(mine, up, holdings)), policy.retention)
+    verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save))
     removals = tuple(
         Removal(node_id, verdict.checkpoint_id, verdict.save_id, verdict.rule)
         for verdict in verdicts
@@ -174,6 +175,23 @@ def plan_retention(
         for node_id in sorted(holding.node_id for holding in holdings[verdict.save_id])
     )
     return RetentionPlan(tuple(verdicts), removals)
+
+
+def _replaced_by_those_that_go(
+    verdicts: Sequence[Verdict], manifest_by_save: Mapping[str, Manifest]
+) -> Iterator[Verdict]:
+    """Other runs' checkpoints that a user has saved over, and that are there still, as a load read them at that time.
+
+    Else they would be that checkpoint once more. They come last here, so a node removes them before what tells of them.
+    """
+    judged = {verdict.save_id for verdict in verdicts}
+    for verdict in [verdict for verdict in verdicts if not verdict.is_kept]:
+        for save_id in manifest_by_save[verdict.save_id].replaces:
+            old = manifest_by_save.get(save_id)
+            if old is not None and old.checkpoint_id == verdict.checkpoint_id and save_id not in judged:
+                judged.add(save_id)
+                rule = f"save {verdict.save_id} has replaced it, and goes, too"
+                yield Verdict(old.checkpoint_id, save_id, old.sequence, is_kept=False, rule=rule)
 
 
 def _is_under(manifest: Manifest, policy: Policy) -> bool:

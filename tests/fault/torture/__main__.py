@@ -11,6 +11,7 @@ from tests.fault.torture.runs import outcomes, real_outcome, run_seed
 from tests.fault.torture.scripts import lose_trainers_often
 
 NAMES = ("steps", "saves", "acknowledged", "kills", "orphans", "orphans completed", "loads")
+_SAY_EVERY = 100
 
 
 def main() -> int:
@@ -36,8 +37,10 @@ def main() -> int:
     script = lose_trainers_often if arguments.trainers else None
     real = (real_outcome(seed, script=script) for seed in seeds)
     found = real if arguments.processes else outcomes(seeds, script)
-    for seed, outcome in zip(seeds, found, strict=True):
+    for done, (seed, outcome) in enumerate(zip(seeds, found, strict=True), start=1):
         lines, problem, counted = outcome
+        if done % _SAY_EVERY == 0:
+            print(f"{done} schedules, the last one seed {seed}, after {time.monotonic() - started:.0f} s", flush=True)
         counts += counted
         if problem or arguments.verbose or arguments.seed is not None:
             print("\n".join(lines), problem, sep="\n", flush=True)
