@@ -196,6 +196,17 @@ class Oracle:
             and one.number not in other.saw
         }
 
+    def forgotten_ids(self) -> set[str]:
+        """Checkpoints of which an older save lies on a disk whose manifest was destroyed, and that no other disk has.
+
+        What it is cannot be known without that: not that it is the older one, nor that it is of this run. It stays.
+        """
+        all_lying = list(self._disks.lying())
+        told = {lying.save_id for lying in all_lying if lying.manifest is not None}
+        nameless = [self.attempt_of(lying) for lying in all_lying if lying.is_named and lying.manifest is None]
+        found = [attempt for attempt in nameless if attempt is not None and attempt.save_id not in told]
+        return {attempt.checkpoint_id for attempt in found if self.is_superseded(attempt)}
+
     def current(self, checkpoint_id: str) -> list[Attempt]:
         """What may be found under an id: acknowledged last, or later, or at the same time."""
         return [attempt for attempt in self.of_id(checkpoint_id) if not self.is_superseded(attempt)]

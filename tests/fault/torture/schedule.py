@@ -201,8 +201,11 @@ class Schedule:
         return {manifest.save_id for catalog in catalogs for _, manifest in catalog.committed()}
 
     def _check_rivals(self, audits: Mapping[int, Audit]) -> None:
-        """All that keeps re-protection from being done are two runs' saves under one name, and `verify` says so, too."""
-        rivals = self.course.oracle.rival_ids()
+        """All that keeps re-protection from being done are two saves under one name, and `verify` says so, too.
+
+        They are of two runs, or nobody can know any more of which run and time the older one is.
+        """
+        rivals = self.course.oracle.rival_ids() | self.course.oracle.forgotten_ids()
         short = {short.checkpoint_id for audit in audits.values() for short in audit.plan.short}
         is_busy = any(audit.plan.actions for audit in audits.values())
         if is_busy or not short or not short <= rivals:
