@@ -116,6 +116,7 @@ class Agent:
         """Makes the threads of re-protection and scrub; they start once the agent can be reached."""
         config = self.config
         copying = copy_pace(config.copy_mib_per_s, self._stopping, self._service.is_in_use)
+        self._service.hand_overs.pace = None if config.copy_mib_per_s is None else copying
         scrubbing = Pace(config.scrub_mib_per_s * (1 << 20), self._stopping)
         patience = Patience(config.lost_after_s, config.away_after_s)
         self._reprotector = Reprotector(

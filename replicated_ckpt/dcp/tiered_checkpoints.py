@@ -12,36 +12,40 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
-from replicated_ckpt.config import Retention
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.lineage import Version, merge_histories, newest_lineage
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.dcp.c10d.lent_group import agree_on_all
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.memory.root import find_memory_root
+from replicated_ckpt.dcp.memory.tiers import (
+    GENERATIONS,
+    is_of_tier,
+    is_older,
+    options_of_disk,
+    options_of_memory,
+    version_of,
+)
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.node.seen_lineage import join_lineages, remember
+from replicated_ckpt.dcp.removal import agree
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
 from replicated_ckpt.dcp.staging.segment import StagingMemoryShort
 from replicated_ckpt.dcp.staging.stager import Stager, await_device
-from replicated_ckpt.errors import (
-    ObjectUnsafe,
-    ReplicatedCkptError,
-    ShardLost,
-    StoreUnavailable,
-)
+from replicated_ckpt.errors import ReplicatedCkptError, ShardLost, StoreUnavailable
 from replicated_ckpt.stores.local.memory_tier import note_memory_tier
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-
-GENERATIONS = 2
-"""So many checkpoints the memory tier keeps; the one that is being written comes on top."""
-_ON_DISK_ONLY = ("object_store", "storage_options", "object_every", "object_retention", "retention")
+_BEGINS_ANEW = (
+    "%s begins a new lineage: no node of this job holds an earlier checkpoint, and what did not answer may: %s "
+    "To go on with that run, end this one, bring back what is missing, and restore before the first save."
+)
 
 
 class TieredCheckpoints:
@@ -68,9 +72,9 @@ class TieredCheckpoints:
     ) -> None:
         memory_root = find_memory_root(root, memory)
         self._spill_every, self._must_spill = spill_every, must_spill
-        self.disk = NamedCheckpoints(root, _of_disk(options, spill_every), reader_options)
+        self.disk = NamedCheckpoints(root, options_of_disk(options, spill_every), reader_options)
         try:
-            self.memory = NamedCheckpoints(memory_root, _of_memory(options), reader_options)
+            self.memory = NamedCheckpoints(memory_root, options_of_memory(options), reader_options)
         except ReplicatedCkptError:
             self.disk.close()
             raise
@@ -79,7 +83,7 @@ class TieredCheckpoints:
         for tier in self._tiers:
             tier.writer.use_stager(self._stager)
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rckpt-tiers")
-        self._is_joined, self._owes_disk = False, False
+        self._is_joined, self._owes_disk, self._is_spilling = False, False, False
         self._loaded_from = self.disk
 
     @property
@@ -112,8 +116,8 @@ class TieredCheckpoints:
     def save(self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None = None) -> None:
         """Returns when the checkpoint is committed in memory and, if it is its turn, on the disk.
 
-        It is also its turn if the save before it should have gone there and failed. Where it must go there, the disk gets
-        it although memory does not take it; that is logged.
+        It is also its turn if one before it should have gone there and failed, then or since it was acknowledged. Where it
+        must go there, the disk gets it although memory does not take it; that is logged.
         """
         must_spill = self._prepare(checkpoint_id)
         self._save(checkpoint_id, state, notes, must_spill)
@@ -141,8 +145,9 @@ class TieredCheckpoints:
         if not self._is_joined:
             try:
                 self._look(LATEST)
-            except (ShardLost, StoreUnavailable):  # what there is, is not whole, and still of this run
-                self._join_held(checkpoint_id)
+            except (ShardLost, StoreUnavailable) as exc:  # what there is, is not whole, and still of this run
+                if not self._join_held(checkpoint_id):
+                    log.warning(_BEGINS_ANEW, checkpoint_id, one_line(exc))
             self._is_joined = True
             try:
                 note_memory_tier(self.disk.writer.store, self.memory.writer.store.root)
@@ -150,14 +155,18 @@ class TieredCheckpoints:
                 log.warning("`ls` of the disk will not tell of the memory tier: %s", one_line(exc))
         return self._must_spill()
 
-    def _join_held(self, checkpoint_id: str) -> None:
-        """Both tiers go on with the lineage that was saved last in this node's stores; rank 0's count."""
+    def _join_held(self, checkpoint_id: str) -> bool:
+        """Both tiers go on with the lineage that was saved last in the stores of all ranks' nodes; False: there is none."""
         stores = [tier.writer.store for tier in self._tiers]
-        found = merge_histories(store.catalog.histories(scope_of(checkpoint_id)) for store in stores)
+        scope = scope_of(checkpoint_id)
+        with self.disk.use_group() as group:
+            held = agree_on_all(group, lambda: [store.catalog.histories(scope) for store in stores])
+        found = merge_histories(histories for each in held for histories in each)
         lineage = newest_lineage(found)
         if lineage is not None:
-            held = found[lineage]
-            self._join(checkpoint_id, Version(lineage, held.sequence, held.created_unix_s, ""))
+            newest = found[lineage]
+            self._join(checkpoint_id, Version(lineage, newest.sequence, newest.created_unix_s, ""))
+        return lineage is not None
 
     def _save(
         self, checkpoint_id: str, state: Mapping[str, Any], notes: Mapping[str, Any] | None, must_spill: bool
@@ -172,6 +181,7 @@ class TieredCheckpoints:
                 raise
             root = self.memory.writer.config.root
             log.warning("%s goes to the disk alone: the memory tier at %s: %s", checkpoint_id, root, one_line(exc))
+        self._look_after_spill()
         if version is None or must_spill or self._owes_disk or version.sequence % self._spill_every == 0:
             self._spill(checkpoint_id, state, notes, version)
             version = self.disk.writer.last_version
@@ -189,7 +199,15 @@ class TieredCheckpoints:
         except CheckpointException:
             self._owes_disk = True
             raise
-        self._owes_disk = False
+        self._owes_disk, self._is_spilling = False, self.disk.writer.config.ack == "staged"
+
+    def _look_after_spill(self) -> None:
+        """A spill that has failed since it was acknowledged as staged is owed: by rank 0's word, as ranks may differ."""
+        if self._is_spilling:
+            with self.disk.use_group() as group:
+                has_failed = agree(group, self.disk.writer.has_failed)
+            self._is_spilling = has_failed is None
+            self._owes_disk = self._owes_disk or has_failed is True
 
     def _join(self, checkpoint_id: str, newest: Version | None) -> None:
         if newest is not None:
@@ -321,7 +339,7 @@ class TieredCheckpoints:
         listed: dict[str, Listed] = {}
         for each in (each for _, whole in answered for each in whole):
             known = listed.setdefault(each.checkpoint_id, each)
-            if _version_of(each).is_newer_than(_version_of(known)):
+            if version_of(each).is_newer_than(version_of(known)):
                 listed[each.checkpoint_id] = each
         if not listed:
             return ()
@@ -355,41 +373,3 @@ class TieredCheckpoints:
         self._saver.shutdown()
         with contextlib.closing(self.disk), contextlib.closing(self.memory):
             pass
-
-
-def is_of_tier(error: CheckpointException) -> bool:
-    """Whether a load may go on to what lies elsewhere: the bytes are the matter, not the state or what the caller allows.
-
-    The same on all ranks: each is given the errors of all.
-    """
-    errors = [each for each, _ in error.failures.values()]
-    return any(isinstance(each, ReplicatedCkptError) and not isinstance(each, ObjectUnsafe) for each in errors)
-
-
-def is_older(version: Version, others: list[Version]) -> bool:
-    """Whether one of the others is newer: of another lineage, by the clock."""
-    return any(
-        other.sequence > version.sequence
-        if other.lineage == version.lineage
-        else other.created_unix_s > version.created_unix_s
-        for other in others
-    )
-
-
-def _version_of(listed: Listed) -> Version:
-    return Version(listed.lineage, listed.sequence, 0.0, "")
-
-
-def _of_memory(options: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in options.items() if name not in _ON_DISK_ONLY}
-    given["ack"] = "peer" if given.get("ack") == "object" else given.get("ack", "peer")
-    return {**given, "retention": Retention(keep_last=GENERATIONS)}
-
-
-def _of_disk(options: Mapping[str, Any], spill_every: int) -> dict[str, Any]:
-    given = {**options, "object_every": options.get("object_every", 1) * spill_every}
-    for name in ("retention", "object_retention"):
-        kept = options.get(name)
-        if kept is not None and kept.keep_every is not None:
-            given[name] = replace(kept, keep_every=kept.keep_every * spill_every)
-    return given

@@ -14,7 +14,7 @@ class Stopped(Exception):
 
 
 class Pace:
-    """A rate in bytes per second, kept by the thread that calls `take` before each piece. For one thread at a time.
+    """A rate in bytes per second, kept by the threads that call `take` before each piece, all of them together.
 
     Idle time is not saved up, except for one burst of BURST_S.
     """
@@ -25,6 +25,7 @@ class Pace:
         self._bytes_per_s = bytes_per_s
         self._stopping = stopping
         self._due = time.monotonic()
+        self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> None:
         """Waits until `size_bytes` more are allowed.
@@ -32,14 +33,19 @@ class Pace:
         Raises:
             Stopped: the agent is told to stop meanwhile.
         """
-        now = time.monotonic()
-        self._due = max(self._due, now - self.BURST_S) + size_bytes / self._bytes_per_s
-        if self._stopping.wait(max(0.0, self._due - now)):
+        with self._lock:
+            now = time.monotonic()
+            self._due = max(self._due, now - self.BURST_S) + size_bytes / self._bytes_per_s
+            wait_s = max(0.0, self._due - now)
+        if self._stopping.wait(wait_s):
             raise Stopped
 
 
 class YieldingPace(Pace):
-    """A rate that is kept only while `is_busy` says that the node has something else to do; it is asked now and then."""
+    """A rate that is kept only while `is_busy`, asked now and then, says that the node has something else to do.
+
+    For one thread at a time.
+    """
 
     def __init__(self, bytes_per_s: float, stopping: threading.Event, is_busy: Callable[[], bool]) -> None:
         super().__init__(bytes_per_s, stopping)

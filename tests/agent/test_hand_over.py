@@ -19,6 +19,7 @@ from replicated_ckpt.agent.saves.finish import Finished, Outline
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
 from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.config import COPY_MIB_PER_S_MIN
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
@@ -29,6 +30,7 @@ from replicated_ckpt.dcp.staging.segment import descriptor_of, lease_segment
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted, StoreDenied
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, stop_agent, wait_for
 
 SAVE, TICKET = "b" * 32, "c" * 32
@@ -68,8 +70,8 @@ class Job:
                 client.call("POST", f"/v1/saves/{SAVE}", document)
             self.held.append(store.lock_save(SAVE))
 
-    def hand_over(self, rank: int, says_bytes: int = 500_000) -> HandedOver:
-        content = b"0123456789" * 50_000
+    def hand_over(self, rank: int, says_bytes: int = 500_000, has_bytes: int = 500_000) -> HandedOver:
+        content = b"0123456789" * (has_bytes // 10)
         buddy = self.agents[1 - rank].endpoint.address()
         copies = WantedCopies(SAVE, str(ShardName(rank, 0)), self.nodes[rank], (buddy,))
         fd = os.memfd_create("staged")
@@ -212,6 +214,21 @@ def test_what_is_written_behind_training_lets_it_go_first(job: Job) -> None:
         wait_for(partial(gives_way, threads), WITHIN_S, "a thread that gives way")
         assert niceness(threads)[str(agent.process.pid)] == usual
     assert list(niceness(Path(f"/proc/{job.agents[1].process.pid}/task")).values()).count(NICE) == 1
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that start from here on copy so many MiB a second."""
+    monkeypatch.setenv("REPLICATED_CKPT_AGENT_COPY_MIB_PER_S", str(COPY_MIB_PER_S_MIN))
+
+
+@pytest.mark.usefixtures("paced")
+def test_what_is_written_behind_training_keeps_the_pace_of_copies(job: Job) -> None:
+    """The shard is on both nodes, and not before its time is over."""
+    size_bytes = 12_000_000
+    began = time.monotonic()
+    assert len(job.hand_over(0, size_bytes, size_bytes).wait().holders) == 2
+    assert time.monotonic() - began > size_bytes / (COPY_MIB_PER_S_MIN << 20) - Pace.BURST_S
 
 
 def test_giving_way_never_takes_the_processor_from_others() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from replicated_ckpt import CheckpointManager, Retention, WorldSizeChanged
+from replicated_ckpt import CheckpointManager, ReplicatedReader, Retention, WorldSizeChanged
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.memory import limit
 from replicated_ckpt.dcp.memory import root as place
@@ -24,7 +24,7 @@ from replicated_ckpt.dcp.memory.root import SHARED_MEMORY, find_memory_root, mea
 from replicated_ckpt.dcp.node import seen_lineage
 from replicated_ckpt.dcp.staging.segment import drop_idle_segments
 from replicated_ckpt.dcp.told_saves import ToldSaves
-from replicated_ckpt.errors import ConfigInvalid, StoreFull
+from replicated_ckpt.errors import ConfigInvalid, StoreFull, StoreUnavailable
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent
@@ -272,6 +272,24 @@ def test_a_first_save_continues_a_run_of_which_nothing_is_whole(root: Path, memo
     for store in (root, memory):
         found = LocalStore(store).catalog.manifest("step-2").version
         assert (found.lineage, found.sequence) == (before.lineage, before.sequence + 1)
+
+
+def test_a_first_save_after_a_look_that_failed_says_what_it_does(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No node has anything, and the bucket does not answer: that is no proof that there is nothing."""
+
+    def find(reader: ReplicatedReader, checkpoint_id: str) -> None:
+        raise StoreUnavailable("bucket", "look for", checkpoint_id, "no answer")
+
+    monkeypatch.setattr(ReplicatedReader, "find", find)
+    with opened(root, memory, spill_every=1) as manager, caplog.at_level(logging.WARNING, "replicated_ckpt"):
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+    (said,) = [text for text in caplog.messages if "begins a new lineage" in text]
+    assert said.startswith("step-1 begins")
+    assert "no answer" in said
+    assert steps_in(root) == {1, 2}
 
 
 def test_what_another_run_left_is_no_room_for_this_one(root: Path, memory: Path) -> None:

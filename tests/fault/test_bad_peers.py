@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 from tests.multiprocess.cluster import Call, Cluster, call
 from tests.multiprocess.launch import COLLECTIVE_TIMEOUT_ENV
-from tests.multiprocess.network import Network, network_of, why_no_network
+from tests.multiprocess.network import AGENTS, RANKS, Network, network_of, why_no_network
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 
@@ -20,6 +21,7 @@ MIDDLE = f"rank.writing@{COUNT // 2}"
 LOAD_S = 10.0
 MADE_UP_WITHIN_S = 60.0
 LITTER_WITHIN_S = 30.0
+COPIED_MIB = 8
 LITTER = call("fault.litter", within_s=LITTER_WITHIN_S)
 
 
@@ -59,6 +61,18 @@ def load(checkpoint_id: str, ranks: int) -> Call:
 def copies_made(checkpoint_id: str, ranks: int) -> Call:
     names = [f"__{rank}_0.distcp" for rank in range(ranks)]
     return call("peers.copies_made", checkpoint_id=checkpoint_id, names=names, copies=2, within_s=MADE_UP_WITHIN_S)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("site", [2], indirect=True)
+def test_copies_go_over_the_interface_of_the_agents_addresses(site: Site) -> None:
+    """Ranks have one network and agents another: all of an asynchronous save's copies go over the agents'."""
+    sent = partial(site.network.sent_bytes, 0)
+    before = sent(RANKS), sent(AGENTS)
+    save = call("async.footprint_of_saves", saves=1, mebibytes=COPIED_MIB, ack="peer")
+    site.cluster.launch([save], nodes=[0, 1])
+    assert sent(AGENTS) - before[1] > COPIED_MIB << 20
+    assert sent(RANKS) - before[0] < COPIED_MIB << 19
 
 
 def assert_whole_everywhere(site: Site, checkpoint_id: str) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from replicated_ckpt.errors import ObjectCorrupt, SaveAborted
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.throttle import Pace
 from tests.multiprocess.cluster import Attempt, Cluster, call
 from tests.multiprocess.node import Node
 
@@ -98,6 +100,21 @@ def test_memory_that_is_cut_short_fails_the_shard_alone(store: LocalStore) -> No
         hand_overs.take(handed(store, (0, 0, 1000)), [staged]).result(30)
     assert list(store.staging(SAVE).iterdir()) == []
     assert hand_overs.take(handed(store, (0, 0, 10)), [memory(b"0" * 10)]).result(30).size_bytes > 10
+
+
+def test_a_shard_is_written_at_the_pace_of_copies(store: LocalStore) -> None:
+    """Behind training; an agent that is told to stop writes what is left as fast as it goes."""
+    stopping, hand_overs, size = threading.Event(), HandOvers(store), 12 << 20
+    hand_overs.pace = Pace(8 << 20, stopping)
+    started = time.monotonic()
+    hand_overs.take(handed(store, (0, 0, size)), [memory(bytes(size))]).result(30)
+    assert time.monotonic() - started > 1
+    hand_overs.pace = Pace(1, stopping)
+    store.begin(Intent("f" * 32, "step-2", "session", overwrite=False))
+    again = HandedShard(WantedCopies("f" * 32, SHARD, store.node_id()), [(0, 0, size)])
+    future = hand_overs.take(again, [memory(bytes(size))])
+    stopping.set()
+    assert future.result(30).size_bytes > size
 
 
 def test_a_shard_that_is_written_anew_is_not_named_by_the_first_writer(store: LocalStore) -> None:

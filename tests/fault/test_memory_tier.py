@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from replicated_ckpt import failpoints
 from replicated_ckpt.dcp.memory.root import measure_memory
+from replicated_ckpt.stores.local.store import LocalStore
 from tests.marks import mark_long
 from tests.multiprocess.cluster import Cluster, call
 from tests.multiprocess.node import Node
@@ -19,6 +21,7 @@ from tests.multiprocess.node import Node
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 SPILL_EVERY = 3
 RETAINED_WITHIN_S = 60.0
+AGENTS_STAY_S = 120.0
 
 
 @pytest.fixture
@@ -46,10 +49,10 @@ def disks_of(cluster: Cluster) -> list[Node]:
     return cluster.nodes[:2]
 
 
-def train_and_die(cluster: Cluster, last: int, first: int = 1) -> None:
+def train_and_die(cluster: Cluster, last: int, first: int = 1, spill_every: int = SPILL_EVERY, **options: Any) -> None:
     """Each step is in the buddy's memory before the next; after the last one every trainer is killed."""
     steps = list(range(first, last + 1))
-    train = call("memory.train", steps=steps, spill_every=SPILL_EVERY, die_after=last)
+    train = call("memory.train", steps=steps, spill_every=spill_every, die_after=last, **options)
     attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
     assert attempt.codes == [-signal.SIGKILL] * 2, attempt
 
@@ -103,6 +106,29 @@ def await_checkpoints(nodes: list[Node], wanted: set[str]) -> None:
     while (found := [node.checkpoints() for node in nodes]) != [wanted] * len(nodes):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_a_spill_that_fails_after_its_acknowledgement_is_made_with_the_next_save(cluster: Cluster) -> None:
+    """The agents of both disks fail the shards of one step, once that is acknowledged: the disks get the next one."""
+    fails = {failpoints.ENV: "agent.handed-over=sleep:1,agent.writing=raise"}
+    cluster.start_agents({0: fails, 1: fails}, idle_exit_s=AGENTS_STAY_S)
+    train = call("memory.train_whatever", steps=[1, 2, 3, 4, 5], spill_every=SPILL_EVERY)
+    results = cluster.launch([train], nodes=[0, 1])
+    assert results.of(0)[0] == ["step-3"], "rank 0 follows the save to its end"
+    await_checkpoints(disks_of(cluster), {"step-4"})
+
+
+def test_a_first_save_goes_on_with_the_run_that_another_node_holds(cluster: Cluster) -> None:
+    """Rank 0's node is blank, all memory is gone, and what the other disk holds is not whole: the look fails."""
+    train_and_die(cluster, 2, spill_every=1, copies=1)
+    lose_node(cluster, 0)
+    tiers_of(cluster)[1].lose()
+    before = LocalStore(disks_of(cluster)[1].root).catalog.manifest("step-2").version
+    cluster.launch([call("memory.train_whatever", steps=[3], spill_every=1)], nodes=[0, 1])
+    for node in cluster.nodes:
+        found = LocalStore(node.root).catalog.manifest("step-3").version
+        assert (found.lineage, found.sequence) == (before.lineage, before.sequence + 1)
 
 
 def test_where_all_memory_is_gone_the_disks_newest_loads(cluster: Cluster) -> None:

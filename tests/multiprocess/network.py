@@ -4,6 +4,7 @@ Over `eth0` the ranks talk to each other, over `eth1` the agents: as on hosts wi
 node's store can be cut off while its ranks go on.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from tests.multiprocess.cluster import Cluster
 
@@ -56,6 +58,11 @@ class Network:
     def drop_port(self, node: int, port: int) -> None:
         """A firewall on this node drops what comes for a TCP port: nobody who connects there gets an answer."""
         _ip("-n", f"{self.name}-{node}", "rule", "add", "ipproto", "tcp", "sport", str(port), "blackhole")
+
+    def sent_bytes(self, node: int, link: str) -> int:
+        """What this node has sent over one of its links."""
+        told: list[dict[str, Any]] = json.loads(_ip("-n", f"{self.name}-{node}", "-s", "-j", "link", "show", link))
+        return int(told[0]["stats64"]["tx"]["bytes"])
 
     def _set(self, node: int, state: str, *links: str) -> None:
         for link in links:
@@ -112,6 +119,7 @@ def _plug(switch: str, node: int, link: str, address: str) -> None:
     _ip("-n", netns, "link", "set", link, "up")
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+    return done.stdout

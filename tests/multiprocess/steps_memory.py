@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, Retention
 from replicated_ckpt.dcp.step_ids import id_of
+from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.context import Context
 from tests.multiprocess.processes import agent_of
 from tests.multiprocess.steps_saving import resting_footprint
@@ -62,12 +63,26 @@ def train(
         return {"restored": restored, **_seen(manager)}
 
 
+def train_whatever(context: Context, steps: list[int], spill_every: int) -> list[str]:
+    """Saves these steps, each once the one before is over; after which of them `wait` raised that it had failed."""
+    failed = []
+    with _manager(context, spill_every, ack="staged") as manager:
+        for step in steps:
+            manager.async_save(step, _state(context, step))
+            try:
+                manager.wait()
+            except ReplicatedCkptError:
+                failed.append(id_of(step))
+            _await_others(context, step)
+    return failed
+
+
 def _await_others(context: Context, step: int) -> None:
     """Returns once every rank is here; by files, as the process group ends with the first rank that is killed."""
     place, launch = _root(context).parent, os.environ["MASTER_PORT"]
-    (place / f"ready{launch}-{context.rank}").touch()
+    (place / f"ready{launch}-{step}-{context.rank}").touch()
     deadline = time.monotonic() + MEET_S
-    while len(list(place.glob(f"ready{launch}-*"))) < context.world_size:
+    while len(list(place.glob(f"ready{launch}-{step}-*"))) < context.world_size:
         assert time.monotonic() < deadline, f"not all ranks have come to step {step}"
         time.sleep(0.01)
 

@@ -15,6 +15,7 @@ from tests.multiprocess.processes import processes_of, wait_until_gone
 
 SAVES = 50
 ASYNC_BYTES = 50_000_000
+FIRST_LOOK = 50
 RSS_GROWTH_KIB_MAX = 16 * 1024
 
 
@@ -46,7 +47,7 @@ CLOSING_MAX = 2
 
 def check_flat(footprints: list[dict[str, dict[str, int]]]) -> None:
     """From the first look to the last nothing has grown."""
-    early, late = footprints
+    early, late = footprints[0], footprints[-1]
     for who, before in early.items():
         growth = {name: late[who][name] - value for name, value in before.items()}
         assert growth.pop("rss_kib") < RSS_GROWTH_KIB_MAX, (who, early, late)
@@ -77,15 +78,19 @@ def test_new_writers_readers_and_managers_leave_nothing_behind(
 def test_many_asynchronous_saves_leave_nothing_behind(cluster_of: ClusterOf, is_tiered: bool) -> None:
     """Saves of 50 MB, one behind the other: ranks and agents gain no memory, descriptor or thread from the 50th on.
 
-    REPLICATED_CKPT_TEST_SAVES says how many.
+    REPLICATED_CKPT_TEST_SAVES says how many; what there is after each tenth of them is printed (`pytest -s`).
     """
     count, cluster = int(os.environ.get("REPLICATED_CKPT_TEST_SAVES", "300")), cluster_of(2, quick_exit=False)
     with tempfile.TemporaryDirectory(prefix="rckpt-test-", dir="/dev/shm") as memory:
         cluster.nodes += [Node(Path(memory) / f"memory{index}", Path(memory) / f"memory{index}") for index in range(2)]
-        arguments = {"count": count, "size_bytes": ASYNC_BYTES, "measure_after": [50, count], "is_tiered": is_tiered}
+        looks = sorted({FIRST_LOOK, *(max(FIRST_LOOK, count * tenth // 10) for tenth in range(1, 11))})
+        arguments = {"count": count, "size_bytes": ASYNC_BYTES, "measure_after": looks, "is_tiered": is_tiered}
         results = cluster.launch([call("memory.save_many", **arguments)], nodes=[0, 1], timeout_s=60 + 5 * count)
         cluster.stop_agents()
-    for footprints in results.of(0):
+    for rank, footprints in enumerate(results.of(0)):
+        for step, found in zip(looks, footprints, strict=True):
+            told = "; ".join(f"{who} {footprint}" for who, footprint in found.items())
+            print(f"rank {rank}, save {step}: {told}")  # noqa: T201 - with -s
         check_flat(footprints)
 
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import gc
 import os
 import shutil
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -243,6 +245,19 @@ def test_no_checkpoint_lies_in_another(tmp_path: Path) -> None:
             store.begin(Intent(save_id(2), taken, "s", overwrite=True))
         assert "side by side" in raised.value.hint
     assert content(store, "run/step-1") == b"data"
+
+
+def test_the_manifest_of_a_checkpoint_that_is_gone_is_let_go(tmp_path: Path) -> None:
+    """A rank that looks for one save after the other, and finds each at once, keeps none of those that were retired."""
+    store = LocalStore(tmp_path)
+    for number, data in enumerate((b"first", b"second"), 1):
+        store.commit(staged(store, number, data, checkpoint_id=f"step-{number}"))
+        assert store.catalog.checkpoint_of(save_id(number)) == f"step-{number}"
+        if number == 1:
+            kept = weakref.ref(store.catalog.manifest("step-1"))
+            shutil.rmtree(tmp_path / "step-1")
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_damaged_decision_is_not_committed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 The memory is read by `preadv` from descriptors, never mapped: what a rank cuts short is an error, and no signal.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.plain import read_plain
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.tee import Buffers, Tee
+from replicated_ckpt.stores.throttle import Pace, Stopped
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +55,15 @@ class HandedShard:
 
 
 class HandOvers:
-    """Writes the shards that are handed over, a few at once, in threads of this niceness. Safe for concurrent use."""
+    """Writes the shards that are handed over, a few at once, in threads of this niceness. Safe for concurrent use.
+
+    `pace`: of all that is written and sent for them; None: as fast as it goes, as of an agent that is told to stop.
+    """
 
     def __init__(self, store: LocalStore, niceness: int = 0) -> None:
         self._store = store
         self.niceness = niceness
+        self.pace: Pace | None = None
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(WRITES_AT_ONCE)
         self._written: dict[tuple[str, str], Future[WrittenCopies]] = {}
@@ -156,7 +162,7 @@ class HandOvers:
         try:
             with self._slots:
                 failpoints.reach("agent.handed-over")
-                found = _write_behind(self._store, shard, descriptors)
+                found = _write_behind(self._store, shard, descriptors, self.pace)
                 with translate_errors("this agent", "note", shard.copies.name):
                     self._note(shard.copies.save_id, found)
                 return found
@@ -164,9 +170,13 @@ class HandOvers:
             _close_all(descriptors)
 
 
-def _write_behind(store: LocalStore, shard: HandedShard, descriptors: Sequence[int]) -> WrittenCopies:
+def _write_behind(
+    store: LocalStore, shard: HandedShard, descriptors: Sequence[int], pace: Pace | None
+) -> WrittenCopies:
     """Training goes on meanwhile, on the buddies' nodes, too."""
-    return write_copies(store, shard.copies, Buffers(), lambda tee: _fill(tee, shard, descriptors), is_behind=True)
+    return write_copies(
+        store, shard.copies, Buffers(), lambda tee: _fill(tee, shard, descriptors, pace), is_behind=True
+    )
 
 
 def _close_all(descriptors: Sequence[int]) -> None:
@@ -178,23 +188,26 @@ def _not_handed(save_id: str, name: str) -> ObjectMissing:
     return ObjectMissing("this agent", "write", name, f"no rank has handed it over for save {save_id}")
 
 
-def _fill(tee: Tee, shard: HandedShard, descriptors: Sequence[int]) -> None:
+def _fill(tee: Tee, shard: HandedShard, descriptors: Sequence[int], pace: Pace | None) -> None:
     name = shard.copies.name
     with translate_errors("the rank's memory", "read", name):
         sizes = [_size_of(descriptor) for descriptor in descriptors]
         for source, offset, size in shard.pieces:
             if offset + size > sizes[source]:
                 raise _cut_short(name)
-            tee.fill(size, _Reader(descriptors[source], offset, name))
+            tee.fill(size, _Reader(descriptors[source], offset, name, pace))
 
 
 class _Reader:
-    """Reads what follows each other in one descriptor."""
+    """Reads what follows each other in one descriptor, no faster than the pace."""
 
-    def __init__(self, fd: int, offset: int, name: str) -> None:
-        self._fd, self._offset, self._name = fd, offset, name
+    def __init__(self, fd: int, offset: int, name: str, pace: Pace | None) -> None:
+        self._fd, self._offset, self._name, self._pace = fd, offset, name, pace
 
     def __call__(self, room: memoryview) -> None:
+        if self._pace is not None:
+            with contextlib.suppress(Stopped):  # an agent that leaves finishes what it owes, as fast as it goes
+                self._pace.take(len(room))
         if read_exactly(self._fd, room, self._offset) != len(room):
             raise _cut_short(self._name)
         self._offset += len(room)

@@ -110,28 +110,32 @@ def agree_on_first(group: Any, look: Callable[[], T]) -> T:
     return found
 
 
-def agree_on_all(group: Any, act: Callable[[], None]) -> None:
-    """Has every rank of a group of all ranks do something; what one of them raises, all raise. None: this process alone."""
+def agree_on_all(group: Any, act: Callable[[], T]) -> list[T]:
+    """What every rank of a group of all ranks does or finds, in rank order; what one of them raises, all raise.
+
+    None: this process alone.
+    """
     if group is None:
-        act()
-        return
-    failure: ReplicatedCkptError | None = None
+        return [act()]
+    found, failure = None, None
     try:
-        act()
+        found = act()
     except ReplicatedCkptError as exc:
         failure = exc
     except BaseException as exc:
-        _tell_all(group, _tellable(exc, dist.get_rank(group)))
+        _tell_all(group, (None, _tellable(exc, dist.get_rank(group))))
         raise
-    for outcome in _tell_all(group, failure):
-        if outcome is not None:
-            raise outcome
+    told = _tell_all(group, (found, failure))
+    for _, error in told:
+        if error is not None:
+            raise error
+    return [each for each, _ in told]
 
 
-def _tell_all(group: Any, failure: ReplicatedCkptError | None) -> list[Any]:
-    """What each rank has to tell."""
+def _tell_all(group: Any, outcome: tuple[Any, ReplicatedCkptError | None]) -> list[Any]:
+    """What each rank has to tell: what it found, or its error."""
     outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, failure, group=group)
+    dist.all_gather_object(outcomes, outcome, group=group)
     return outcomes
 
 

@@ -316,6 +316,13 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         if self._attempt is not None and self._attempt.ending is not None:
             self._attempt.ending.end.result()
 
+    def has_failed(self) -> bool | None:
+        """Whether the last save has failed since it was acknowledged as staged; None: it is under way."""
+        if self._attempt is None or self._attempt.ending is None:
+            return False
+        end = self._attempt.ending.end
+        return end.exception() is not None if end.done() else None
+
     def _keep_report(self, report: SaveReport) -> None:
         self.last_save = report
 

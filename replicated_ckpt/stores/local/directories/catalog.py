@@ -86,16 +86,14 @@ class Catalog:
 
     def committed(self) -> Iterator[tuple[str, Manifest]]:
         """Checkpoint id and manifest of every checkpoint whose manifest is believed; a bad one is left to `verify`."""
-        seen = set()
-        for checkpoint_id in self._checkpoint_ids(_has_manifest):
-            seen.add(self._path_of(checkpoint_id, MANIFEST_NAME))
-            try:
-                yield checkpoint_id, self.manifest(checkpoint_id)
-            except (ObjectMissing, ManifestInvalid):
-                continue
-        for path in list(self._parsed):
-            if path not in seen:  # the checkpoint was retired
+        found = list(self._checkpoint_ids(_has_manifest))
+        there = {self._path_of(checkpoint_id, MANIFEST_NAME) for checkpoint_id in found}
+        for path in list(self._parsed):  # first, as who has found what it looks for goes no further
+            if path not in there:  # the checkpoint was retired
                 self._parsed.pop(path, None)
+        for checkpoint_id in found:
+            with suppress(ObjectMissing, ManifestInvalid):
+                yield checkpoint_id, self.manifest(checkpoint_id)
 
     def read_replaced(self) -> Iterator[Manifest]:
         """Manifests of the versions that newer saves have replaced here and that are kept until those are seen whole."""

@@ -1,0 +1,54 @@
+"""What two tiers of one run are made with, and which of their checkpoints is the newer one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.dcp.find.listing import Listed
+from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptError
+
+GENERATIONS = 2
+"""So many checkpoints the memory tier keeps; the one that is being written comes on top."""
+_ON_DISK_ONLY = ("object_store", "storage_options", "object_every", "object_retention", "retention")
+
+
+def is_of_tier(error: CheckpointException) -> bool:
+    """Whether a load may go on to what lies elsewhere: the bytes are the matter, not the state or what the caller allows.
+
+    The same on all ranks: each is given the errors of all.
+    """
+    errors = [each for each, _ in error.failures.values()]
+    return any(isinstance(each, ReplicatedCkptError) and not isinstance(each, ObjectUnsafe) for each in errors)
+
+
+def is_older(version: Version, others: list[Version]) -> bool:
+    """Whether one of the others is newer: of another lineage, by the clock."""
+    return any(
+        other.sequence > version.sequence
+        if other.lineage == version.lineage
+        else other.created_unix_s > version.created_unix_s
+        for other in others
+    )
+
+
+def version_of(listed: Listed) -> Version:
+    return Version(listed.lineage, listed.sequence, 0.0, "")
+
+
+def options_of_memory(options: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in options.items() if name not in _ON_DISK_ONLY}
+    given["ack"] = "peer" if given.get("ack") == "object" else given.get("ack", "peer")
+    return {**given, "retention": Retention(keep_last=GENERATIONS)}
+
+
+def options_of_disk(options: Mapping[str, Any], spill_every: int) -> dict[str, Any]:
+    given = {**options, "object_every": options.get("object_every", 1) * spill_every}
+    for name in ("retention", "object_retention"):
+        kept = options.get(name)
+        if kept is not None and kept.keep_every is not None:
+            given[name] = replace(kept, keep_every=kept.keep_every * spill_every)
+    return given
