@@ -1,5 +1,6 @@
 """A save of many ranks and items as its coordinator sees it: synthetic plans, posts, receipts and results."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,11 +39,12 @@ class World:
         return max(1, self.items // self.ranks)
 
     def node_of(self, rank: int) -> str:
-        return f"{rank // self.ranks_per_node:012x}"
+        """As random as in a job: what names nodes is compressed on its way."""
+        return hashlib.sha256(f"node {rank // self.ranks_per_node}".encode()).hexdigest()[:12]
 
 
 def address(node_id: str, port: int = 40000) -> AgentAddress:
-    return AgentAddress(node_id, "127.0.0.1", port, f"{int(node_id, 16):064x}")
+    return AgentAddress(node_id, "127.0.0.1", port, hashlib.sha256(node_id.encode()).hexdigest())
 
 
 def posts(world: World) -> list[SavePost]:
@@ -63,13 +65,15 @@ def _names(world: World) -> list[str]:
 
 def plans(world: World) -> list[SavePlan]:
     """A plan of each rank, none sharing an object with another, as they arrive from other processes."""
-    return [
-        SavePlan(
-            [_item(name, rank, world) for name in names], planner_data={name: tuple(name.split(".")) for name in names}
-        )
-        for rank in range(world.ranks)
-        for names in (_names(world),)
-    ]
+    return [plan_of(world, rank) for rank in range(world.ranks)]
+
+
+def plan_of(world: World, rank: int) -> SavePlan:
+    """One rank's plan."""
+    names = _names(world)
+    return SavePlan(
+        [_item(name, rank, world) for name in names], planner_data={name: tuple(name.split(".")) for name in names}
+    )
 
 
 def _item(name: str, rank: int, world: World) -> WriteItem:

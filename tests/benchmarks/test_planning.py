@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import planning
+from benchmarks.planning_world import World
+from benchmarks.rank.collectives import messages_of
 
 
 @pytest.mark.long
@@ -25,3 +27,12 @@ def test_it_measures_every_step(
     opened_s, published_s, sent_mb = found["publishing"]["0 hang"]
     assert opened_s > 0 < published_s
     assert sent_mb > 4, "the coordinator sends the metadata once at least"
+
+
+def test_what_a_repeated_save_gathers_does_not_grow() -> None:
+    """Of a rank whose plan and layout are kept: at most 256 bytes in each collective, however many items and ranks."""
+    few, many = messages_of(World(16, 160)), messages_of(World(64, 6400))
+    kept = [name for name in many if "kept" in name]
+    assert len(kept) == 3
+    assert all(few[name] <= many[name] <= 256 for name in kept)
+    assert all(many[name.partition(" that is")[0].partition(", layout")[0]] > 10_000 for name in kept)

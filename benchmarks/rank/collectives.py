@@ -1,0 +1,156 @@
+"""What one rank sends and is sent in a save and in a load, in bytes, for many simulated ranks of so many items each.
+
+    python -m benchmarks.rank.collectives [--ranks 64,1024,10240] [--items-per-rank 100] [--ranks-per-node 8]
+
+DCP's collectives carry pickles, padded to the longest of any rank: the last rank's are measured. What goes through the c10d
+store is JSON, compressed from 4 KiB on. Nothing is sent: the messages are made by the classes that make them in a job.
+"""
+
+import argparse
+import json
+import pickle
+import sys
+import warnings
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
+
+from benchmarks import planning_world as synthetic
+from benchmarks.planning_world import World
+from replicated_ckpt.core.inventory import saves_found
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.dcp.agreement.decision import decide
+from replicated_ckpt.dcp.find.survey import Survey
+from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
+from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place
+
+SAVE_ID, LAST_ID = "0123456789abcdef" * 2, "f" * 32
+_PACKED_FROM_BYTES = 4096
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="collectives", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="64,1024,10240", help="numbers of ranks")
+    parser.add_argument("--items-per-rank", type=int, default=100)
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")  # of placement, which knows of no domains here
+    counts = [int(count) for count in options.ranks.split(",")]
+    worlds = [World(count, count * options.items_per_rank, options.ranks_per_node) for count in counts]
+    columns = [messages_of(world) for world in worlds]
+    print(f"{'bytes of one rank':52}" + "".join(f"{f'{count} ranks':>14}" for count in counts))
+    for name in columns[0]:
+        print(f"{name:52}" + "".join(f"{column[name]:>14,}" for column in columns))
+    return 0
+
+
+def messages_of(world: World) -> Mapping[str, int]:
+    """The bytes of each message of the last rank of a world, by what it is."""
+    return {**_of_planning(world), **_of_results(world), **_of_load(world), **_of_store(world)}
+
+
+def _of_planning(world: World) -> Mapping[str, int]:
+    rank = world.ranks - 1
+    plan, was = synthetic.plan_of(world, rank), Place("0123456789abcdef", rank)
+    kept = KeptPlan(ItemsKept(), was=was)
+    return {
+        "save, gather: plan": _pickled(plan),
+        "save, gather: plan that is kept": _pickled(kept),
+        "save, scatter: plan": _pickled(plan),
+        "save, scatter: plan that is kept": _pickled(replace(kept, now=was, whole=plan)),
+    }
+
+
+def _of_results(world: World) -> Mapping[str, int]:
+    plans: list[SavePlan] = [SavePlan([])] * (world.ranks - 1)
+    results = synthetic.results([*plans, synthetic.plan_of(world, world.ranks - 1)])[-1]
+    layouts = KeptLayouts()
+    first = layouts.refer(results, SAVE_ID, "")
+    return {
+        "save, gather: results": _pickled(first),
+        "save, gather: results, layout kept": _pickled(layouts.refer(results, LAST_ID, SAVE_ID)),
+    }
+
+
+def _of_load(world: World) -> Mapping[str, int]:
+    rank = world.ranks - 1
+    items = [
+        ReadItem(
+            LoadItemType.TENSOR,
+            item.index,
+            item.tensor_data.chunk.offsets,
+            item.index,
+            item.tensor_data.chunk.offsets,
+            item.tensor_data.chunk.sizes,
+        )
+        for item in synthetic.plan_of(world, rank).items
+        if item.tensor_data is not None
+    ]
+    plan = _pickled(LoadPlan(items))
+    spent = {"plan": 0.5123456, "read": 0.5123456}
+    report = LoadReport(
+        "step-1000", SAVE_ID, 1 << 30, 0, 0, len(items), 1.0246912, (), 0, rank, "gpu-0123.cluster", spent
+    )
+    told = _pickled(report.as_dict())
+    return {
+        "load, gather: plan, all bytes local": plan,
+        "load, scatter: plan, all bytes local": plan,
+        "load, all_gather: report, sent": told,
+        "load, all_gather: reports, taken in": told * world.ranks,
+    }
+
+
+def _of_store(world: World) -> Mapping[str, int]:
+    posts = synthetic.posts(world)
+    decision = decide(posts, 2, SAVE_ID)
+    (receipt,) = synthetic.receipts(world, decision)[-1:]
+    sizes = {
+        "save, store: post": _stored(posts[-1].to_json()),
+        "save, store: receipt": _stored(receipt.to_json()),
+        "save, store: decision, read": _stored(decision.to_json()),
+        "load, store: survey, read": _stored({"survey": _survey(world).to_json()}),
+    }
+    total = {
+        name.replace("read", "read by all ranks"): size * world.ranks for name, size in sizes.items() if "read" in name
+    }
+    return sizes | total
+
+
+def _survey(world: World) -> Survey:
+    """What a load finds where every node has what it should have."""
+    decision = decide(synthetic.posts(world), 2, SAVE_ID)
+    ranks_by_node: dict[str, list[int]] = {}
+    for rank in range(world.ranks):
+        ranks_by_node.setdefault(world.node_of(rank), []).append(rank)
+    shards = {
+        shard.name: ShardEntry(
+            shard.size_bytes, zlib.crc32(shard.name.encode()), rank, world.node_of(rank), shard.holders
+        )
+        for rank, receipt in enumerate(synthetic.receipts(world, decision))
+        for shard in receipt.shards
+    }
+    nodes = tuple(
+        NodeEntry(node, f"gpu-{node}.cluster.internal", None, tuple(ranks)) for node, ranks in ranks_by_node.items()
+    )
+    manifest = Manifest(
+        SAVE_ID, "run/step-1000", 1000, 1.7e9, world.ranks, 2, 1 << 20, zlib.crc32(b""), nodes, shards, lineage="0" * 16
+    )
+    (save,) = saves_found(synthetic.holdings(manifest))
+    addresses = tuple(map(synthetic.address, ranks_by_node))
+    return Survey(manifest.encode().decode(), save.holdings, addresses, ())
+
+
+def _pickled(message: object) -> int:
+    return len(pickle.dumps(message))
+
+
+def _stored(message: object) -> int:
+    raw = json.dumps(message).encode()
+    return len(raw) if len(raw) < _PACKED_FROM_BYTES else len(zlib.compress(raw, 1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
