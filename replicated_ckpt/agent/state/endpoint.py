@@ -20,6 +20,10 @@ from replicated_ckpt.version import PROTOCOL
 _ENDPOINT_NAME = "endpoint.json"
 _IDENTITY_NAME = "identity.json"
 _CLIENTS_NAME = "clients"
+_STAYING_NAME = "staying"
+_POLL_S = 0.005
+_LOOKS_S = 0.5
+"""Others hold a lock that they only look at for less than this."""
 LOCK_NAME = "lock"
 
 
@@ -192,6 +196,36 @@ class FileLock:
 def single_agent_lock(directory: Path) -> FileLock | None:
     """Held by the one agent of a root for as long as it lives."""
     return FileLock.take(directory / LOCK_NAME)
+
+
+def staying_lock(directory: Path) -> FileLock | None:
+    """Held by the one agent of a root that was started to stay, from before it serves; one that ranks started then leaves.
+
+    None: another such agent has it.
+    """
+    deadline = time.monotonic() + _LOOKS_S
+    while (lock := FileLock.take(directory / _STAYING_NAME)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return lock
+
+
+def has_one_to_stay(directory: Path) -> bool:
+    """Whether an agent that was started to stay serves the root, or waits for it. No socket says so: it may be in another
+    network than the agent that ranks of a pod have started.
+    """
+    lock = FileLock.take(directory / _STAYING_NAME, shared=True)
+    if lock is None:
+        return True
+    lock.release()
+    return False
+
+
+def await_root(directory: Path, timeout_s: float) -> FileLock | None:
+    """The lock of the root, for an agent that is to stay: that of ranks ends once it has finished the open saves."""
+    deadline = time.monotonic() + timeout_s
+    while (lock := single_agent_lock(directory)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return lock
 
 
 def is_free(directory: Path) -> bool:
