@@ -12,6 +12,7 @@ from replicated_ckpt.agent.state.listeners import listeners_on
 from replicated_ckpt.agent.state.rights import Tokens, invite
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.locks import release_lock
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -211,8 +212,10 @@ def staying_lock(directory: Path) -> FileLock | None:
 
 def has_one_to_stay(directory: Path) -> bool:
     """Whether an agent that was started to stay serves the root, or waits for it. No socket says so: it may be in another
-    network than the agent that ranks of a pod have started.
+    network than the agent that ranks of a pod have started. Makes no file: the disk may be full, or read-only by now.
     """
+    if not is_there(directory / _STAYING_NAME):
+        return False
     lock = FileLock.take(directory / _STAYING_NAME, shared=True)
     if lock is None:
         return True
