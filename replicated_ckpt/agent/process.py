@@ -26,19 +26,22 @@ from replicated_ckpt.agent.state.endpoint import (
     Endpoint,
     FileLock,
     Identity,
+    await_root,
     has_clients,
+    has_one_to_stay,
     keep_identity,
     next_identity,
     remove_endpoint,
     served_already,
     shut_out_clients,
     single_agent_lock,
+    staying_lock,
     write_endpoint,
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
-from replicated_ckpt.config import AgentConfig, check_direct_io, parse_ports
+from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import remove_broken_off_writes
@@ -63,18 +66,17 @@ class Agent:
         self._activity = Activity()
         self._started_at = time.monotonic()
         self._hello: threading.Thread | None = None
+        self._staying: FileLock | None = None
 
     def run(self) -> None:
         """Serves until it is told to stop or is idle for too long. Called once, from the main thread.
 
         Raises:
-            AgentUnavailable: another agent serves this root, or the port is taken.
+            AgentUnavailable: another agent serves this root and stays, or the port is taken.
         """
         store = LocalStore(self.config.root)
         directory = store.agent_directory()
-        lock = single_agent_lock(directory)
-        if lock is None:
-            raise served_already(self.config.root, directory)
+        lock = self._take_root(directory)
         remove_broken_off_writes(directory)
         make_room_to_start(store.root)
         self._service = NodeService(store, check_direct_io(self.config.direct_io), self.config.nice)
@@ -110,7 +112,21 @@ class Agent:
             server.server_close()
             thread.join()
             lock.release()
+            if self._staying is not None:
+                self._staying.release()
             log.info("stopped serving %s", self.config.root)
+
+    def _take_root(self, directory: Path) -> FileLock:
+        """An agent without `idle_exit_s` is to stay, and takes the place of one that ranks have started."""
+        lock = None
+        if self.config.idle_exit_s is not None:
+            lock = single_agent_lock(directory)
+        elif (staying := staying_lock(directory)) is not None:
+            self._staying = staying
+            lock = await_root(directory, LEAVE_WITHIN_S)
+        if lock is None:
+            raise served_already(self.config.root, directory)
+        return lock
 
     def _start_background_work(self) -> None:
         """Makes the threads of re-protection and scrub; they start once the agent can be reached."""
@@ -206,6 +222,9 @@ class Agent:
             self._renew_certificate(directory)
             if self.config.idle_exit_s is None:
                 continue
+            if has_one_to_stay(directory):
+                log.info("another agent, which is to stay, serves %s from now on", self.config.root)
+                self._stopping.set()
             is_working = self._reprotector.is_busy or self._uploader.is_busy or self._service.is_saving
             if is_working or has_clients(directory):
                 self._activity.touch()

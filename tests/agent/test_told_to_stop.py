@@ -7,6 +7,7 @@ import pytest
 
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import DRAIN_S
 from replicated_ckpt.core.integrity.checksum import crc32c
@@ -16,7 +17,7 @@ from replicated_ckpt.dcp.node.node import opening_post
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentClient
-from tests.agent.agents import peers_of, stop_agent, wait_for
+from tests.agent.agents import peers_of, running_agent, stop_agent, wait_for
 from tests.agent.test_hand_over import FILES, SAVE, TICKET, WITHIN_S, Job, job
 
 __all__ = ["job"]
@@ -110,6 +111,27 @@ def test_a_save_that_begins_meanwhile_is_opened_by_the_next_agent(job: Job, monk
             client.call("POST", f"/v1/saves/{NEXT}", {**document, "ticket": "", "peers": [now.address().to_json()]})
     finally:
         stop_agent(store.root)
+
+
+@pytest.mark.parametrize("job", [(SLOW, "")], indirect=True)
+def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job) -> None:
+    """As systemd or kubelet start it, once it has crashed and ranks were faster: the open save is finished first.
+
+    The ranks live on, so the one that they have started would not leave by itself. A second one to stay is refused.
+    """
+    for rank in (0, 1):
+        job.hand_over(rank)
+    job.finish()
+    ensure_agent(job.stores[0], "127.0.0.1")
+    with running_agent(job.agents[0].root) as kept:
+        assert job.agents[0].process.wait(WITHIN_S) == 0
+        assert job.files()[0] == FILES
+        assert kept.endpoint.port == job.agents[0].endpoint.port
+        assert ensure_agent(job.stores[0], "127.0.0.1").pid == kept.endpoint.pid
+        with pytest.raises(AssertionError, match="Another agent serves"), running_agent(kept.root):
+            pass
+        assert kept.process.poll() is None
+    wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "both nodes have the save")
 
 
 @pytest.mark.parametrize("job", [(SLOW, "")], indirect=True)

@@ -3,6 +3,8 @@
 import gc
 import json
 import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.multiprocess.steps_failing import FailingPlanner
 from tests.multiprocess.steps_saving import footprint, resting_footprint
 
 FAILING_EVERY = 5
+SAVES_PAUSE_S = 0.3
 
 
 def cycle(context: Context, count: int, measure_after: list[int]) -> list[dict[str, dict[str, int]]]:
@@ -72,3 +75,33 @@ def _footprints(context: Context) -> dict[str, dict[str, int]]:
     if endpoint.exists():
         found["agent"] = resting_footprint(json.loads(endpoint.read_text())["pid"])
     return found
+
+
+def save_until(context: Context, told: str) -> dict[str, list[int]]:
+    """A save after the other until the file `told` is there; which steps were saved, and which raised on every rank.
+
+    What was saved is restored afterwards, step by step.
+    """
+    saved: list[int] = []
+    failed: list[int] = []
+    with CheckpointManager(context.root) as manager:
+        while not _is_told(told):
+            step = 1 + len(saved) + len(failed)
+            try:
+                manager.save(step, _state(context, step))
+                saved.append(step)
+            except CheckpointException:
+                failed.append(step)
+            time.sleep(SAVES_PAUSE_S)
+        for step in saved:
+            found = _state(context, -1)
+            assert manager.restore(found, step) == step
+            assert all(float(value.mean()) == step for value in found.values())
+    return {"saved": saved, "failed": failed}
+
+
+def _is_told(told: str) -> bool:
+    """The same on all ranks."""
+    flag = torch.tensor(int(Path(told).exists()))
+    dist.broadcast(flag, 0)
+    return bool(flag)

@@ -12,6 +12,7 @@ from replicated_ckpt.agent.state.listeners import listeners_on
 from replicated_ckpt.agent.state.rights import Tokens, invite
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.client import AgentAddress
@@ -20,6 +21,10 @@ from replicated_ckpt.version import PROTOCOL
 _ENDPOINT_NAME = "endpoint.json"
 _IDENTITY_NAME = "identity.json"
 _CLIENTS_NAME = "clients"
+_STAYING_NAME = "staying"
+_POLL_S = 0.005
+_LOOKS_S = 0.5
+"""Others hold a lock that they only look at for less than this."""
 LOCK_NAME = "lock"
 
 
@@ -196,6 +201,38 @@ class FileLock:
 def single_agent_lock(directory: Path) -> FileLock | None:
     """Held by the one agent of a root for as long as it lives."""
     return FileLock.take(directory / LOCK_NAME)
+
+
+def staying_lock(directory: Path) -> FileLock | None:
+    """Held by the one agent of a root that was started to stay, from before it serves; one that ranks started then leaves.
+
+    None: another such agent has it.
+    """
+    deadline = time.monotonic() + _LOOKS_S
+    while (lock := FileLock.take(directory / _STAYING_NAME)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return lock
+
+
+def has_one_to_stay(directory: Path) -> bool:
+    """Whether an agent that was started to stay serves the root, or waits for it. No socket says so: it may be in another
+    network than the agent that ranks of a pod have started. Makes no file: the disk may be full, or read-only by now.
+    """
+    if not is_there(directory / _STAYING_NAME):
+        return False
+    lock = FileLock.take(directory / _STAYING_NAME, shared=True)
+    if lock is None:
+        return True
+    lock.release()
+    return False
+
+
+def await_root(directory: Path, timeout_s: float) -> FileLock | None:
+    """The lock of the root, for an agent that is to stay: that of ranks ends once it has finished the open saves."""
+    deadline = time.monotonic() + timeout_s
+    while (lock := single_agent_lock(directory)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return lock
 
 
 def is_free(directory: Path) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.agent.start.launch import running_agent
 from replicated_ckpt.agent.state.log_file import LOG_NAME
+from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import CheckpointSeen, advise, describe_totals, list_checkpoints
 from replicated_ckpt.cli.look.doubts import WaitingSave, advise_on_doubt, list_waiting
 from replicated_ckpt.cli.look.memory_tier import describe_memory_tier
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"show it again and again, every {_WATCH_EVERY_S:.0f} s unless told, until Ctrl-C",
     )
     add_start_argument(parser)
+    parser.add_argument("--own-agent", action="store_true", help="only whether this node's agent answers: 0, or 5")
     parser.add_argument("--json", action="store_true", help="the same for machines; with --watch a line each time")
 
 
@@ -52,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
     """
     store = open_store_of(arguments)
+    if arguments.own_agent:
+        return _ask_own_agent(store)
     while True:
         state = _look(store)
         if arguments.watch is not None and sys.stdout.isatty():
@@ -63,6 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.watch is None:
             return state.health.code
         time.sleep(arguments.watch)
+
+
+def _ask_own_agent(store: LocalStore) -> int:
+    """For a probe: no other node is asked, and the agent answers from memory."""
+    endpoint = running_agent(store)
+    if endpoint is None:
+        print("down: this node's agent does not run")
+        return ExitCode.UNREACHABLE
+    print(f"this node's agent answers (pid {endpoint.pid})")
+    return ExitCode.OK
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,249 @@
+"""The unit, the DaemonSet's pod and the side-car under kills: the agents' own arguments, on hosts in namespaces."""
+
+import configparser
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.config import HOST_ENV, LEAVE_WITHIN_S
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import wait_for
+from tests.agent.checkpoints import findings
+from tests.launchers.test_launchers import LAUNCHERS, containers, pods
+from tests.multiprocess.cluster import call
+from tests.multiprocess.hosts import Hosts, hosts_of, why_no_hosts
+from tests.multiprocess.launch import base_environment, inside
+from tests.multiprocess.node import Node
+from tests.multiprocess.processes import end
+
+pytestmark = [pytest.mark.long, pytest.mark.fault, pytest.mark.multiprocess, pytest.mark.timeout(600)]
+
+UNIT = "replicated-ckpt-agent.service"
+DAEMON_SET, SIDE_CAR = "kubernetes-agent.yaml", "kubernetes-sidecar.yaml"
+CRASH_BACKOFF_S = 10.0
+"""Kubelet starts a container again after this long when it has failed for the first time."""
+WITHIN_S = 120.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a launcher starts the agent, when it starts it again, and how long it may take to end."""
+
+    command: list[str]
+    root: str
+    pause_s: float
+    stop_within_s: float
+    asks_for: str
+
+    def on(self, node: Node) -> list[str]:
+        """The command there: the program, the root and what kubelet puts in are others, the rest is as shipped."""
+        given = {self.root: str(node.root), "$(HOST_IP)": node.address}
+        words = [given.get(word, word) for word in self.command[1:]]
+        program = "import sys; from replicated_ckpt.cli.main import main; sys.exit(main())"
+        return [*inside(node), sys.executable, "-c", program, *words]
+
+
+def kept_by_systemd() -> Kept:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]  # names of systemd have capitals
+    unit.read(LAUNCHERS / UNIT)
+    service = unit["Service"]
+    assert service["Restart"] == "always"
+    command = shlex.split(service["ExecStart"])
+    root = command[command.index("--root") + 1]
+    return Kept(command, root, float(service["RestartSec"]), float(service["TimeoutStopSec"]), "")
+
+
+def kept_by_kubelet(manifest: str) -> Kept:
+    agent = agent_of_pod(manifest)
+    (pod,) = pods(LAUNCHERS / manifest)
+    assert agent.get("restartPolicy", "Always") == "Always"  # a DaemonSet's containers have no other
+    (root,) = [mount["mountPath"] for mount in agent["volumeMounts"] if mount["name"] == "store"]
+    grace_s = float(pod["terminationGracePeriodSeconds"])
+    return Kept(agent["args"], root, CRASH_BACKOFF_S, grace_s, HOST_ENV)
+
+
+def agent_of_pod(manifest: str) -> dict[str, Any]:
+    (agent,) = [each for each in containers(LAUNCHERS / manifest) if each["name"] == "agent"]
+    return agent
+
+
+KEEPERS: dict[str, Callable[[], Kept]] = {
+    "systemd": kept_by_systemd,
+    "DaemonSet": lambda: kept_by_kubelet(DAEMON_SET),
+    "side-car": lambda: kept_by_kubelet(SIDE_CAR),
+}
+
+
+class Keeper:
+    """As systemd or kubelet on one host: the agent that ends is started again, however it ended."""
+
+    def __init__(self, kept: Kept, node: Node, log: Path) -> None:
+        self._kept, self._node, self._log = kept, node, log
+        self._is_over = threading.Event()
+        self.process = self._start()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._thread.start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        environment = {**base_environment(), **self._node.environment, "OF_HOSTS": str(self._log)}
+        with self._log.open("ab") as log:
+            return subprocess.Popen(self._kept.on(self._node), env=environment, stdout=log, stderr=log)
+
+    def _keep(self) -> None:
+        while True:
+            self.process.wait()
+            if self._is_over.wait(self._kept.pause_s):
+                return
+            self.process = self._start()
+
+    def wait_until_it_serves(self) -> None:
+        """The one that was started here, and no other."""
+        wait_for(lambda: self._node.agent_pid() == self.process.pid, WITHIN_S, f"the agent of {self._log}")
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def stop(self) -> int:
+        """As `systemctl restart`, or the deletion of a pod: its exit status, within the time that the launcher gives it."""
+        stopped = self.process
+        stopped.terminate()
+        return stopped.wait(self._kept.stop_within_s)
+
+    def end(self) -> None:
+        self._is_over.set()
+        while self._thread.is_alive():
+            end([self.process.pid])
+            self._thread.join(0.2)
+
+
+@contextmanager
+def kept_agents(kept: Kept) -> Iterator[tuple[Hosts, list[Keeper]]]:
+    """Two hosts with an agent on each, which serves; ranks of the host know its address as the manifest tells them."""
+    if why := why_no_hosts():
+        pytest.skip(why)
+    with hosts_of(2, {}) as hosts, ExitStack() as stack:
+        keepers = []
+        for index, node in enumerate(hosts.cluster.nodes):
+            if kept.asks_for:
+                node.environment[kept.asks_for] = node.address
+            keeper = Keeper(kept, node, hosts.cluster.base / f"kept-{index}.log")
+            stack.callback(keeper.end)
+            keepers.append(keeper)
+        for keeper in keepers:
+            keeper.wait_until_it_serves()
+        yield hosts, keepers
+
+
+@pytest.mark.parametrize("by", KEEPERS)
+def test_an_agent_that_ends_is_taken_up_by_the_next_start(by: str) -> None:
+    """While ranks save, one host's agent gets SIGKILL and the other's SIGTERM: the launcher's next ones serve, on the same
+    port, though ranks may have been faster to start one. What was saved has both copies, and loads.
+    """
+    with kept_agents(KEEPERS[by]()) as (hosts, (first, second)):
+        cluster, told = hosts.cluster, hosts.cluster.base / "told"
+        ports = [port_of(node) for node in cluster.nodes]
+        results: list[Any] = []
+        saves = [call("cycles.save_until", told=str(told))]
+        ranks = threading.Thread(
+            target=lambda: results.append(cluster.launch(saves, nodes=[0, 1], timeout_s=4 * WITHIN_S))
+        )
+        ranks.start()
+        try:
+            await_saves(cluster.nodes)
+            second.kill()
+            second.process.wait()
+            await_saves(cluster.nodes)  # with an agent that a rank has started, if the launcher's is not back yet
+            second.wait_until_it_serves()
+            await_saves(cluster.nodes)
+            assert first.stop() == 0
+            await_saves(cluster.nodes)
+            first.wait_until_it_serves()
+            await_saves(cluster.nodes)
+        finally:
+            told.touch()
+            ranks.join()
+        done = results[0].agreed(0)
+        assert len(done["failed"]) <= 2, "more than the saves in which an agent ended"
+        assert [port_of(node) for node in cluster.nodes] == ports
+        for node in cluster.nodes:
+            store = LocalStore(node.disk)
+            wait_for(partial(holds_all, node, done["saved"]), WITHIN_S, f"all steps on {node.disk}")
+            assert findings(store) == []
+            for step in done["saved"]:
+                manifest = store.catalog.manifest(f"step-{step}")
+                assert all(len(entry.holders) == 2 for entry in manifest.shards.values())
+
+
+def holds_all(node: Node, steps: Sequence[int]) -> bool:
+    return all((node.disk / f"step-{step}" / ".metadata").exists() for step in steps)
+
+
+def port_of(node: Node) -> int:
+    endpoint = read_endpoint(node.disk / ".agent")
+    assert endpoint is not None
+    return endpoint.port
+
+
+def await_saves(nodes: Sequence[Node], more: int = 3) -> None:
+    """Until so many further checkpoints are on every host."""
+    before = [len(list(node.disk.glob("step-*/.metadata"))) for node in nodes]
+    deadline = time.monotonic() + WITHIN_S
+    while any(len(list(n.disk.glob("step-*/.metadata"))) < b + more for n, b in zip(nodes, before, strict=True)):
+        assert time.monotonic() < deadline, f"no {more} saves within {WITHIN_S} s"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("manifest", [DAEMON_SET, SIDE_CAR])
+def test_probes_tell_agents_that_hang_and_agents_that_are_gone(manifest: str) -> None:
+    """Each probe of a manifest passes while the agent serves. Liveness fails for one that hangs, all for one that is gone.
+
+    An open port says nothing of an agent that hangs. It answers again after a pause, and no probe has ended it.
+    """
+    agent, kept = agent_of_pod(manifest), kept_by_kubelet(manifest)
+    probes = [agent[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert probes[0]["periodSeconds"] * probes[0]["failureThreshold"] > LEAVE_WITHIN_S, "it may wait for one of ranks"
+    ports = {each["name"]: each["containerPort"] for each in agent["ports"]}
+    with kept_agents(kept) as (hosts, (keeper, _)):
+        node = hosts.cluster.nodes[0]
+
+        def ask() -> list[bool]:
+            return [passes(probe, ports, kept, node) for probe in probes]
+
+        assert ask() == [True, True, True]
+        os.kill(keeper.process.pid, signal.SIGSTOP)
+        assert ask() == [True, True, False]
+        os.kill(keeper.process.pid, signal.SIGCONT)
+        assert ask() == [True, True, True]
+        keeper.end()
+        assert ask() == [False, False, False]
+
+
+def passes(probe: dict[str, Any], ports: dict[str, int], kept: Kept, node: Node) -> bool:
+    """As kubelet: in the container, or from the node to the pod's address; late is failed."""
+    limit_s = probe.get("timeoutSeconds", 1)
+    if "exec" in probe:
+        command = replace(kept, command=probe["exec"]["command"]).on(node)
+    else:
+        connect = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]))"
+        port = ports[probe["tcpSocket"]["port"]]
+        command = [*inside(node), sys.executable, "-c", connect, node.address, str(port), str(limit_s)]
+        limit_s = WITHIN_S  # the interpreter's start is not kubelet's
+    try:
+        done = subprocess.run(command, env=base_environment(), capture_output=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
