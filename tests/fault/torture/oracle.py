@@ -196,6 +196,10 @@ class Oracle:
             and one.number not in other.saw
         }
 
+    def has_nameless(self) -> bool:
+        """Whether a checkpoint lies anywhere whose manifest is not there, or cannot be read."""
+        return any(lying.is_named and lying.manifest is None for lying in self._disks.lying())
+
     def forgotten_ids(self) -> set[str]:
         """Checkpoints of which an older save lies on a disk whose manifest was destroyed, and that no other disk has.
 
