@@ -31,7 +31,6 @@ LEAVE_WITHIN_S = 150.0
 _COPIES_MAX = 16
 _PORT_MAX = 65535
 NICE_MAX = 19
-COPY_MIB_PER_S_MIN = 8
 
 
 def _check_root(root: str | os.PathLike[str]) -> str:
@@ -245,11 +244,11 @@ class AgentConfig:
     stop. `lost_after_s`: so long a peer that fell silent is taken to hold its copies; `away_after_s`: the same for one
     that said that it leaves. `copy_mib_per_s`, `scrub_mib_per_s`, `upload_mib_per_s`: pace of re-protection and of shards
     that ranks hand over, together, of the scrub and of uploads to the object store, in MiB a second; `copy_mib_per_s` None:
-    re-protection has 256 while the node saves or loads, and else there is no bound; less than COPY_MIB_PER_S_MIN is
-    refused, as a buddy gives up what stands still; `scrub_every_s`: pause between two passes of the scrub;
-    `round_every_s`: pause between two rounds of re-protection while there is nothing to do;
-    `drain_s`: once it is told to stop it stays so long at most for saves that are open, 120 s or less. `nice`: the
-    niceness, 0 to 19, at which it writes and receives shards of asynchronous saves, beside training that goes on.
+    re-protection has 256 while the node saves or loads, and else there is no bound; shards have 8 of their own where it is
+    less; `scrub_every_s`: pause between two passes of the scrub; `round_every_s`: pause between two rounds of re-protection
+    while there is nothing to do; `drain_s`: once it is told to stop it stays so long at most for saves that are open, 120 s
+    or less. `nice`: the niceness, 0 to 19, at which it writes and receives shards of asynchronous saves, beside training
+    that goes on.
     `tls_cert`, `tls_key`: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
     `direct_io`: how copies are written, as of `check_direct_io`.
     """
@@ -279,9 +278,6 @@ class AgentConfig:
         for name in (*paces, "lost_after_s", "away_after_s", "scrub_every_s", "round_every_s", "drain_s"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
-        if self.copy_mib_per_s is not None and self.copy_mib_per_s < COPY_MIB_PER_S_MIN:
-            least = f"{COPY_MIB_PER_S_MIN} or more, as a buddy gives up what hardly moves"
-            raise ConfigInvalid(f"copy_mib_per_s must be {least}, not {self.copy_mib_per_s}.")
         if not 0 <= self.nice <= NICE_MAX:
             raise ConfigInvalid(f"nice must be 0 to {NICE_MAX}, not {self.nice}.")
         if self.drain_s > DRAIN_S:

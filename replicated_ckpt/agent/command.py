@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--copy-mib-per-s",
         type=float,
-        help="pace at which asynchronous saves are written and sent, and missing copies made up, 8 or more (default: no "
-        "bound, but 256 for missing copies while the node saves or loads)",
+        help="pace at which missing copies are made up, and asynchronous saves written and sent, those at 8 or more "
+        "(default: no bound, but 256 for missing copies while the node saves or loads)",
     )
     add("--scrub-mib-per-s", type=float, help="pace of the scrub, which re-reads the store (default: %(default)s)")
     add("--upload-mib-per-s", type=float, help="pace of uploads to the object store (default: %(default)s)")

@@ -47,7 +47,7 @@ from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import remove_broken_off_writes
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import make_room_to_start, measure_room
-from replicated_ckpt.stores.throttle import Pace, copy_pace
+from replicated_ckpt.stores.throttle import Pace, copy_pace, hand_over_pace
 from replicated_ckpt.version import __version__
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Agent:
         """Makes the threads of re-protection and scrub; they start once the agent can be reached."""
         config = self.config
         copying = copy_pace(config.copy_mib_per_s, self._stopping, self._service.is_in_use)
-        self._service.hand_overs.pace = None if config.copy_mib_per_s is None else copying
+        self._service.hand_overs.pace = hand_over_pace(config.copy_mib_per_s, self._stopping, copying)
         scrubbing = Pace(config.scrub_mib_per_s * (1 << 20), self._stopping)
         patience = Patience(config.lost_after_s, config.away_after_s)
         self._reprotector = Reprotector(

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 BUSY_BYTES_PER_S = 256 << 20
 """Pace of copies that are made up while ranks of the node save or load."""
+HAND_OVER_MIB_PER_S_MIN = 8
+"""Four shards share a pace, and a buddy waits only seconds for the next piece of one."""
 _LOOK_EVERY_S = 0.05
 
 
@@ -68,3 +70,10 @@ def copy_pace(mib_per_s: float | None, stopping: threading.Event, is_busy: Calla
     if mib_per_s is not None:
         return Pace(mib_per_s * (1 << 20), stopping)
     return YieldingPace(BUSY_BYTES_PER_S, stopping, is_busy)
+
+
+def hand_over_pace(mib_per_s: float | None, stopping: threading.Event, copying: Pace) -> Pace | None:
+    """The pace of shards that ranks hand over: that of copies, if one is named, or their own where that is too slow."""
+    if mib_per_s is None or mib_per_s >= HAND_OVER_MIB_PER_S_MIN:
+        return None if mib_per_s is None else copying
+    return Pace(HAND_OVER_MIB_PER_S_MIN << 20, stopping)

@@ -19,7 +19,6 @@ from replicated_ckpt.agent.saves.finish import Finished, Outline
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
 from replicated_ckpt.agent.start.launch import ensure_agent
-from replicated_ckpt.config import COPY_MIB_PER_S_MIN
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
@@ -30,7 +29,7 @@ from replicated_ckpt.dcp.staging.segment import descriptor_of, lease_segment
 from replicated_ckpt.errors import ObjectCorrupt, SaveAborted, StoreDenied
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.throttle import Pace
+from replicated_ckpt.stores.throttle import HAND_OVER_MIB_PER_S_MIN, Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, stop_agent, wait_for
 
 SAVE, TICKET = "b" * 32, "c" * 32
@@ -219,7 +218,7 @@ def test_what_is_written_behind_training_lets_it_go_first(job: Job) -> None:
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents that start from here on copy so many MiB a second."""
-    monkeypatch.setenv("REPLICATED_CKPT_AGENT_COPY_MIB_PER_S", str(COPY_MIB_PER_S_MIN))
+    monkeypatch.setenv("REPLICATED_CKPT_AGENT_COPY_MIB_PER_S", str(HAND_OVER_MIB_PER_S_MIN))
 
 
 @pytest.mark.usefixtures("paced")
@@ -228,7 +227,7 @@ def test_what_is_written_behind_training_keeps_the_pace_of_copies(job: Job) -> N
     size_bytes = 12_000_000
     began = time.monotonic()
     assert len(job.hand_over(0, size_bytes, size_bytes).wait().holders) == 2
-    assert time.monotonic() - began > size_bytes / (COPY_MIB_PER_S_MIN << 20) - Pace.BURST_S
+    assert time.monotonic() - began > size_bytes / (HAND_OVER_MIB_PER_S_MIN << 20) - Pace.BURST_S
 
 
 def test_giving_way_never_takes_the_processor_from_others() -> None:

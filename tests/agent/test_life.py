@@ -50,10 +50,3 @@ def test_no_agent_outlasts_the_ranks_that_wait_for_its_end() -> None:
     ):
         AgentConfig("/x", drain_s=121)
     assert AgentConfig("/x", drain_s=120).drain_s == 120
-
-
-def test_a_pace_at_which_copies_would_be_given_up_is_refused() -> None:
-    """A buddy waits a few seconds for the next piece of a shard, of 4 MiB, and four shards share the pace."""
-    with pytest.raises(ConfigInvalid, match=r"copy_mib_per_s must be 8 or more, .* not 7\.5"):
-        AgentConfig("/x", copy_mib_per_s=7.5)
-    assert AgentConfig("/x", copy_mib_per_s=8).copy_mib_per_s == 8

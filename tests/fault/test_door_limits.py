@@ -32,8 +32,9 @@ def exchanged(agent: RunningAgent, raw: bytes) -> bytes:
     """Everything that is answered to these bytes, until the other side closes."""
     answer = b""
     with connected(agent) as connection, contextlib.suppress(OSError):
-        connection.sendall(raw)
-        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it has said no and closed before it has all
+            connection.sendall(raw)
+            connection.shutdown(socket.SHUT_WR)
         while piece := connection.recv(1 << 16):
             answer += piece
     return answer

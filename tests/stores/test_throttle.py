@@ -8,7 +8,7 @@ import pytest
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.throttle import BUSY_BYTES_PER_S, Stopped, YieldingPace, copy_pace
+from replicated_ckpt.stores.throttle import BUSY_BYTES_PER_S, Stopped, YieldingPace, copy_pace, hand_over_pace
 from tests.agent.checkpoints import checkpointed, shard
 
 SAVE = "e" * 32
@@ -67,3 +67,16 @@ def test_a_node_is_in_use_while_it_saves_or_is_read(tmp_path: Path) -> None:
     assert service.is_in_use()
     service.pins.end("session")
     assert not service.is_in_use()
+
+
+def test_a_slow_pace_of_copies_gives_no_shard_up() -> None:
+    """A buddy would, if it had no piece for seconds; else what ranks hand over shares the pace of the copies."""
+    stopping = threading.Event()
+    slow, fast = (copy_pace(rate, stopping, lambda: False) for rate in (0.001, 64))
+    own = hand_over_pace(0.001, stopping, slow)
+    assert own is not None
+    assert own is not slow
+    for _ in range(4):
+        own.take(100_000)  # 0.05 s in all; 400 s at the pace of copies
+    assert hand_over_pace(64, stopping, fast) is fast
+    assert hand_over_pace(None, stopping, copy_pace(None, stopping, lambda: False)) is None
