@@ -116,21 +116,22 @@ def test_a_killed_process_leaves_no_lock_to_its_workers(tmp_path: Path, kind: st
         os.close(writing)
 
 
-def test_a_forked_process_ends_no_save_handed_over() -> None:
+def test_a_forked_process_keeps_no_save_handed_over() -> None:
     """The agent learns that a rank has left, and its thread is free for another one; the fork's end says nothing."""
     rank, agent = socket.socketpair()
     close_in_forks(rank)
     handed = HandedOver(rank)
     agent.settimeout(0.5)
-    child = os.fork()
-    if child == 0:
+    with worker():
+        child = os.fork()
+        if child == 0:
+            handed.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        with pytest.raises(TimeoutError):
+            agent.recv(1)
         handed.close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    with pytest.raises(TimeoutError):
-        agent.recv(1)
-    handed.close()
-    assert agent.recv(1) == b""
+        assert agent.recv(1) == b""
     agent.close()
 
 

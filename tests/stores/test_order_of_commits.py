@@ -1,5 +1,6 @@
 """Publishing compares what is published, on every path; what is replaced is kept until it may go."""
 
+import gc
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -245,6 +246,18 @@ def test_what_replaces_it_may_be_replaced_in_turn(tmp_path: Path) -> None:
     assert read(store, manifests[0], HERE)
     assert store.catalog.list_replaced() == [manifests[0].save_id]
     reading.release()
+
+
+def test_pins_that_are_gone_hold_no_version(tmp_path: Path) -> None:
+    """Of a service that is dropped without an end, its locks go, too: its process may live on."""
+    service = NodeService(LocalStore(tmp_path))
+    old = open_save(service.store, 1)
+    service.commit(old.save_id)
+    service.pin(old.save_id, "session/0")
+    assert not retire(tmp_path, "last", old.save_id)
+    del service
+    gc.collect()
+    assert retire(tmp_path, "last", old.save_id)
 
 
 def test_what_a_retired_save_had_replaced_is_no_checkpoint_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from replicated_ckpt.stores.files.locks import HeldLock
@@ -23,6 +24,7 @@ class Pins:
         self._lock = threading.Lock()
         self._by_reader: dict[str, tuple[str, float]] = {}
         self._lock_by_save: dict[str, HeldLock] = {}
+        weakref.finalize(self, _release_all, self._lock_by_save)
 
     def pin(self, save_id: str, reader: str, lock: HeldLock | None = None) -> None:
         """Keeps a save for a reader. `lock`: that on the version, taken over; None: it does not lie here."""
@@ -83,3 +85,8 @@ class Pins:
     def _readers_of(self, save_id: str) -> list[str]:
         now = self._clock()
         return [reader for reader, (pinned, until) in self._by_reader.items() if pinned == save_id and until > now]
+
+
+def _release_all(lock_by_save: dict[str, HeldLock]) -> None:
+    for lock in lock_by_save.values():
+        lock.release()
