@@ -7,13 +7,13 @@ store is JSON, compressed from 4 KiB on. Nothing is sent: the messages are made 
 """
 
 import argparse
-import json
 import pickle
 import sys
 import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
 
@@ -22,13 +22,13 @@ from benchmarks.planning_world import World
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.dcp.agreement.decision import decide
+from replicated_ckpt.dcp.c10d.blackboard import encode
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place
 
 SAVE_ID, LAST_ID = "0123456789abcdef" * 2, "f" * 32
-_PACKED_FROM_BYTES = 4096
 
 
 def main() -> int:
@@ -147,9 +147,8 @@ def _pickled(message: object) -> int:
     return len(pickle.dumps(message))
 
 
-def _stored(message: object) -> int:
-    raw = json.dumps(message).encode()
-    return len(raw) if len(raw) < _PACKED_FROM_BYTES else len(zlib.compress(raw, 1))
+def _stored(message: Mapping[Any, Any]) -> int:
+    return len(encode(message))
 
 
 if __name__ == "__main__":

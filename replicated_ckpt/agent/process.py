@@ -225,6 +225,7 @@ class Agent:
             if has_one_to_stay(directory):
                 log.info("another agent, which is to stay, serves %s from now on", self.config.root)
                 self._stopping.set()
+                return
             is_working = self._reprotector.is_busy or self._uploader.is_busy or self._service.is_saving
             if is_working or has_clients(directory):
                 self._activity.touch()

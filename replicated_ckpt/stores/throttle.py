@@ -74,6 +74,6 @@ def copy_pace(mib_per_s: float | None, stopping: threading.Event, is_busy: Calla
 
 def hand_over_pace(mib_per_s: float | None, stopping: threading.Event, copying: Pace) -> Pace | None:
     """The pace of shards that ranks hand over: that of copies, if one is named, or their own where that is too slow."""
-    if mib_per_s is None or mib_per_s >= HAND_OVER_MIB_PER_S_MIN:
-        return None if mib_per_s is None else copying
-    return Pace(HAND_OVER_MIB_PER_S_MIN << 20, stopping)
+    if mib_per_s is None:
+        return None
+    return copying if mib_per_s >= HAND_OVER_MIB_PER_S_MIN else Pace(HAND_OVER_MIB_PER_S_MIN << 20, stopping)

@@ -1,7 +1,6 @@
 """Steps: saves and loads with fresh writers, readers and managers again and again, some of which fail."""
 
 import gc
-import json
 import os
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter, Retention
 from replicated_ckpt.errors import CheckpointNotFound
 from tests.multiprocess.context import Context
+from tests.multiprocess.processes import agent_of
 from tests.multiprocess.steps_failing import FailingPlanner
 from tests.multiprocess.steps_saving import footprint, resting_footprint
 
@@ -71,9 +71,8 @@ def _footprints(context: Context) -> dict[str, dict[str, int]]:
     found = {"rank": footprint(os.getpid())}
     if dist.is_initialized():
         found["rank"]["keys"] = dist.distributed_c10d._get_default_store().num_keys()
-    endpoint = context.root / ".agent" / "endpoint.json"
-    if endpoint.exists():
-        found["agent"] = resting_footprint(json.loads(endpoint.read_text())["pid"])
+    if (context.root / ".agent" / "endpoint.json").exists():
+        found["agent"] = resting_footprint(agent_of(context.root))
     return found
 
 

@@ -119,14 +119,12 @@ def _stay_client(root: Path, directory: Path) -> None:
 @contextlib.contextmanager
 def _starting(directory: Path) -> Iterator[FileLock]:
     """Held by the one process that starts the agent; the others wait until it has."""
-    deadline = time.monotonic() + 2 * START_TIMEOUT_S
-    while (lock := FileLock.take(directory / "start")) is None:
-        if time.monotonic() > deadline:
-            raise AgentUnavailable(
-                f"Another process has been starting the agent of {directory.parent} for too long.",
-                held_hint(directory, "start"),
-            )
-        time.sleep(_POLL_S)
+    lock = FileLock.take_within(directory / "start", 2 * START_TIMEOUT_S)
+    if lock is None:
+        raise AgentUnavailable(
+            f"Another process has been starting the agent of {directory.parent} for too long.",
+            held_hint(directory, "start"),
+        )
     try:
         yield lock
     finally:

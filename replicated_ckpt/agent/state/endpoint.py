@@ -182,6 +182,22 @@ class FileLock:
             return None
         return cls(path, fd)
 
+    @classmethod
+    def take_within(cls, path: Path, timeout_s: float) -> "FileLock | None":
+        """As `take`, once the process that holds the lock releases it; None: it has not done so in this time."""
+        deadline = time.monotonic() + timeout_s
+        while (lock := cls.take(path)) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return lock
+
+    @classmethod
+    def is_taken(cls, path: Path, *, shared: bool = False) -> bool:
+        """Whether another process holds the lock so that `take` would return None. Raises as that does."""
+        lock = cls.take(path, shared=shared)
+        if lock is not None:
+            lock.release()
+        return lock is None
+
     def release(self) -> None:
         self._lock.release()
 
@@ -208,40 +224,24 @@ def staying_lock(directory: Path) -> FileLock | None:
 
     None: another such agent has it.
     """
-    deadline = time.monotonic() + _LOOKS_S
-    while (lock := FileLock.take(directory / _STAYING_NAME)) is None and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return lock
+    return FileLock.take_within(directory / _STAYING_NAME, _LOOKS_S)
 
 
 def has_one_to_stay(directory: Path) -> bool:
     """Whether an agent that was started to stay serves the root, or waits for it. No socket says so: it may be in another
     network than the agent that ranks of a pod have started. Makes no file: the disk may be full, or read-only by now.
     """
-    if not is_there(directory / _STAYING_NAME):
-        return False
-    lock = FileLock.take(directory / _STAYING_NAME, shared=True)
-    if lock is None:
-        return True
-    lock.release()
-    return False
+    return is_there(directory / _STAYING_NAME) and FileLock.is_taken(directory / _STAYING_NAME, shared=True)
 
 
 def await_root(directory: Path, timeout_s: float) -> FileLock | None:
     """The lock of the root, for an agent that is to stay: that of ranks ends once it has finished the open saves."""
-    deadline = time.monotonic() + timeout_s
-    while (lock := single_agent_lock(directory)) is None and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return lock
+    return FileLock.take_within(directory / LOCK_NAME, timeout_s)
 
 
 def is_free(directory: Path) -> bool:
     """Whether no agent holds the root now, neither one that serves nor one that has just been started."""
-    lock = single_agent_lock(directory)
-    if lock is None:
-        return False
-    lock.release()
-    return True
+    return not FileLock.is_taken(directory / LOCK_NAME)
 
 
 def client_lock(directory: Path) -> FileLock | None:
@@ -259,11 +259,7 @@ def shut_out_clients(directory: Path) -> bool:
 
 def has_clients(directory: Path) -> bool:
     """Whether any process still uses this root's agent; a process that died holds no lock."""
-    lock = FileLock.take(directory / _CLIENTS_NAME)
-    if lock is None:
-        return True
-    lock.release()
-    return False
+    return FileLock.is_taken(directory / _CLIENTS_NAME)
 
 
 def served_already(root: str, directory: Path) -> AgentUnavailable:

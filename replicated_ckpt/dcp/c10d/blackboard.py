@@ -70,7 +70,7 @@ class Blackboard:
 
     def repost(self, topic: str, fields: Mapping[str, Any], nonce: str) -> None:
         """Replaces this rank's post, if it has not been answered."""
-        key, raw = f"{topic}/{self._rank}", _encode({**fields, "nonce": nonce})
+        key, raw = f"{topic}/{self._rank}", encode({**fields, "nonce": nonce})
         self._posted[topic] = self._seal.mark(key, raw) + raw
         self._write(key, self._posted[topic])
 
@@ -154,7 +154,7 @@ class Blackboard:
         again and again is small, and the decision, which may be large, is read once. Its mark is that of both. A rank
         without a post finds that it was not waited for, and by its `stale` nonce that its next post is meant.
         """
-        raw = _encode(fields)
+        raw = encode(fields)
         self._write(f"{topic}/decision", raw)
         digest, before = _digest(raw), stale or [None] * self._size
         notes: dict[str, str] = {}
@@ -268,7 +268,7 @@ def _digest(decision: bytes) -> str:
     return hashlib.sha256(decision).hexdigest()
 
 
-def _encode(fields: Mapping[Any, Any]) -> bytes:
+def encode(fields: Mapping[Any, Any]) -> bytes:
     """What every rank reads is packed where it is large: the coordinator's link carries it once for each of them."""
     raw = json.dumps(fields).encode()
     return raw if len(raw) < _PACKED_FROM_BYTES else zlib.compress(raw, 1)

@@ -24,7 +24,7 @@ _not_in_forks: weakref.WeakSet[Closable] = weakref.WeakSet()
 def close_in_forks(held: Closable) -> None:
     """A process that is forked from now on, as a data loader's worker, closes what it has of this at once.
 
-    Else whoever sees the process end by it, by a lock or a connection, would see that only once the worker has ended, too.
+    Else an agent, which learns by a lock or a connection that a process has ended, would learn it only when the worker has.
     Source: flock(2), "locks are associated with an open file description". What forks without Python is not seen.
     """
     _not_in_forks.add(held)
