@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -9,9 +10,13 @@ from typing import Any
 
 import pytest
 
+from replicated_ckpt.agent.peers.watch import Patience
+from replicated_ckpt.agent.repair.reprotect import Reprotector
+from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
-from tests.agent.checkpoints import checkpointed, findings, held, quarantined, shard
+from tests.agent.checkpoints import checkpointed, findings, held, introduced, quarantined, shard
 from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
@@ -88,6 +93,27 @@ def test_a_node_that_says_goodbye_is_not_replaced(tmp_path: Path) -> None:
             with pytest.raises(AssertionError, match="a copy"):
                 wait_for(lambda: held(nodes[0]) == set(RING), 2.0, f"a copy, after {rounds} s")
         assert status(running[0])["protection"]["bytes_copied"] == 0
+    assert [findings(store) for store in nodes] == [[], [], []]
+
+
+def test_a_node_that_falls_silent_right_after_a_save_is_taken_to_hold_it(tmp_path: Path) -> None:
+    """Nobody has asked it since: its shard is copied once it is given up. What it was known to lack is copied at once."""
+    nodes, now, stopping = stores(tmp_path, 3), [0.0], threading.Event()
+    checkpointed(nodes, 1, RING, on=[0, 1])
+    service = NodeService(nodes[0])
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping, clock=lambda: now[0])
+    with running_agent(nodes[1].root) as other, running_agent(nodes[2].root) as silent:
+        introduced(nodes[0], [other.endpoint.address(), silent.endpoint.address()])
+        for _ in range(2):
+            reprotector.round()
+        checkpointed(nodes, 2, RING, checkpoint_id="step-2")
+        silent.signal(signal.SIGKILL)
+        silent.process.wait(10)
+        assert reprotector.round().in_doubt
+        assert [held(nodes[0], save) for save in ("step-1", "step-2")] == [set(RING), {shard(0), shard(2)}]
+        now[0] += Patience().lost_after_s
+        reprotector.round()
+        assert held(nodes[0], "step-2") == set(RING)
     assert [findings(store) for store in nodes] == [[], [], []]
 
 

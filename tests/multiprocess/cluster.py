@@ -165,9 +165,18 @@ class Cluster:
         for pid in pids:
             signal_if_running(pid, signal.SIGTERM)
         stubborn = wait_until_gone(pids, AGENT_STOP_S)
-        logs = {str(node.disk): tail(node.disk / ".agent" / "log") for node in self.nodes} if stubborn else {}
+        for pid in stubborn:
+            signal_if_running(pid, signal.SIGUSR1)
+        if stubborn:
+            time.sleep(1.0)  # for the stacks
+        logs = self._logs() if stubborn else ""
         end(stubborn)
-        assert not stubborn, f"agents {stubborn} ignored SIGTERM for {AGENT_STOP_S} s: {logs}"
+        assert not stubborn, f"agents {stubborn} ignored SIGTERM for {AGENT_STOP_S} s\n{logs}"
+
+    def _logs(self) -> str:
+        """Of all agents, those that ranks have started and those of `start_agents`."""
+        paths = [*(node.disk / ".agent" / "log" for node in self.nodes), *sorted(self.base.glob("agent*.log"))]
+        return "\n".join(f"--- {path.relative_to(self.base)}\n{tail(path)}" for path in paths)
 
     def close(self) -> None:
         try:

@@ -5,6 +5,7 @@ as real ones outlive the rank that started them.
 """
 
 import encodings.idna  # noqa: F401 - imported for what is forked, as all others that seem unused
+import faulthandler
 import gc
 import json
 import os
@@ -50,7 +51,10 @@ def become(request: dict[str, Any], output: int, errors: int, network: int, moun
         os.setuid(request["user"])
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run may ignore it
     sys.argv = [request["program"], *request["arguments"]]
-    return run_agent() if request["program"] == "agent" else run_command()
+    if request["program"] == "command":
+        return run_command()
+    faulthandler.register(signal.SIGUSR1, file=2)  # in its log, if it does not end when it is told to
+    return run_agent()
 
 
 class Forker:

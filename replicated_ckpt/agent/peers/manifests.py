@@ -24,6 +24,11 @@ class ManifestBook:
         self._peers = peers
         self._known: dict[str, Manifest] = {}
 
+    @property
+    def known(self) -> frozenset[str]:
+        """The saves of which `of` told the manifest last."""
+        return frozenset(self._known)
+
     def of(self, views: Sequence[NodeView]) -> Mapping[str, Manifest]:
         """The manifest of every save that a node which is up holds, as far as one of them is believed."""
         holders: dict[str, list[tuple[str, str]]] = {}

@@ -1,12 +1,13 @@
 """The watch: what this node knows of the others, from asking them again and again."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -50,15 +51,36 @@ class PeerWatch:
         self._clock = clock
         self._silent_since: dict[str, float] = {}
         self._held: dict[str, Held] = {}
+        self._known_then: dict[str, frozenset[str]] = {}
 
-    def look(self) -> tuple[NodeView, ...]:
-        """The other nodes, as of now."""
+    def look(self, known: Collection[str] = ()) -> tuple[NodeView, ...]:
+        """The other nodes, as of now. `known`: the saves that were known before, for `with_newer`."""
         addresses = {peer.node_id: peer for peer in self._peers.read_all()}
         for node in self._silent_since.keys() - addresses.keys():  # the user has had it forgotten
             self._silent_since.pop(node)
             self._held.pop(node, None)
+            self._known_then.pop(node, None)
         outcome = FanOut[str, Held]().run(addresses, lambda node: ask_holdings(addresses[node]))
+        self._known_then |= dict.fromkeys(outcome.results, frozenset(known))
         return tuple(self._view(addresses[node], outcome.results) for node in sorted(addresses))
+
+    def with_newer(self, views: Sequence[NodeView], manifests: Mapping[str, Manifest]) -> tuple[NodeView, ...]:
+        """The views, where a silent node also holds what it was meant to of saves that nobody knew when it answered last.
+
+        Else a node that falls silent right after a save would be taken to have missed it, and be copied at once.
+        """
+        return tuple(self._with_newer(view, manifests) for view in views)
+
+    def _with_newer(self, view: NodeView, manifests: Mapping[str, Manifest]) -> NodeView:
+        node = view.node_id
+        if view.presence is not Presence.ASSUMED or view.holdings is None:
+            return view
+        told = self._known_then[node].union(holding.save_id for holding in view.holdings)
+        newer = [manifest for save_id, manifest in manifests.items() if save_id not in told]
+        meant = [holding for manifest in newer if (holding := _meant_for(node, manifest)) is not None]
+        holdings = (*view.holdings, *meant)
+        self._held[node] = replace(self._held[node], holdings=holdings)
+        return replace(view, holdings=holdings)
 
     def _view(self, address: AgentAddress, answers: Mapping[str, Held]) -> NodeView:
         node = address.node_id
@@ -80,6 +102,23 @@ class PeerWatch:
     def has_doubt(self, views: Sequence[NodeView]) -> bool:
         """Whether a node fell silent that is not given up yet: soon there may be work."""
         return any(view.presence is Presence.ASSUMED and not self._peers.is_away(view.node_id) for view in views)
+
+
+def _meant_for(node: str, manifest: Manifest) -> Holding | None:
+    """What the node was meant to hold of a save; None if it had no part in it."""
+    sizes = {name: entry.size_bytes for name, entry in manifest.shards.items() if node in entry.holders}
+    if not sizes and node not in {member.node_id for member in manifest.nodes}:
+        return None
+    return Holding(
+        node,
+        manifest.checkpoint_id,
+        manifest.save_id,
+        manifest.sequence,
+        has_metadata=True,
+        sizes=sizes,
+        created_unix_s=manifest.created_unix_s,
+        lineage=manifest.lineage,
+    )
 
 
 def ask_holdings(address: AgentAddress) -> Held:

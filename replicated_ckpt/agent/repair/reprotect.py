@@ -18,6 +18,7 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.core.lineage import histories_of
+from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.asked_repair import is_of_held_save, refuse_unplanned
 from replicated_ckpt.core.upkeep.finding import Finding
@@ -183,15 +184,15 @@ class Reprotector:
         self._read_suspects()
         self._settle_old_leftovers()
         policies = self._service.policies.read_all()
-        others = self.watch.look()
+        manifests, (own, *others) = self._look()
         if self._stopping.is_set():
             raise Stopped
         self._on_seen([view.node_id for view in others if view.presence is Presence.UP])
-        views = (self._own_view(), *others)
+        views = (own, *others)
         told = histories_of(holding.version for view in others for holding in view.holdings or ())
         self._service.sequence_floor.raise_to({lineage: history.sequence for lineage, history in told.items()})
         in_doubt = self.watch.has_doubt(others)
-        kept = self._retirer.keep(self._manifests.of(views), views, policies, in_doubt=in_doubt)
+        kept = self._retirer.keep(manifests, views, policies, in_doubt=in_doubt)
         plan = plan_repair(kept, views, self._service.node_id)
         drop_outlived(self._service, kept, views, is_done=plan.is_complete and not in_doubt)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
@@ -223,11 +224,13 @@ class Reprotector:
         if leftovers:
             settle(self._service, leftovers, self._service.peers.read_all())
 
-    def _own_view(self) -> NodeView:
-        service = self._service
-        return NodeView(
-            service.node_id, Presence.UP, service.holdings(), None, service.remains.found(), self.standing()
-        )
+    def _look(self) -> tuple[Mapping[str, Manifest], tuple[NodeView, ...]]:
+        """The manifests of the saves that nodes hold, and the views of all nodes, this one first."""
+        others, service = self.watch.look(self._manifests.known), self._service
+        remains, standing = service.remains.found(), self.standing()
+        own = NodeView(service.node_id, Presence.UP, service.holdings(), None, remains, standing)
+        manifests = self._manifests.of((own, *others))
+        return manifests, self.watch.with_newer((own, *others), manifests)
 
     def _do_orders(self) -> None:
         while self._orders:
@@ -242,8 +245,7 @@ class Reprotector:
         others = [action for action in adoptions if not is_of_held_save(action, held)]
         if not others:
             return frozenset()
-        views = (self._own_view(), *self.watch.look())
-        return refuse_unplanned(others, plan_repair(self._manifests.of(views), views, self._service.node_id).adopt)
+        return refuse_unplanned(others, plan_repair(*self._look(), self._service.node_id).adopt)
 
     def _try(self, action: Action) -> str:
         """Does one action; why it could not be done, or "".
