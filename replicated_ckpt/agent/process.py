@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from replicated_ckpt.agent.certificate import open_certificate
@@ -22,6 +21,7 @@ from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.repair.scrub import Scrubber
 from replicated_ckpt.agent.saves.drain import Draining
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.signals import hear
 from replicated_ckpt.agent.state.endpoint import (
     Endpoint,
     FileLock,
@@ -87,8 +87,7 @@ class Agent:
         server = self._listening(identity)
         self._endpoint = self._open_endpoint(server, identity)  # before anybody is answered
         self._greeter = Greeter(self._service.peers, self._endpoint)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        hear((signal.SIGTERM, signal.SIGINT), self._on_signal)
         thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="rckpt-accept", daemon=True)
         thread.start()
         door = open_local_door(directory, self._service)
@@ -249,7 +248,7 @@ class Agent:
         self._endpoint = renewed
         self._hello = self._greeter.announce(renewed)
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int) -> None:
         log.info("stopping on %s", signal.Signals(number).name)
         (self._hurry if self._stopping.is_set() else self._stopping).set()
 

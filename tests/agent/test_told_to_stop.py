@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +20,7 @@ from replicated_ckpt.dcp.node.node import opening_post
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentClient
-from tests.agent.agents import peers_of, running_agent, stop_agent, wait_for
+from tests.agent.agents import HOME, peers_of, running_agent, stop_agent, wait_for
 from tests.agent.test_hand_over import FILES, SAVE, TICKET, WITHIN_S, Job, job
 
 __all__ = ["job"]
@@ -194,3 +197,29 @@ def test_it_does_not_stay_for_a_node_that_is_gone(job: Job) -> None:
     stop(job, 0)
     assert job.agents[0].process.wait(DRAIN_S / 2) == 0
     assert job.files()[0] == FILES
+
+
+UNLUCKY = """
+import signal, sys, threading
+from replicated_ckpt.agent.__main__ import main
+
+class Unlucky(threading.Event):
+    def wait(self, timeout=None):
+        if timeout is not None and threading.current_thread() is threading.main_thread():
+            with self._cond:  # as every wait has it for a moment
+                signal.raise_signal(signal.SIGTERM)
+        return super().wait(timeout)
+
+threading.Event = Unlucky
+sys.exit(main())
+"""
+
+
+def test_it_is_told_to_stop_in_the_middle_of_a_wait(tmp_path: Path) -> None:
+    """Its main thread holds the lock of what the signal is to set: it leaves all the same, and does not wait for itself."""
+    command = [sys.executable, "-c", UNLUCKY, "--root", str(tmp_path / "root")]
+    environment = {**os.environ, "PYTHONPATH": str(HOME)}
+    done = subprocess.run(command, env=environment, timeout=30, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "stopping on SIGTERM" in done.stderr
+    assert "stopped serving" in done.stderr
