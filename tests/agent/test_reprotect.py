@@ -139,7 +139,7 @@ def test_damaged_files_are_set_aside_and_restored(tmp_path: Path, name: str) -> 
     with agents(nodes, "--scrub-every-s", "0.5", "--scrub-mib-per-s", "500") as running:
         wait_for(lambda: not findings(nodes[0]), 40, "being whole again")
         wait_for(protected(*running), 30, "being done")
-        assert status(running[0])["scrub"]["passes"] > 0
+        wait_for(lambda: status(running[0])["scrub"]["passes"] > 0, 30, "a pass of the scrub")
     assert findings(nodes[0]) == findings(nodes[1]) == []
     assert quarantined(nodes[0]) == [name] * len(kinds)
     assert quarantined(nodes[1]) == []

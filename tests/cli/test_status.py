@@ -93,7 +93,7 @@ def test_watch_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
         assert watching.stdout is not None
         moments = [json.loads(watching.stdout.readline())["unix_s"] for _ in range(3)]
         assert moments == sorted(moments)
-        assert moments[2] - moments[0] < time.time() - moments[0]
+        assert moments[2] <= round(time.time(), 3)
         watching.send_signal(signal.SIGINT)
         _, said = watching.communicate(timeout=30)
     finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from tests.multiprocess.node import Node
-from tests.multiprocess.processes import end, processes_of, signal_if_running
+from tests.multiprocess.processes import end, is_ending, processes_of, signal_if_running
 from tests.multiprocess.zygote import REPOSITORY, Rank, the_zygote
 
 FIRST_FAILURE_GRACE_S = 10.0  # how long the other ranks may take to end after the first one failed
@@ -150,10 +150,18 @@ class Launch:
         """Waits for the ranks; once one failed, the others have `grace_s` to end by themselves."""
         if not self._has_ended(timeout_s, grace_s) and not any(self._codes()):
             self._raise_hung()
+        self._await_ending()
         codes = self._codes()
         self.end_ranks()
         reports = [self._report_of(rank) for rank in range(len(codes))]
         return Attempt(codes, [report["values"] for report in reports], [report["failure"] for report in reports])
+
+    def _await_ending(self) -> None:
+        """Those that are dying end by themselves: the others may hear of it, and fail, before their exit is known here."""
+        deadline = time.monotonic() + FIRST_FAILURE_GRACE_S
+        while any(process.poll() is None and is_ending(process.pid) for process in self._processes):
+            assert time.monotonic() < deadline, f"the kernel does not end {self._processes}"
+            time.sleep(_POLL_S)
 
     def _codes(self) -> list[int | None]:
         return [process.poll() for process in self._processes]

@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+_PF_EXITING = 0x4  # of linux/sched.h, in field 9 of proc(5)'s stat
+
 
 def is_running(pid: int) -> bool:
     """Whether the process exists and is more than an exit status that nobody collected."""
@@ -14,6 +16,15 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
     except OSError:
         return False
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the kernel is taking the process down, or has, and nobody has collected its exit status."""
+    try:
+        flags = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]
+    except OSError:
+        return False
+    return bool(int(flags) & _PF_EXITING)
 
 
 def agent_of(root: Path) -> int:

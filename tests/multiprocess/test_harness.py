@@ -16,7 +16,7 @@ from tests.multiprocess.conftest import ClusterOf
 from tests.multiprocess.forked import Forked
 from tests.multiprocess.launch import base_environment
 from tests.multiprocess.node import Node
-from tests.multiprocess.processes import is_running, processes_of, wait_until_gone
+from tests.multiprocess.processes import is_ending, is_running, processes_of, wait_until_gone
 from tests.multiprocess.zygote import the_light_zygote
 
 AGENT = [sys.executable, "-m", "replicated_ckpt.agent"]
@@ -50,6 +50,15 @@ def test_a_hanging_rank_fails_with_its_stack(cluster_of: ClusterOf) -> None:
         cluster.launch([call("harness.hang")], nodes=[0, 1], timeout_s=5)
     assert "a_place_to_hang" in str(failure.value)
     assert processes_of(cluster.marker) == []
+
+
+def test_a_process_that_is_killed_is_ending_until_its_status_is_collected() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    assert not is_ending(process.pid)
+    process.kill()
+    wait_for(lambda: is_ending(process.pid), 10, "its end")
+    assert process.wait(10) == -signal.SIGKILL
+    assert not is_ending(process.pid)
 
 
 def test_a_failing_rank_fails_with_its_traceback(cluster_of: ClusterOf) -> None:
