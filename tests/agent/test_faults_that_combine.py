@@ -102,9 +102,12 @@ def test_what_another_run_published_lets_nothing_staged_go(service: NodeService)
     assert is_staged(service, NEW)
 
 
-def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(service: NodeService) -> None:
+@pytest.mark.parametrize("sequence", [2, 3], ids=["older", "of another job that counted alike"])
+def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(
+    service: NodeService, sequence: int
+) -> None:
     """It is not kept for ever: it waits for no node, only for the newer one to be seen."""
-    stage(service, NEW, 2, RUN, OTHER)
+    stage(service, NEW, sequence, RUN, OTHER)
     newest = stage(service, NEWEST, 3, RUN, service.node_id)
     service.commit(NEWEST)
     for _ in range(2):

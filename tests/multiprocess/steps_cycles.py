@@ -3,7 +3,9 @@
 import gc
 import os
 import time
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,21 +78,22 @@ def _footprints(context: Context) -> dict[str, dict[str, int]]:
     return found
 
 
-def save_until(context: Context, told: str) -> dict[str, list[int]]:
-    """A save after the other until the file `told` is there; which steps were saved, and which raised on every rank.
+def save_until(context: Context, told: str) -> dict[str, list[Any]]:
+    """A save after the other until the file `told` is there; the steps that were saved, and why others failed, and when.
 
     What was saved is restored afterwards, step by step.
     """
     saved: list[int] = []
-    failed: list[int] = []
+    failed: list[str] = []
     with CheckpointManager(context.root) as manager:
         while not _is_told(told):
             step = 1 + len(saved) + len(failed)
             try:
                 manager.save(step, _state(context, step))
                 saved.append(step)
-            except CheckpointException:
-                failed.append(step)
+            except CheckpointException as exc:
+                why = {rank: repr(wrapped[0]) for rank, wrapped in exc.failures.items()}
+                failed.append(f"{datetime.now(tz=UTC):%H:%M:%S.%f} step {step}: {why}")
             time.sleep(SAVES_PAUSE_S)
         for step in saved:
             found = _state(context, -1)

@@ -13,7 +13,9 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.settlement import may_be_dropped
 from replicated_ckpt.core.upkeep.repair import NodeView
 from replicated_ckpt.core.upkeep.retention import whole_versions
-from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing
+from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
+from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.local.versions.staged_decision import read_decision
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +40,27 @@ def drop_outlived(
         return
     whole = whole_versions(manifests, views)
     _drop_replaced(service, names, whole, is_done=is_done)
-    for save_id, place in service.store.places.read_all().items():
+    places = service.store.places.read_all()
+    for save_id, checkpoint_id in doubts.items():
+        place = _decided_version(service, save_id) or places.get(save_id)
         # of another lineage it is what this save is to replace, as far as this node knows: that lets nothing staged go
-        if save_id in doubts and may_be_dropped(place, whole=whole.get(doubts[save_id], ()), published=None):
+        if place is not None and may_be_dropped(place, whole=whole.get(checkpoint_id, ()), published=None):
             service.abort(save_id, "a newer save of the same checkpoint is whole")
-            log.info("removed save %s of %s, which was in doubt: a newer one is whole", save_id, doubts[save_id])
+            log.info("removed save %s of %s, which was in doubt: a newer one is whole", save_id, checkpoint_id)
+
+
+def _decided_version(service: NodeService, save_id: str) -> Version | None:
+    """The version that a staged save was decided as; None while it is not. Before that nobody knows when it will be.
+
+    Raises:
+        StoreError: it cannot be read now.
+    """
+    store = service.store
+    with translate_errors(str(store.root), "read the decision of", save_id):
+        try:
+            return read_decision(store.staging(save_id), save_id).version
+        except (FileNotFoundError, NotADirectoryError, ManifestInvalid, ObjectCorrupt):
+            return None
 
 
 def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById, *, is_done: bool) -> None:
