@@ -26,15 +26,17 @@ UP, SILENT, GONE = Presence.UP, Presence.ASSUMED, Presence.GONE
 
 
 def node(name: str, presence: Presence, what: str = "whole") -> NodeView:
-    """A node that holds the shard whole, a damaged or no copy of it, or of which nothing was heard; or cannot upload."""
+    """A node that holds the shard whole, a damaged or no copy of it, or of which nothing was heard; or cannot upload.
+
+    "replaced": a newer save has the name there.
+    """
     if what == "unheard":
         return NodeView(name, presence, None)
     sizes = {} if what == "none" else {SHARD: SIZE}
     damaged = (SHARD,) if what == "damaged" else ()
     standing = Standing(unable=frozenset({SAVE} if what == "unable" else ()))
-    return NodeView(
-        name, presence, (Holding(name, "step-1", SAVE, 1, True, sizes, damaged=damaged),), standing=standing
-    )
+    held = Holding(name, "step-1", SAVE, 1, True, sizes, damaged=damaged, is_replaced=what == "replaced")
+    return NodeView(name, presence, (held,), standing=standing)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,7 @@ def node(name: str, presence: Presence, what: str = "whole") -> NodeView:
         ("buddy", [node("owner", UP)], "owner"),
         ("buddy", [node("owner", UP, "none")], "buddy"),
         ("buddy", [node("owner", UP, "damaged")], "buddy"),
+        ("buddy", [node("owner", UP, "replaced")], "buddy"),
         ("buddy", [node("owner", SILENT)], None),
         ("buddy", [node("owner", SILENT, "unheard")], None),
         ("buddy", [node("owner", GONE)], "buddy"),

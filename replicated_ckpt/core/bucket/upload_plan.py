@@ -39,7 +39,7 @@ def choose_uploader(manifest: Manifest, shard: str, views: Sequence[NodeView], o
 
     In order: the owner, the other intended holders, then any holder by name. None: one that comes first is silent and not
     given up yet, or no node holds it. One that was never heard is taken to hold what it was meant to; one that says that it
-    cannot is passed over.
+    cannot is passed over, and so is one where a newer save has the name: it uploads that.
     """
     entry = manifest.shards[shard]
     view_by_node = {view.node_id: view for view in views}
@@ -65,6 +65,7 @@ def _holds(view: NodeView, manifest: Manifest, shard: str) -> bool:
         return view.node_id in (entry.owner_node, *entry.holders)
     return any(
         holding.save_id == manifest.save_id
+        and not holding.is_replaced
         and holding.sizes.get(shard) == manifest.shards[shard].size_bytes
         and shard not in holding.damaged
         for holding in view.holdings
