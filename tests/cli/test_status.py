@@ -56,10 +56,15 @@ def test_good_then_degraded_then_down(tmp_path: Path) -> None:
         assert (code, found["exit_code"], found["state"]) == (1, 1, "degraded")
         assert found["agent"]["pid"] == running[0].process.pid
         assert [node["is_reached"] for node in found["nodes"]].count(False) == 1
+        code, own = as_json("status", "--own-agent", "--root", nodes[0].root)
+        assert (code, own["exit_code"], own["state"], own["pid"]) == (0, 0, "good", running[0].process.pid)
         running[0].signal(signal.SIGSTOP)
-        done = command("status", "--root", nodes[0].root)
-        assert done.returncode == ExitCode.UNREACHABLE
-        assert "kill -CONT" in done.stdout
+        for which in ((), ("--own-agent",)):
+            done = command("status", *which, "--root", nodes[0].root)
+            assert done.returncode == ExitCode.UNREACHABLE
+            assert "kill -CONT" in done.stdout
+    code, own = as_json("status", "--own-agent", "--root", nodes[0].root)
+    assert (code, own["state"], own["reasons"]) == (5, "down", ["this node's agent does not run"])
     done = command("status", "--root", nodes[0].root)
     assert done.returncode == ExitCode.UNREACHABLE
     assert "down: this node's agent gives no answer: none runs" in done.stdout

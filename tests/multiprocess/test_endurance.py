@@ -78,7 +78,8 @@ def test_new_writers_readers_and_managers_leave_nothing_behind(
 def test_many_asynchronous_saves_leave_nothing_behind(cluster_of: ClusterOf, is_tiered: bool) -> None:
     """Saves of 50 MB, one behind the other: ranks and agents gain no memory, descriptor or thread from the 50th on.
 
-    REPLICATED_CKPT_TEST_SAVES says how many; what there is after each tenth of them is printed (`pytest -s`).
+    REPLICATED_CKPT_TEST_SAVES says how many; what there is after each tenth of them is printed (`pytest -s`). More
+    than 15 minutes of them need `-o faulthandler_timeout=...`, too.
     """
     count, cluster = int(os.environ.get("REPLICATED_CKPT_TEST_SAVES", "300")), cluster_of(2, quick_exit=False)
     with tempfile.TemporaryDirectory(prefix="rckpt-test-", dir="/dev/shm") as memory:

@@ -54,10 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
     """
     store = open_store_of(arguments)
-    if arguments.own_agent:
-        return _ask_own_agent(store)
     while True:
-        state = _look(store)
+        state: _State | _OwnAgent = _ask_own_agent(store) if arguments.own_agent else _look(store)
         if arguments.watch is not None and sys.stdout.isatty():
             print(_CLEAR, end="")
         if arguments.json:
@@ -65,18 +63,38 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print(state.text(store), flush=True)
         if arguments.watch is None:
-            return state.health.code
+            return state.code
         time.sleep(arguments.watch)
 
 
-def _ask_own_agent(store: LocalStore) -> int:
+@dataclass(frozen=True)
+class _OwnAgent:
+    """Whether this node's agent answers; `pid` None: none does, and why."""
+
+    pid: int | None
+    why_down: str = "this node's agent does not run"
+
+    @property
+    def code(self) -> ExitCode:
+        return ExitCode.UNREACHABLE if self.pid is None else ExitCode.OK
+
+    def to_json(self) -> dict[str, Any]:
+        state = "down" if self.pid is None else "good"
+        reasons = [self.why_down] if self.pid is None else []
+        found = {"unix_s": round(time.time(), 3), "state": state, "exit_code": int(self.code)}
+        return {**found, "reasons": reasons, "pid": self.pid}
+
+    def text(self, _: LocalStore) -> str:
+        return f"down: {self.why_down}" if self.pid is None else f"this node's agent answers (pid {self.pid})"
+
+
+def _ask_own_agent(store: LocalStore) -> _OwnAgent:
     """For a probe: no other node is asked, and the agent answers from memory."""
-    endpoint = running_agent(store)
-    if endpoint is None:
-        print("down: this node's agent does not run")
-        return ExitCode.UNREACHABLE
-    print(f"this node's agent answers (pid {endpoint.pid})")
-    return ExitCode.OK
+    try:
+        endpoint = running_agent(store)
+    except ReplicatedCkptError as exc:
+        return _OwnAgent(None, str(exc))
+    return _OwnAgent(None if endpoint is None else endpoint.pid)
 
 
 @dataclass(frozen=True)
@@ -90,6 +108,10 @@ class _State:
     health: Health
     doubts: Sequence[WaitingSave]
     memory_tier: Sequence[str]
+
+    @property
+    def code(self) -> ExitCode:
+        return self.health.code
 
     def to_json(self) -> dict[str, Any]:
         nodes = [
