@@ -4,7 +4,6 @@ import concurrent.futures
 import inspect
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from replicated_ckpt.dcp.runtime import torch_private
 from replicated_ckpt.dcp.runtime.torch_private import (
     AsyncCall,
+    Collectives,
     DcpCall,
     StorageInfo,
     async_calling,
@@ -76,8 +76,8 @@ class Follower(dcp.FileSystemWriter):
         self.outcomes: list[object] = []
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        def exchange(broadcast: Callable[[object], object], value: object) -> object:
-            self.outcomes.append(broadcast(value))
+        def exchange(collectives: Collectives, value: object) -> object:
+            self.outcomes.append(collectives.broadcast_object(value))
             return self.outcomes[-1]
 
         assert follow_step(exchange)
@@ -94,22 +94,29 @@ class FailingFollower(Follower):
 class FollowingReader(dcp.FileSystemReader):
     """Stock reader that follows how its load ends, and says something of its own in place of None."""
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         self.outcomes: list[object] = []
 
-        def exchange(all_gather: Callable[[object], list[object]], value: object) -> list[object]:
-            assert value is None, "what DCP says of a rank that has read"
-            self.outcomes += all_gather({"bytes": 1})
-            return [None]
+        def exchange(collectives: Collectives, value: object) -> list[object]:
+            self.outcomes += [value, collectives.gather_object({"bytes": 1}), collectives.broadcast_object("read")]
+            self.outcomes += [collectives.get_rank(), collectives.get_world_size()]
+            return [value]
 
         assert follow_step(exchange)
-        return super().read_data(plan, planner)
+        return super().prepare_local_plan(plan)
+
+
+class FailingPlanner(dcp.DefaultLoadPlanner):
+    """One that fails after the ranks have planned, before any reads."""
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise OSError("the plan")
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_hook_learns_how_its_step_ended(tmp_path: Path) -> None:
-    """A save: metadata where it is committed, else the error. A load: what each rank says. Outside a call: nothing."""
-    assert not follow_step(lambda collective, value: collective(value))
+    """A save: metadata where it is committed, else the error. A load: None or the error. Outside a call: nothing."""
+    assert not follow_step(lambda collectives, value: collectives.broadcast_object(value))
     writer = Follower(str(tmp_path / "a"))
     for _ in range(2):
         dcp.save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
@@ -120,7 +127,11 @@ def test_a_hook_learns_how_its_step_ended(tmp_path: Path) -> None:
     assert [type(outcome) for outcome in failing.outcomes] == [CheckpointException]
     reader = FollowingReader(str(tmp_path / "a"))
     dcp.load({"a": torch.ones(2)}, storage_reader=reader, no_dist=True)
-    assert reader.outcomes == [{"bytes": 1}]
+    assert reader.outcomes == [None, [{"bytes": 1}], "read", 0, 1]
+    with pytest.raises(CheckpointException, match="the plan"):
+        dcp.load({"a": torch.ones(2)}, storage_reader=reader, no_dist=True, planner=FailingPlanner())
+    assert isinstance(reader.outcomes[0], tuple), "a failure as DCP keeps it"
+    assert reader.outcomes[1:] == [[{"bytes": 1}], "read", 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,19 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from replicated_ckpt import LoadReport, ReplicatedReader, ReplicatedWriter, SaveReport
 from tests.multiprocess.context import Context
 
 ELEMENTS = 1 << 18
+
+
+class FailingPlanner(dcp.DefaultLoadPlanner):
+    """Fails after the ranks have planned, before this one reads, with an error that pickle does not take."""
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise type("Local", (RuntimeError,), {})("the plan")
 
 
 class Lines(logging.Handler):
@@ -26,7 +34,7 @@ class Lines(logging.Handler):
 
 
 def save_and_load_telling(context: Context, checkpoint_id: str) -> dict[str, Any]:
-    """A save, one that fails, and a load; what was told of them, and whether the checkpoint was there by then."""
+    """A save, one that fails, a load, and one that fails on rank 1; what was told, and if the checkpoint was there then."""
     saved: list[dict[str, Any]] = []
     loaded: list[dict[str, Any]] = []
 
@@ -50,7 +58,14 @@ def save_and_load_telling(context: Context, checkpoint_id: str) -> dict[str, Any
     other = {f"rank {1 - context.rank}": torch.zeros(ELEMENTS, dtype=torch.int64)}
     reader = ReplicatedReader(context.root, on_load=on_load, expect_partial=True)
     dcp.load(other, checkpoint_id=checkpoint_id, storage_reader=reader)
+    planner = FailingPlanner() if context.rank == 1 else None
+    failures: dict[str, str] = {}
+    try:
+        dcp.load(dict(other), checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner)
+    except CheckpointException as exc:
+        failures = {str(rank): type(error).__name__ for rank, (error, _) in exc.failures.items()}
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
     same = torch.equal(other[f"rank {1 - context.rank}"], torch.full((ELEMENTS,), 1 - context.rank))
-    return {"saved": saved, "loaded": loaded, "lines": handler.lines, "is_refused": is_refused, "same": same}
+    found = {"saved": saved, "loaded": loaded, "lines": handler.lines, "is_refused": is_refused, "same": same}
+    return {**found, "failures": failures}

@@ -43,14 +43,15 @@ def _tellable(hook: Callable[..., Any], *, is_own: bool) -> Callable[..., Any]:
             ):
                 return hook(self, *args, **kwargs)
         except BaseException as exc:
-            if not _can_be_sent(exc):
+            if not can_be_sent(exc):
                 raise RankFailed(f"{hook.__name__} failed with {type(exc).__name__}: {exc}") from exc
             raise
 
     return call
 
 
-def _can_be_sent(error: BaseException) -> bool:
+def can_be_sent(error: BaseException) -> bool:
+    """Whether another process gets the error if it is sent by pickle."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - of this very process
     except Exception:  # noqa: BLE001 - its own code runs in both directions

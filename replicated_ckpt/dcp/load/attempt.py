@@ -20,6 +20,7 @@ from replicated_ckpt.dcp.c10d.world import World
 from replicated_ckpt.dcp.find.lineage_choice import describe_lineages
 from replicated_ckpt.dcp.find.rendezvous import AgreedError, meet, tell_load
 from replicated_ckpt.dcp.find.survey import Survey
+from replicated_ckpt.dcp.load.ending import tell_end
 from replicated_ckpt.dcp.load.loading import Loading, ShardItems, Wanted, windows_for
 from replicated_ckpt.dcp.load.metadata_copies import places_of, read_verified_metadata
 from replicated_ckpt.dcp.load.parts import ReaderParts
@@ -29,7 +30,7 @@ from replicated_ckpt.dcp.load.sharing import NodeSharing, RemoteNeeds, join_exch
 from replicated_ckpt.dcp.load.unasked import describe_unasked
 from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
-from replicated_ckpt.dcp.runtime.torch_private import StorageInfo, follow_step
+from replicated_ckpt.dcp.runtime.torch_private import Collectives, StorageInfo, follow_step
 from replicated_ckpt.dcp.tensors.stored_tensor import plan_ranges
 from replicated_ckpt.errors import CheckpointNotFound, ManifestInvalid, ShardLost
 from replicated_ckpt.stores.local.store import is_nowhere
@@ -60,7 +61,7 @@ class LoadAttempt:
         given_id: str | os.PathLike[str] | None,
         keep_report: Callable[[LoadReport], None],
     ) -> None:
-        """`keep_report` takes what this rank read, and again with what all ranks read."""
+        """`keep_report` takes what this rank read, and at the coordinator again with what all ranks read."""
         self._parts = parts
         self._store = parts.store
         self._given_id = given_id
@@ -72,6 +73,8 @@ class LoadAttempt:
         self._places: Mapping[str, Sequence[ByteRange]] | None = None
         self._stored = parts.stored
         self._cache: RankCache | None = None
+        self._report: LoadReport | None = None
+        self._is_followed = False
         self.is_met = False
 
     @property
@@ -137,6 +140,7 @@ class LoadAttempt:
             ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
         """
         self._check(plan)
+        self._is_followed = follow_step(self._learn_outcome)
         return replace(plan, storage_data=self._remote_needs(plan))
 
     def share(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -248,7 +252,7 @@ class LoadAttempt:
 
     def _report_read(self, traffic: Traffic, items: int, began: float) -> None:
         now = time.monotonic()
-        self._report = LoadReport(
+        self._report = report = LoadReport(
             self._survey.found.checkpoint_id,
             self._survey.found.save_id,
             traffic.bytes_local,
@@ -262,22 +266,21 @@ class LoadAttempt:
             socket.gethostname(),
             {"plan": began - self._started_at, "read": now - began},
         )
-        self._keep_report(self._report)
-        if not follow_step(self._learn_outcome):
-            self._report_loaded([self._report])
+        self._keep_report(report)
+        if not self._is_followed:
+            self._report_loaded(report, [report])
 
-    def _learn_outcome(self, all_gather: Callable[[Any], list[Any]], value: object) -> list[Any]:
-        """Every rank tells all others that it has read, and here what: the end of the load, on this rank.
+    def _learn_outcome(self, collectives: Collectives, value: object) -> list[Any]:
+        """Every rank learns from the coordinator whether all have read: the end of the load, on this rank."""
+        with ExitStack() as stack:
+            self._take_cache(stack)  # of a rank that never came to reading
+        outcomes, reports = tell_end(collectives, value, self._report)
+        if self._report is not None and outcomes.count(None) == len(outcomes):
+            self._report_loaded(self._report, reports)
+        return outcomes
 
-        DCP gathers None from a rank that has, and takes what else it finds for an error.
-        """
-        told = all_gather(self._report.as_dict() if value is None else value)
-        if all(one is None or isinstance(one, dict) for one in told):
-            self._report_loaded([LoadReport.from_dict(one) for one in told if one is not None])
-        return [None if isinstance(one, dict) else one for one in told]
-
-    def _report_loaded(self, reports: Sequence[LoadReport]) -> None:
-        report = replace(self._report, ranks=tuple(reports))
+    def _report_loaded(self, own: LoadReport, reports: Sequence[LoadReport]) -> None:
+        report = replace(own, ranks=tuple(reports))
         self._keep_report(report)
         if self._world.is_coordinator:
             log.info("%s", report)

@@ -1,4 +1,4 @@
-"""What one load did: on this rank, and on all of them."""
+"""What one load did: on this rank, and on rank 0 on all of them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -16,8 +16,8 @@ class LoadReport:
     Bytes are those that this rank read, in whole blocks, by where they came from: its own store, peers, the bucket; and
     `bytes_shared`, without the rest of their blocks, another rank of this node had fetched.
 
-    `phases` are seconds: `plan`, until this rank may read, the others waited for; `read`. `ranks`: once all ranks have
-    read, the reports of all of them, in order.
+    `phases` are seconds: `plan`, until this rank may read, the others waited for; `read`. `ranks`: on rank 0,
+    once all ranks have read, the reports of all of them, in order.
     """
 
     checkpoint_id: str

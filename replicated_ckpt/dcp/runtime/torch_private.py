@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 __all__ = [
     "AsyncCall",
+    "Collectives",
     "DcpCall",
     "MemoryFormat",
     "OldMemoryFormat",
@@ -107,15 +108,35 @@ def async_calling() -> AsyncCall | None:
     return None
 
 
-_OUTCOMES = {"all_reduce": "broadcast_object", "all_gather": "all_gather_object"}
-"""By method of DCP's wrapper of a process group: the collective by which its ranks learn how the step ended."""
+class Collectives(Protocol):
+    """DCP's wrapper of a process group, or of a process alone."""
+
+    def get_rank(self) -> int:
+        """This rank in the group."""
+
+    def get_world_size(self) -> int:
+        """The number of its ranks."""
+
+    def gather_object(self, value: Any, /) -> list[Any] | None:
+        """What all ranks give, at the coordinator."""
+
+    def broadcast_object(self, value: Any, /) -> Any:
+        """What the coordinator gives, on every rank."""
 
 
-def follow_step(exchange: Callable[[Callable[[Any], Any], Any], Any]) -> bool:
-    """Has the DCP step under way call `exchange(collective, value)` where its ranks learn how it ended; False: none is.
+_OUTCOMES = {"all_reduce": "broadcast_object", "reduce_scatter": "all_gather_object"}
+"""By method of DCP's wrapper of a process group: the collective by which its ranks learn how the call ended.
 
-    Called by a storage writer or reader in the step's first half. The wrapper is of this one call of DCP, so nothing has to
-    be put back. Seen on torch 2.15.
+A save ends with the step that it writes in, an `all_reduce`. A load plans in a `reduce_scatter`, and reads in a step of its
+own after it, which ends with an `all_gather_object`.
+"""
+
+
+def follow_step(exchange: Callable[[Collectives, Any], Any]) -> bool:
+    """Has the DCP call under way do `exchange(collectives, value)` where its ranks learn how it ended; False: none is.
+
+    Called by a storage writer while it writes, and by a reader while it plans: then a rank that fails before it reads takes
+    part in the same exchange. The wrapper is of this one call of DCP, so nothing has to be put back. Seen on torch 2.15.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
     while frame is not None:
@@ -129,15 +150,15 @@ def follow_step(exchange: Callable[[Callable[[Any], Any], Any], Any]) -> bool:
 
 
 def _once(
-    found: "weakref.ref[_DistWrapper]", name: str, exchange: Callable[[Callable[[Any], Any], Any], Any]
+    found: "weakref.ref[_DistWrapper]", name: str, exchange: Callable[[Collectives, Any], Any]
 ) -> Callable[[Any], Any]:
-    """Gives the wrapper its own method back and calls `exchange` with it. Nothing holds what holds it."""
+    """Gives the wrapper its own method back and calls `exchange` with the wrapper. Nothing holds what holds it."""
 
     def call(value: Any) -> Any:
         wrapper = found()
         assert wrapper is not None, "its method is being called"
         delattr(wrapper, name)
-        return exchange(getattr(wrapper, name), value)
+        return exchange(wrapper, value)
 
     return call
 

@@ -32,7 +32,7 @@ from replicated_ckpt.dcp.node.node import lone_post, opening_post, present_again
 from replicated_ckpt.dcp.node.seen_lineage import remember, seen_lineage
 from replicated_ckpt.dcp.runtime.callback import call_back
 from replicated_ckpt.dcp.runtime.caller import warn
-from replicated_ckpt.dcp.runtime.torch_private import follow_step
+from replicated_ckpt.dcp.runtime.torch_private import Collectives, follow_step
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.numbering import assign_sequence
 from replicated_ckpt.dcp.save.report import SaveReport, report_ranks, report_save
@@ -228,9 +228,9 @@ class SaveAttempt:
         if not self._is_followed:
             self._learn_committed()
 
-    def _learn_outcome(self, broadcast: Callable[[Any], Any], value: object) -> object:
+    def _learn_outcome(self, collectives: Collectives, value: object) -> object:
         """Every rank learns from the coordinator whether the save is committed: the end of it, on this rank."""
-        outcome = tell_metadata(broadcast, value, self._store, self._reference)
+        outcome = tell_metadata(collectives.broadcast_object, value, self._store, self._reference)
         if not isinstance(outcome, CheckpointException):
             self._learn_committed()
         return outcome

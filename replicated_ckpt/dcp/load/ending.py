@@ -1,0 +1,79 @@
+"""How a load ends: each rank tells the coordinator what it read or why it failed, and is told who failed.
+
+DCP has every rank tell every other, which is as many messages as ranks squared. Here only a failure goes to all ranks.
+"""
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from traceback import StackSummary
+from typing import Any
+
+from replicated_ckpt.dcp.c10d.tellable import can_be_sent
+from replicated_ckpt.dcp.load.report import LoadReport
+from replicated_ckpt.dcp.runtime.torch_private import Collectives
+from replicated_ckpt.errors import RankFailed
+from replicated_ckpt.wording import plural
+
+FAILURES_MAX = 32
+"""Failures that every rank is told as they were raised. Of more, every rank is told how many, and of which ranks."""
+
+
+def tell_end(collectives: Collectives, own: object, report: LoadReport | None) -> tuple[list[Any], list[LoadReport]]:
+    """Ends the load on this rank, and returns what DCP takes for the outcome of each rank: None, or how it failed.
+
+    `own`: None, or the failure of this rank as DCP wraps it. Every rank keeps its own. Also returns all ranks' reports,
+    in order, at the coordinator of a load that has succeeded; elsewhere none.
+    """
+    own = _as_sent(own)
+    told = collectives.gather_object(own if report is None or own is not None else report.as_dict())
+    chosen = None if told is None else _choose({rank: one for rank, one in enumerate(told) if isinstance(one, tuple)})
+    failures, others = collectives.broadcast_object(chosen)
+    rank = collectives.get_rank()
+    outcomes = [failures.get(each) for each in range(collectives.get_world_size())]
+    left = [each for each in others if each != rank]
+    if left:
+        outcomes[left[0]] = RankFailed(_describe_others(left)), StackSummary()
+    outcomes[rank] = own
+    reports = [] if told is None or failures else [LoadReport.from_dict(one) for one in told if one is not None]
+    return outcomes, reports
+
+
+def _choose(failures: Mapping[int, Any]) -> tuple[dict[int, Any], Sequence[int]]:
+    """The failures that all ranks are told, some of each class of error, and the ranks of the others."""
+    seen: Counter[str] = Counter()
+    order: list[tuple[int, int]] = []
+    for rank, (error, _) in failures.items():
+        kind = type(error).__name__
+        order.append((seen[kind], rank))
+        seen[kind] += 1
+    chosen = {rank for _, rank in sorted(order)[:FAILURES_MAX]}
+    return {rank: one for rank, one in failures.items() if rank in chosen}, sorted(failures.keys() - chosen)
+
+
+def _as_sent(own: object) -> object:
+    """A failure as other ranks get it, or, if it cannot be sent, what can be said of it.
+
+    It has no traceback objects, whose frames would keep the reader and the state dict as long as the error is kept.
+    """
+    if not isinstance(own, tuple):
+        return own
+    if not can_be_sent(own[0]):
+        return RankFailed(f"The load failed with {type(own[0]).__name__}: {own[0]}"), own[1]
+    copied: object = pickle.loads(pickle.dumps(own))  # noqa: S301 - of this very process
+    return copied
+
+
+def _describe_others(ranks: Sequence[int]) -> str:
+    return f"{plural(len(ranks), 'more rank')} failed, too: {', '.join(_intervals(ranks))}."
+
+
+def _intervals(ranks: Iterable[int]) -> list[str]:
+    """Ranks in order as intervals: "3", "5-9"."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and found[-1][-1] == rank - 1:
+            found[-1][1:] = [rank]
+        else:
+            found.append([rank])
+    return ["-".join(map(str, one)) for one in found]

@@ -1,0 +1,119 @@
+"""The end of a load: rank 0 learns what all have read, all ranks learn who failed, and nothing else is sent."""
+
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from traceback import StackSummary, extract_tb
+from typing import Any
+
+import pytest
+
+from replicated_ckpt import LoadReport
+from replicated_ckpt.dcp.load.ending import FAILURES_MAX, tell_end
+from replicated_ckpt.errors import RankFailed, ShardLost
+
+REPORT = LoadReport(
+    "step-1", "a" * 32, 1 << 30, 0, 0, 100, 1.5, (), 0, 0, "gpu-0123.cluster", {"plan": 0.5, "read": 1.0}
+)
+
+
+class Ranks:
+    """The collectives of ranks that are threads, by pickle as DCP has it; and the bytes that each was sent."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.gathered: list[bytes] = [b""] * size
+        self.told = b""
+        self.barrier = threading.Barrier(size, timeout=30)
+
+    def end(self, owns: list[object]) -> list[tuple[list[Any], list[LoadReport]]]:
+        """What each rank learns; `owns`: None, or how it failed."""
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(self._end, range(self.size), owns))
+
+    def _end(self, rank: int, own: object) -> tuple[list[Any], list[LoadReport]]:
+        report = LoadReport.from_dict({**REPORT.as_dict(), "rank": rank}) if own is None else None
+        return tell_end(_Rank(self, rank), own, report)
+
+
+class _Rank:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks = ranks
+        self._rank = rank
+
+    def get_rank(self) -> int:
+        return self._rank
+
+    def get_world_size(self) -> int:
+        return self._ranks.size
+
+    def gather_object(self, value: Any, /) -> list[Any] | None:
+        self._ranks.gathered[self._rank] = pickle.dumps(value)
+        self._ranks.barrier.wait()
+        return [pickle.loads(each) for each in self._ranks.gathered] if self._rank == 0 else None
+
+    def broadcast_object(self, value: Any, /) -> Any:
+        if self._rank == 0:
+            self._ranks.told = pickle.dumps(value)
+        self._ranks.barrier.wait()
+        return pickle.loads(self._ranks.told)
+
+
+def failed(error: BaseException) -> tuple[BaseException, StackSummary]:
+    """As DCP keeps it."""
+    return error, extract_tb(_raised(error).__traceback__)
+
+
+def _raised(error: BaseException) -> BaseException:
+    with pytest.raises(type(error)) as caught:
+        raise error
+    return caught.value
+
+
+@pytest.mark.parametrize("size", [1, 2, 64])
+def test_a_load_that_succeeds_sends_each_rank_a_few_bytes(size: int) -> None:
+    """Whatever the number of ranks; rank 0 gets the reports of all, in order."""
+    ranks = Ranks(size)
+    (first, reports), *others = ranks.end([None] * size)
+    assert first == [None] * size
+    assert [one.rank for one in reports] == list(range(size))
+    assert others == [([None] * size, [])] * (size - 1)
+    assert len(ranks.told) < 32
+    assert max(map(len, ranks.gathered)) < 400
+
+
+def test_every_rank_learns_of_each_failure_as_it_was_raised() -> None:
+    """With its class, its message and where it was raised; ranks that have read have no report of a load that failed."""
+    lost, plan = ShardLost("step-1", {"__1_0.distcp": "node a"}, ["node a: gone"]), ValueError("the plan")
+    for outcomes, reports in Ranks(4).end([None, failed(lost), None, failed(plan)]):
+        assert [type(one) for one in outcomes] == [type(None), tuple, type(None), tuple]
+        assert (str(outcomes[1][0]), type(outcomes[1][0])) == (str(lost), ShardLost)
+        assert (str(outcomes[3][0]), type(outcomes[3][0])) == ("the plan", ValueError)
+        assert [frame.name for frame in outcomes[1][1]] == ["_raised"]
+        assert reports == []
+        assert outcomes[1][0].__traceback__ is None, "its frames would keep the state dict"
+
+
+def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
+    """The other ranks would wait for it otherwise."""
+    error = type("Local", (RuntimeError,), {})("the plan")
+    for outcomes, _ in Ranks(2).end([None, failed(error)]):
+        assert isinstance(outcomes[1][0], RankFailed)
+        assert "Local: the plan" in str(outcomes[1][0])
+
+
+def test_of_many_failures_each_class_and_the_own_one_are_told() -> None:
+    """And how many more there are, of which ranks."""
+    size = FAILURES_MAX + 20
+    owns: list[object] = [failed(OSError(5, f"rank {rank}")) for rank in range(size)]
+    owns[0], owns[size - 2] = None, failed(MemoryError("alone"))
+    last = size - 1
+    for rank, (outcomes, _) in enumerate(Ranks(size).end(owns)):
+        told = {each: one[0] for each, one in enumerate(outcomes) if one is not None}
+        assert isinstance(told[size - 2], MemoryError), "one of a kind is told before more of another"
+        is_cut = rank >= FAILURES_MAX and rank != size - 2
+        assert len(told) == FAILURES_MAX + 1 + is_cut
+        assert rank == 0 or str(rank) in str(told[rank]) or rank == size - 2, "each rank has its own"
+        (more,) = (str(error) for error in told.values() if isinstance(error, RankFailed))
+        assert f"{last - FAILURES_MAX - is_cut} more ranks failed, too: " in more
+    assert f"{FAILURES_MAX}-{size - 3}, {last}." in str(Ranks(size).end(owns)[0][0][FAILURES_MAX][0])
