@@ -1,0 +1,196 @@
+"""The columns of a `.metadata` say what it says, are never believed without their checksum, and nothing depends on them."""
+
+import copy
+import logging
+import pickle
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.dcp.load import metadata_copies
+from replicated_ckpt.dcp.metadata import columns_file
+from replicated_ckpt.dcp.metadata.columns import ColumnsInvalid, decode_columns, encode_columns
+from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from replicated_ckpt.errors import ReplicatedCkptError
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed"), pytest.mark.filterwarnings("ignore::UserWarning")]
+OF = (1000, 0xC0FFEE)
+HEAD_BYTES = 72
+
+
+def tensor(*chunks: tuple[list[int], list[int]], size: list[int]) -> TensorStorageMetadata:
+    found = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), found)
+
+
+def metadata() -> Metadata:
+    """Regular tensors, of several dimensions and of none; and each kind of entry that no columns can say."""
+    entries: dict[str, Any] = {
+        "rows": tensor(([0, 0], [2, 3]), ([2, 0], [2, 3]), size=[4, 3]),
+        "scalar": tensor(([], []), size=[]),
+        "object": BytesStorageMetadata(),
+        "two places": tensor(([0], [4]), size=[4]),
+        "no place": tensor(([0], [4]), ([4], [4]), size=[8]),
+        "same chunk": tensor(([0], [4]), ([0], [4]), size=[4]),
+        "none": tensor(size=[0]),
+        "last": tensor(([5], [1]), ([0], [5]), size=[6]),
+    }
+    places = {
+        MetadataIndex(name, chunk.offsets): StorageInfo(f"__{number}_0.distcp", 64 * number, 10 + number)
+        for number, (name, chunk) in enumerate(
+            (name, chunk) for name, entry in entries.items() for chunk in getattr(entry, "chunks", [])
+        )
+    }
+    places[MetadataIndex("object")] = StorageInfo("__0_0.distcp", 4096, 7)
+    places[MetadataIndex("two places", torch.Size([9]))] = StorageInfo("__0_0.distcp", 8192, 7)
+    del places[MetadataIndex("no place", torch.Size([4]))]
+    return Metadata(entries, {name: ("state", name) for name in entries}, places)
+
+
+def encoded() -> bytes:
+    raw = encode_columns(metadata(), *OF)
+    assert raw is not None
+    return raw
+
+
+def resealed(raw: bytes) -> bytes:
+    """With a checksum that matches, as only who chose the bytes would have it."""
+    return raw[:8] + struct.pack("<I", crc32c(raw[16:])) + raw[12:]
+
+
+def test_columns_say_what_the_metadata_says() -> None:
+    """Every field, with the places as a dictionary has them: by any index, with and without its hint; and copied."""
+    wanted, found = metadata(), decode_columns(encoded(), *OF, "here")
+    assert found.storage_data == wanted.storage_data
+    assert len(found.storage_data) == len(wanted.storage_data)
+    assert found == Metadata(wanted.state_dict_metadata, wanted.planner_data, found.storage_data)
+    assert list(found.state_dict_metadata) == list(wanted.state_dict_metadata)
+    for hint in (None, 0, 1, 5, -1):
+        index = MetadataIndex("last", [0], hint)
+        assert found.storage_data[index] == wanted.storage_data[index]
+    for name, offset in (("last", [1]), ("last", None), ("rows", [0]), ("no place", [4]), ("nothing", [0])):
+        assert found.storage_data.get(MetadataIndex(name, offset)) is None
+    for copied in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
+        assert type(copied.storage_data) is dict
+        assert copied == wanted
+
+
+@pytest.mark.parametrize("length", [1 << 63, 1 << 80])
+def test_what_is_no_number_of_64_bits_has_no_columns(length: int) -> None:
+    """Nor has what has no regular tensor at all."""
+    wanted = metadata()
+    wanted.storage_data[MetadataIndex("last", [0])] = StorageInfo("__0_0.distcp", 0, length)
+    assert encode_columns(wanted, *OF) is None
+    assert encode_columns(Metadata({"object": BytesStorageMetadata()}, {}, {}), *OF) is None
+
+
+def test_damaged_or_other_columns_are_not_believed() -> None:
+    """Each byte that counts, each length, and those of another `.metadata`."""
+    raw = encoded()
+    for at in [at for at in range(0, len(raw), 3) if not 12 <= at < 16]:
+        with pytest.raises(ColumnsInvalid):
+            decode_columns(raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :], *OF, "here")
+    for size in (0, 11, HEAD_BYTES - 1, HEAD_BYTES, len(raw) - 8, len(raw) - 1):
+        with pytest.raises(ColumnsInvalid):
+            decode_columns(
+                resealed(raw[:size].ljust(min(size, 16), b"\0")) if size > HEAD_BYTES else raw[:size], *OF, ""
+            )
+    for other in ((OF[0] + 1, OF[1]), (OF[0], OF[1] + 1)):
+        with pytest.raises(ColumnsInvalid, match="another"):
+            decode_columns(raw, *other, "here")
+
+
+def test_chosen_columns_are_refused_or_say_something() -> None:
+    """Bytes that fit their checksum, with any number in any place: an error of ours, or metadata of shards."""
+    raw, chance, refused = encoded(), random.Random(17), 0
+    for _ in range(1500):
+        at = chance.randrange(2, len(raw) // 8) * 8
+        number = chance.choice([-1, 0, 1, 2, 7, 65, 1 << 31, 1 << 40, (1 << 63) - 1, chance.getrandbits(63)])
+        try:
+            found = decode_columns(resealed(raw[:at] + struct.pack("<q", number) + raw[at + 8 :]), *OF, "here")
+        except (ColumnsInvalid, ReplicatedCkptError):
+            refused += 1
+            continue
+        assert all(info.relative_path.endswith(".distcp") and info.offset >= 0 for info in found.storage_data.values())
+    assert refused > 300
+
+
+def state(count: int, value: int) -> dict[str, Any]:
+    return {"text": "t", **{f"x{number}": torch.full((8,), value + number) for number in range(count)}}
+
+
+def save(root: Path, step: int, count: int = 5) -> None:
+    dcp.save(state(count, step), checkpoint_id=f"step-{step}", storage_writer=ReplicatedWriter(root), no_dist=True)
+
+
+def load(root: Path, step: int, count: int = 5) -> None:
+    found = state(count, 0)
+    dcp.load(found, checkpoint_id=f"step-{step}", storage_reader=ReplicatedReader(root), no_dist=True)
+    assert all(torch.equal(found[name], wanted) for name, wanted in state(count, step).items() if name != "text")
+
+
+def columns_in(root: Path) -> list[Path]:
+    return sorted(root.glob(".agent/*.columns"))
+
+
+def test_the_first_load_leaves_columns_for_those_of_the_same_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later one does not read `.metadata`; damaged columns are made anew, and those of two layouts are kept."""
+    monkeypatch.setattr(columns_file, "SIZE_MIN_BYTES", 0)
+    (tmp_path / ".agent").mkdir(mode=0o700)
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    load(tmp_path, 1)
+    (kept,) = columns_in(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.delattr(metadata_copies, "decode_metadata")
+        load(tmp_path, 1)
+        load(tmp_path, 2)
+    raw = kept.read_bytes()
+    kept.write_bytes(raw[:-1] + b"x")
+    with caplog.at_level(logging.WARNING, "replicated_ckpt"):
+        load(tmp_path, 1)
+    assert f"{kept} is not used" in caplog.text
+    assert kept.read_bytes() == raw
+    for step, count in ((3, 6), (4, 7)):
+        save(tmp_path, step, count)
+        load(tmp_path, step, count)
+    assert len(columns_in(tmp_path)) == columns_file.KEPT_MAX
+    assert kept not in columns_in(tmp_path)
+    load(tmp_path, 1)
+
+
+def test_small_metadata_and_a_full_disk_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be written costs no load."""
+    (tmp_path / ".agent").mkdir(mode=0o700)
+    save(tmp_path, 1)
+    load(tmp_path, 1)
+    assert columns_in(tmp_path) == []
+    monkeypatch.setattr(columns_file, "SIZE_MIN_BYTES", 0)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(columns_file, "write_file", full)
+    with caplog.at_level(logging.WARNING, "replicated_ckpt"):
+        load(tmp_path, 1)
+    assert "reads the whole .metadata again next time" in caplog.text
+    assert columns_in(tmp_path) == []
