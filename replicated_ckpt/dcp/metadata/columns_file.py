@@ -25,6 +25,8 @@ SIZE_MIN_BYTES = 4 << 20
 """Of a `.metadata` that has columns: some 35,000 items. A smaller one is read in less than half a second."""
 KEPT_MAX = 2
 """How many columns a node keeps: those that were made last."""
+LOCK_NAME = "columns.lock"
+"""A file of its own: agents settle saves under a lock of the directory, and columns take seconds to make."""
 _SUFFIX = ".columns"
 
 
@@ -63,7 +65,8 @@ class ColumnsFile:
         if metadata.planner_data is not None and not holds_paths_only(metadata.planner_data):
             return
         try:
-            lock = HeldLock(os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            lock = HeldLock(os.open(self._directory / LOCK_NAME, flags, 0o600))
             try:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
