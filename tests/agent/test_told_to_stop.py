@@ -4,19 +4,21 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.start import leaving
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import DRAIN_S
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.dcp.hand_over.handed import hand_over
-from replicated_ckpt.dcp.node.node import opening_post
+from replicated_ckpt.dcp.node.node import NodePost, opening_post
 from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentClient
@@ -117,23 +119,37 @@ def test_a_save_that_begins_meanwhile_is_opened_by_the_next_agent(job: Job, monk
 
 
 @pytest.mark.parametrize("job", [(SLOW, "")], indirect=True)
-def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job) -> None:
+def test_an_agent_that_is_to_stay_takes_the_place_of_one_of_ranks(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """As systemd or kubelet start it, once it has crashed and ranks were faster: the open save is finished first.
 
-    The ranks live on, so the one that they have started would not leave by itself. A second one to stay is refused.
+    The ranks live on, so the one that they have started would not leave by itself. One that begins a save waits for its
+    end, and sees that, though the next one is first to take its lock. A second one to stay is refused.
     """
+    monkeypatch.setattr(leaving, "_POLL_S", 0.5)  # the agent that is to stay looks more often
+    monkeypatch.setattr(leaving, "DRAIN_S", WITHIN_S / 2)
     for rank in (0, 1):
         job.hand_over(rank)
     job.finish()
-    ensure_agent(job.stores[0], "127.0.0.1")
-    with running_agent(job.agents[0].root) as kept:
-        assert job.agents[0].process.wait(WITHIN_S) == 0
-        assert job.files()[0] == FILES
-        assert kept.endpoint.port == job.agents[0].endpoint.port
-        assert ensure_agent(job.stores[0], "127.0.0.1").pid == kept.endpoint.pid
-        with pytest.raises(AssertionError, match="Another agent serves"), running_agent(kept.root):
-            pass
-        assert kept.process.poll() is None
+    store = job.stores[0]
+    ensure_agent(store, "127.0.0.1")
+
+    def begin_save() -> NodePost:
+        wait_for(lambda: "stays, for" in log_of(job, 0), WITHIN_S, "the agent says what it stays for")
+        return opening_post(store, None)
+
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(begin_save)
+        with running_agent(job.agents[0].root) as kept:
+            assert job.agents[0].process.wait(WITHIN_S) == 0
+            assert job.files()[0] == FILES
+            assert kept.endpoint.port == job.agents[0].endpoint.port
+            post = saving.result(WITHIN_S)
+            assert not post.silence
+            assert post.address.incarnation == kept.endpoint.incarnation
+            assert ensure_agent(store, "127.0.0.1").pid == kept.endpoint.pid
+            with pytest.raises(AssertionError, match="Another agent serves"), running_agent(kept.root):
+                pass
+            assert kept.process.poll() is None
     wait_for(lambda: job.files() == [FILES, FILES], WITHIN_S, "both nodes have the save")
 
 

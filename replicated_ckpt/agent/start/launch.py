@@ -162,7 +162,7 @@ def _ask(directory: Path) -> Endpoint | None:
     except ReplicatedCkptError:
         return None
     _silent_by_directory.pop(directory, None)
-    note_leaving(directory, is_leaving=told.get("is_leaving") is True)
+    note_leaving(directory, endpoint, is_leaving=told.get("is_leaving") is True)
     is_next = told.get("pid") != endpoint.pid  # the next one, with the same token, has not written its own yet
     return None if is_next else endpoint
 
@@ -198,7 +198,7 @@ def _answering(directory: Path, bind_host: str) -> Endpoint | None:
     try:
         with AgentClient(endpoint.local_address()) as client:
             client.call("POST", "/v1/shutdown")
-        wait_until_gone(directory)
+        wait_until_gone(directory, endpoint)
     except ReplicatedCkptError as exc:
         log.warning("the agent of %s is replaced: %s", directory.parent, exc)
     return None

@@ -4,7 +4,7 @@ import logging
 import time
 from pathlib import Path
 
-from replicated_ckpt.agent.state.endpoint import LOCK_NAME, single_agent_lock
+from replicated_ckpt.agent.state.endpoint import LOCK_NAME, Endpoint, is_free, read_endpoint
 from replicated_ckpt.config import DRAIN_S
 from replicated_ckpt.errors import AgentUnavailable
 
@@ -12,12 +12,15 @@ log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.005
-_leaving: set[Path] = set()
+_leaving: dict[Path, Endpoint] = {}
 
 
-def note_leaving(directory: Path, *, is_leaving: bool) -> None:
+def note_leaving(directory: Path, agent: Endpoint, *, is_leaving: bool) -> None:
     """Keeps what the agent of a directory said of itself when this process asked it last."""
-    (_leaving.add if is_leaving else _leaving.discard)(directory)
+    if is_leaving:
+        _leaving[directory] = agent
+    else:
+        _leaving.pop(directory, None)
 
 
 def await_departure(directory: Path) -> bool:
@@ -26,24 +29,32 @@ def await_departure(directory: Path) -> bool:
     Raises:
         AgentUnavailable: it does not end.
     """
-    if directory not in _leaving:
+    agent = _leaving.pop(directory, None)
+    if agent is None:
         return False
-    _leaving.discard(directory)
     log.info("a save waits for the end of the agent of %s, which was told to stop", directory.parent)
-    wait_until_gone(directory)
+    wait_until_gone(directory, agent)
     return True
 
 
-def wait_until_gone(directory: Path) -> None:
-    """Waits for an agent that was told to stop to finish the saves that are open, and to give its lock back."""
+def wait_until_gone(directory: Path, agent: Endpoint) -> None:
+    """Waits for an agent that was told to stop to finish the saves that are open, and to give its lock back.
+
+    The next one may wait for that lock, too, and be faster: then it serves when this returns.
+    """
     deadline = time.monotonic() + DRAIN_S + STOP_TIMEOUT_S
-    while (lock := single_agent_lock(directory)) is None:
+    while not (is_free(directory) or _is_followed(directory, agent)):
         if time.monotonic() > deadline:
             raise AgentUnavailable(
                 f"The agent of {directory.parent} was told to stop and has not.", held_hint(directory, LOCK_NAME)
             )
         time.sleep(_POLL_S)
-    lock.release()
+
+
+def _is_followed(directory: Path, agent: Endpoint) -> bool:
+    """Whether another agent serves now. Its pid may be the same one, as in a container that is started again."""
+    now = read_endpoint(directory)
+    return now is not None and (now.pid, now.incarnation) != (agent.pid, agent.incarnation)
 
 
 def held_hint(directory: Path, lock_name: str) -> str:
