@@ -117,6 +117,20 @@ def test_a_node_that_falls_silent_right_after_a_save_is_taken_to_hold_it(tmp_pat
     assert [findings(store) for store in nodes] == [[], [], []]
 
 
+def test_what_is_long_gone_is_forgotten(tmp_path: Path) -> None:
+    """An agent that sees a save retired every minute for a year keeps nothing of each."""
+    (store,), now, stopping = stores(tmp_path, 1), [0.0], threading.Event()
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1)
+    reprotector = Reprotector(NodeService(store), Patience(), Pace(1e12, stopping), stopping, clock=lambda: now[0])
+    reprotector.round()
+    shutil.rmtree(store.final("step-1"))
+    reprotector.round()
+    assert len(reprotector._gone_since) == 1, "it is not put back at once"
+    now[0] += Patience().lost_after_s
+    reprotector.round()
+    assert not reprotector._gone_since
+
+
 DAMAGES: dict[str, Callable[[bytearray], bytes]] = {
     "flipped": lambda raw: bytes(raw[:200]) + bytes([raw[200] ^ 1]) + bytes(raw[201:]),
     "truncated": lambda raw: bytes(raw[:-9]),

@@ -279,12 +279,9 @@ class Reprotector:
         for save_id in held:
             self._gone_since.pop(save_id, None)
         self._held_before = held
-        wanted = {action.save_id for action in part.adopt}
-        return {
-            save_id
-            for save_id, since in self._gone_since.items()
-            if save_id in wanted and now - since < self._patience.lost_after_s
-        }
+        young = {save: at for save, at in self._gone_since.items() if now - at < self._patience.lost_after_s}
+        self._gone_since = young
+        return young.keys() & {action.save_id for action in part.adopt}
 
     def _say(self, found: Protection, plan: RepairPlan) -> None:
         if found.planned and self._began_at is None:

@@ -36,6 +36,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
+from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.committed import descriptions, open_directory
 from replicated_ckpt.stores.throttle import Pace, Stopped
 from replicated_ckpt.stores.verified import Expected
@@ -230,7 +231,7 @@ class Uploader:
     def _forget(self, save_id: str) -> None:
         """Drops what was only needed until the end of a save's upload."""
         self.orders.done(save_id)
-        for notes in self._service.store.agent_directory().glob(f"upload-{save_id}-*.json"):
+        for notes in list_prefixed(self._service.store.agent_directory(), f"upload-{save_id}-"):
             notes.unlink(missing_ok=True)
         self._checked = {key for key in self._checked if key[0] != save_id}
         for book in (self._due, self._waits, self._moved_at, self._first_seen, self._failing_since):

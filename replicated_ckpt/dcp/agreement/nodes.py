@@ -24,6 +24,7 @@ from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.relay_tree import RELAY_FROM_BYTES, Relay
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout
 from replicated_ckpt.errors import HINT_MARK, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
+from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
@@ -276,7 +277,7 @@ class LoneService(NodeService):
         """Goes by the files, too, where this node has an agent: ranks hold what it opened only once they write."""
         if read_endpoint(self.store.root_agent_directory()) is None:
             return super().was_opened_within(grace_s, intent)
-        staged = self.store.intent_path(intent.save_id).parent.glob(f"{intent.save_id}*")
+        staged = list_prefixed(self.store.intent_path(intent.save_id).parent, intent.save_id)
         return any(_was_changed_within(grace_s, path) for path in staged)
 
 

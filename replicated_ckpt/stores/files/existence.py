@@ -40,6 +40,19 @@ def is_link(path: str | Path) -> bool:
     return found is not None and stat.S_ISLNK(found.st_mode)
 
 
+def list_prefixed(directory: Path, prefix: str) -> list[Path]:
+    """What has a name in the directory that begins so; nothing where there is none. Raises: OSError
+
+    For names of one save: `Path.glob` compiles each pattern, and keeps hundreds.
+    """
+    try:
+        return [directory / name for name in os.listdir(directory) if name.startswith(prefix)]  # noqa: PTH208 - names alone
+    except OSError as exc:
+        if exc.errno in _NOTHING_THERE:
+            return []
+        raise
+
+
 def _look(path: str | Path, *, follow: bool = True) -> os.stat_result | None:
     try:
         return os.stat(path, follow_symlinks=follow)  # noqa: PTH116 - for strings as well as for paths

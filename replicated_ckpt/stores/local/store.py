@@ -34,7 +34,7 @@ from replicated_ckpt.stores.files.durable import (
     remove_tree,
     translate_errors,
 )
-from replicated_ckpt.stores.files.existence import is_directory, is_there
+from replicated_ckpt.stores.files.existence import is_directory, is_there, list_prefixed
 from replicated_ckpt.stores.files.locks import HeldLock, exclusive
 from replicated_ckpt.stores.files.ownership import make_private
 from replicated_ckpt.stores.files.plain import open_plain
@@ -288,7 +288,7 @@ class LocalStore:
 
     def _forget(self, save_id: str) -> None:
         """Removes the intent, and what a process left that died while it wrote it."""
-        for path in (self.root / STAGING_DIR).glob(f"{save_id}.*"):
+        for path in list_prefixed(self.root / STAGING_DIR, f"{save_id}."):
             path.unlink(missing_ok=True)
 
     def _already_committed(self, save_id: str) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX, Manifest, decode_m
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translate_errors, write_file
-from replicated_ckpt.stores.files.existence import is_directory
+from replicated_ckpt.stores.files.existence import is_directory, list_prefixed
 from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
 
@@ -257,6 +257,6 @@ def incoming_file(root: Path) -> Iterator[Path]:
     try:
         yield path
     except BaseException:
-        for left in folder.glob(f"{path.name}*"):
+        for left in list_prefixed(folder, path.name):
             left.unlink(missing_ok=True)
         raise
