@@ -1,5 +1,7 @@
 """A buddy runs out of disk: its copy goes elsewhere; one's own full disk fails the save on every rank and loses nothing."""
 
+import collections
+import itertools
 import os
 import subprocess
 import threading
@@ -89,8 +91,11 @@ def test_a_copy_that_finds_no_room_leaves_nothing_on_its_way(cluster: Cluster, l
     (disk / ".incoming").mkdir(exist_ok=True)
     filler = disk / "filler"
     filler.mkdir()
-    for number in range(os.statvfs(disk).f_favail - left):
-        (filler / str(number)).touch()
+    numbered = (filler / str(number) for number in itertools.count())
+    with pytest.raises(OSError, match="No space left"):  # now and then it has more than it says is free
+        collections.deque(map(Path.touch, numbered), maxlen=0)
+    for number in range(left):
+        (filler / str(number)).unlink()
     action = CopyShard(
         service.node_id, "step-1", manifest.save_id, shard(0), path.stat().st_size, (service.node_id,), True
     )
