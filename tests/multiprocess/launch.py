@@ -68,7 +68,8 @@ class Attempt:
     """What became of a launch in which ranks may fail or die.
 
     `codes`: exit codes by rank, -9 after SIGKILL; None where the harness ended the rank, as a launcher does after the
-    first failure. `values` and `failures` are of the steps that a rank ended, and the traceback of the one that it did not.
+    first failure. `values` and `failures` are of the steps that a rank ended, and the traceback of the one that it did not:
+    of a rank that failed before its first step, the end of what it printed.
     """
 
     codes: list[int | None]
@@ -154,7 +155,15 @@ class Launch:
         codes = self._codes()
         self.end_ranks()
         reports = [self._report_of(rank) for rank in range(len(codes))]
-        return Attempt(codes, [report["values"] for report in reports], [report["failure"] for report in reports])
+        failures = [
+            report["failure"] or self._printed(rank, code)
+            for rank, (report, code) in enumerate(zip(reports, codes, strict=True))
+        ]
+        return Attempt(codes, [report["values"] for report in reports], failures)
+
+    def _printed(self, rank: int, code: int | None) -> str:
+        """Of a rank that failed by itself, not of one that was ended."""
+        return tail(self.folder / f"rank{rank}.log") if code is not None and code > 0 else ""
 
     def _await_ending(self) -> None:
         """Those that are dying end by themselves: the others may hear of it, and fail, before their exit is known here."""

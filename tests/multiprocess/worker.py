@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from replicated_ckpt.errors import ReplicatedCkptWarning
 from tests.multiprocess.context import Context
@@ -43,6 +44,15 @@ def exit_quickly(*, is_failed: bool) -> NoReturn:
     os._exit(int(is_failed))
 
 
+def join_group() -> None:
+    """The ranks meet at the store first, for as long as a busy machine takes: the group's own time-out may be seconds."""
+    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)))
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(world_size)])
+    timeout = timedelta(seconds=float(os.environ.get(COLLECTIVE_TIMEOUT_ENV, COLLECTIVE_TIMEOUT_S)))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
 def main(spec_path: Path) -> int:
     spec = json.loads(spec_path.read_text())
     rank, folder = int(os.environ.get("RANK", "0")), spec_path.parent
@@ -51,8 +61,7 @@ def main(spec_path: Path) -> int:
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     if "RANK" in os.environ:
-        timeout_s = float(os.environ.get(COLLECTIVE_TIMEOUT_ENV, COLLECTIVE_TIMEOUT_S))
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        join_group()
     node = int(os.environ["REPLICATED_CKPT_TEST_NODE"])
     context = Context(rank, int(os.environ.get("WORLD_SIZE", "1")), node, [Path(root) for root in spec["roots"]])
     report: dict[str, Any] = {"values": [], "warnings": [], "failure": None}
