@@ -166,7 +166,7 @@ class Agent:
         is_told = self._stopping.is_set()
         self._stopping.set()
         if is_told:
-            self._drain()
+            self._drain(time.monotonic())
         self._greeter.say_goodbye()
         server.shutdown()
         server.server_close()  # else a client that connects now, a peer that leaves too, waits for an answer in vain
@@ -177,9 +177,14 @@ class Agent:
         self._scrubber.join()
         self._uploader.join()
 
-    def _drain(self) -> None:
+    def _drain(self, told_at: float) -> None:
+        """First a save may open that a rank of this node was about to begin when the agent was told to stop."""
+        directory, deadline = self._service.store.agent_directory(), told_at + self.config.drain_s
+        while self._activity.awaits_opening and has_clients(directory) and time.monotonic() < deadline:
+            if self._hurry.wait(_LEAVE_POLL_S):
+                break
         try:
-            Draining(self._service, self._hurry).run(self.config.drain_s)
+            Draining(self._service, self._hurry).run(self.config.drain_s, told_at)
         except (ReplicatedCkptError, OSError) as exc:  # of the own disk: what is left the next start settles
             log.error("leaves without knowing what is undone: %s", exc)  # noqa: TRY400 - it explains itself
 
@@ -258,8 +263,10 @@ class Agent:
     def _standing(self) -> Standing:
         return self._uploader.standing()
 
-    def status(self, *, is_brief: bool) -> Mapping[str, Any]:
+    def status(self, *, is_brief: bool, is_opening: bool = False) -> Mapping[str, Any]:
         """What `GET /v1/status` answers. Brief: who it is and no more, which every rank asks at each save and load."""
+        if is_opening and not self._stopping.is_set():
+            self._activity.note_presented()  # before it is answered: what is told to stop now stays for that save
         brief = {
             "node_id": self._endpoint.node_id,
             "version": __version__,

@@ -74,12 +74,13 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000)
     (store.root / "step-2").symlink_to(base / "outside")
     service, stopping = NodeService(store), threading.Event()
+    who = {"node_id": store.node_id(), "incarnation": 1, "is_leaving": False}
     reprotector = Reprotector(service, Patience(), Pace(1e9, stopping), stopping)
     routes = Routes(
         service,
         reprotector,
         object_routes(service, stopping),
-        lambda *, is_brief: {"node_id": store.node_id(), "incarnation": 1, "is_leaving": False, "brief": is_brief},
+        lambda *, is_brief, is_opening=False: {**who, "brief": is_brief, "opening": is_opening},
         lambda: None,
     )
     server = AgentServer(("127.0.0.1", 0), Tokens(TOKEN, OWNER), routes)

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
+from replicated_ckpt import failpoints
 from tests.multiprocess.context import Context
 from tests.multiprocess.processes import agent_of
 from tests.multiprocess.steps_state import failure, report_of
@@ -65,6 +66,24 @@ def let_go_on(context: Context, victim: int) -> None:
 
 def save_pieces(context: Context, checkpoint_id: str, count: int, **writer: Any) -> None:
     dcp.save(pieces(context.rank, count, 1), checkpoint_id=checkpoint_id, storage_writer=context.writer(**writer))
+
+
+def save_pieces_told_to_stop(context: Context, checkpoint_id: str, count: int) -> dict[str, Any]:
+    """Saves pieces; every node's agent is told to stop once its rank has presented the node, and rank 0 plans slowly."""
+
+    def stop(_: str) -> None:
+        pid = agent_of(context.root)
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 60.0
+        while "stopping on SIGTERM" not in (context.root / ".agent" / "log").read_text():
+            assert time.monotonic() < deadline, "the agent hears no signal"
+            time.sleep(0.01)
+        time.sleep(1.0 if context.rank == 0 else 0.0)  # an agent that does not wait for the save has left by then
+
+    writer = context.writer()
+    with failpoints.arm("rank.presented", stop):
+        dcp.save(pieces(context.rank, count, 1), checkpoint_id=checkpoint_id, storage_writer=writer)
+    return report_of(writer.last_save)
 
 
 def load_pieces(context: Context, checkpoint_id: str, count: int, ranks: int) -> dict[str, Any]:

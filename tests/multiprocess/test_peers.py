@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.agent.agents import wait_for
 from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
@@ -118,3 +119,18 @@ def test_a_missing_copy_fails_the_save_if_asked_to(cluster_of: ClusterOf) -> Non
         assert "AckNotReached" in outcome["types"]
         assert "__0_0.distcp" in outcome["message"]
     assert all(found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(3))
+
+
+@pytest.mark.fault
+def test_agents_told_to_stop_open_the_save_that_their_ranks_have_begun(cluster_of: ClusterOf) -> None:
+    """SIGTERM to all of them once the ranks have presented the nodes: the save has its copies, and they leave after it."""
+    cluster = cluster_of(2)
+    calls = [call("peers.save_pieces_told_to_stop", checkpoint_id="step-1", count=COUNT), load("latest", 2)]
+    results = cluster.launch(calls, nodes=[0, 1])
+    assert [report["copies_made"] for report in results.of(0)] == [2, 2]
+    assert all(found["same"] and found["report"]["checkpoint_id"] == "step-1" for found in results.of(1))
+    logs = [node.root / ".agent" / "log" for node in cluster.nodes]
+    wait_for(lambda: all("stopped serving" in log.read_text() for log in logs), 60.0, "the agents leave")
+    cluster.nodes[0].lose()
+    (found,) = cluster.launch([load("step-1", 2)], nodes=[1]).of(0)
+    assert found["same"]

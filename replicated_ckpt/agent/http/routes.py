@@ -36,16 +36,13 @@ _QUERY_FIELDS_MAX = 8
 _WHO = ("node_id", "incarnation", "is_leaving", "tls_sha256")
 
 
-def is_upkeep(target: str) -> bool:
-    """Whether a request only watches this agent, or is another's look for re-protection: no reason to stay for it."""
-    parts, query = _split_target(target)
-    return parts in {("v1", "status"), ("metrics",)} or (parts == ("v1", "holdings") and "upkeep" in query)
-
-
 class StatusOf(Protocol):
-    """The agent's status. `is_brief`: without what takes longer the more there is in the store."""
+    """The agent's status. `is_brief`: without what takes longer the more there is in the store.
 
-    def __call__(self, *, is_brief: bool) -> Mapping[str, Any]: ...
+    `is_opening`: a rank of this node asks, which is about to save.
+    """
+
+    def __call__(self, *, is_brief: bool, is_opening: bool = False) -> Mapping[str, Any]: ...
 
 
 class Routes:
@@ -75,11 +72,11 @@ class Routes:
         Raises:
             ReplicatedCkptError: it is refused; nothing but what the error says was changed.
         """
-        parts, query = _split_target(request.target)
+        parts, query = split_target(request.target)
         request.require(needed_right(request.method, parts))
         match (request.method, *parts):
             case ("GET", "v1", "status"):
-                return json_answer(**self._status(is_brief="brief" in query))
+                return json_answer(**self._status(is_brief="brief" in query, is_opening="opening" in query))
             case ("GET", "v1", "hello"):
                 status = self._status(is_brief=True)
                 return json_answer(**{name: status[name] for name in _WHO})
@@ -288,7 +285,7 @@ class Routes:
         return file_answer(request, self._service.store.open_file(checkpoint_id, save_id, name))
 
 
-def _split_target(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
+def split_target(target: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
     """The parts of a request's path, and its query."""
     try:
         url = urllib.parse.urlsplit(target)

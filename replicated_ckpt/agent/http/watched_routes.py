@@ -4,17 +4,21 @@ import threading
 import time
 from typing import Any
 
-from replicated_ckpt.agent.http.routes import Routes, is_upkeep
+from replicated_ckpt.agent.http.routes import Routes, split_target
 from replicated_ckpt.agent.requests.request import Answer, Request
+
+OPENING_WITHIN_S = 60.0
+"""A save that a rank of this node is about to begin is waited for so long: it is opened once all ranks have planned."""
 
 
 class Activity:
-    """When the agent last had work. Requests under way count."""
+    """When the agent last had work, and whether a save is about to be opened. Requests under way count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way = 0
         self._last = time.monotonic()
+        self._presented_at: float | None = None
 
     def __enter__(self) -> None:
         with self._lock:
@@ -29,6 +33,20 @@ class Activity:
         with self._lock:
             self._last = time.monotonic()
 
+    def note_presented(self) -> None:
+        """A rank of this node is about to save, and was told that this agent opens it."""
+        with self._lock:
+            self._presented_at = time.monotonic()
+
+    def note_opened(self) -> None:
+        with self._lock:
+            self._presented_at = None
+
+    @property
+    def awaits_opening(self) -> bool:
+        with self._lock:
+            return self._presented_at is not None and time.monotonic() - self._presented_at < OPENING_WITHIN_S
+
     @property
     def is_idle(self) -> bool:
         with self._lock:
@@ -37,6 +55,18 @@ class Activity:
     def idle_s(self) -> float:
         with self._lock:
             return 0.0 if self._under_way else time.monotonic() - self._last
+
+
+def is_upkeep(target: str) -> bool:
+    """Whether a request only watches this agent, or is another's look for re-protection: no reason to stay for it."""
+    parts, query = split_target(target)
+    return parts in {("v1", "status"), ("metrics",)} or (parts == ("v1", "holdings") and "upkeep" in query)
+
+
+def is_opening(request: Request) -> bool:
+    """Whether a request opens a save, as a rank that asked with `opening` has announced."""
+    parts, _ = split_target(request.target)
+    return request.method == "POST" and parts[:2] == ("v1", "saves") and len(parts) == 3
 
 
 class WatchedRoutes(Routes):
@@ -50,4 +80,7 @@ class WatchedRoutes(Routes):
         if is_upkeep(request.target):
             return super().answer(request)
         with self._activity:
-            return super().answer(request)
+            answer = super().answer(request)
+        if is_opening(request):
+            self._activity.note_opened()
+        return answer

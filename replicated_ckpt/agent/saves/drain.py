@@ -31,9 +31,9 @@ class Draining:
         self._silent_since: dict[Debt, float] = {}
         self._settled: set[Debt] = set()
 
-    def run(self, within_s: float) -> None:
-        """Returns once nothing is owed, the agent is hurried, or so many seconds have passed. Logs what is left undone."""
-        deadline = time.monotonic() + within_s
+    def run(self, within_s: float, told_at: float) -> None:
+        """Returns once nothing is owed, the agent is hurried, or `within_s` after `told_at`. Logs what is left undone."""
+        deadline = told_at + within_s
         owed = self._find_owed()
         if owed:
             log.info("stays, for %.0f s at most: %s", within_s, _tell(owed))

@@ -46,8 +46,10 @@ _client_lock_by_root: dict[Path, FileLock] = {}
 _silent_by_directory: dict[Path, int] = {}
 
 
-def ensure_agent(store: LocalStore, bind_host: str) -> Endpoint:
+def ensure_agent(store: LocalStore, bind_host: str, *, is_opening: bool = False) -> Endpoint:
     """This node's running agent, started if there was none; it stays at least as long as this process.
+
+    `is_opening`: it is asked for a save that opens now. If it is told to stop meanwhile, it stays for that save.
 
     `bind_host` is where an agent that is started listens. One that listens on loopback only is replaced if other hosts
     must reach it, one that speaks plain HTTP if a certificate is set or other hosts must not be talked to so, and one of
@@ -60,18 +62,18 @@ def ensure_agent(store: LocalStore, bind_host: str) -> Endpoint:
     """
     directory = store.agent_directory()
     _stay_client(store.root, directory)
-    endpoint = _answering(directory, bind_host)
+    endpoint = _answering(directory, bind_host, is_opening=is_opening)
     if endpoint is not None:
         return endpoint
     began = time.time()
     with _starting(directory) as lock:
-        endpoint = _answering(directory, bind_host)
+        endpoint = _answering(directory, bind_host, is_opening=is_opening)
         if endpoint is not None:
             return endpoint
         _raise_failure_since(began, lock.path)
         try:
             with translate_errors(str(store.root), "start", "agent"):
-                return _start(store, directory, bind_host)
+                return _start(store, directory, bind_host, is_opening=is_opening)
         except AgentUnavailable as exc:
             lock.path.write_text(json.dumps({"unix_s": time.time(), "why": exc.message, "hint": exc.hint}))
             raise
@@ -141,7 +143,7 @@ def _raise_failure_since(began: float, path: Path) -> None:
         raise AgentUnavailable(found["why"], found.get("hint"))
 
 
-def _ask(directory: Path) -> Endpoint | None:
+def _ask(directory: Path, *, is_opening: bool = False) -> Endpoint | None:
     """The agent if it runs and answers.
 
     Raises:
@@ -153,7 +155,7 @@ def _ask(directory: Path) -> Endpoint | None:
     timeout_s = PROGRESS_TIMEOUT_S if _silent_by_directory.get(directory) != endpoint.pid else SILENT_TIMEOUT_S
     try:
         with AgentClient(endpoint.local_address(), timeout_s) as client:
-            told = client.call("GET", "/v1/status?brief=1")
+            told = client.call("GET", f"/v1/status?brief=1{'&opening=1' if is_opening else ''}")
     except StoreUnavailable as exc:
         if not isinstance(exc.__cause__, TimeoutError) or is_free(directory):
             return None
@@ -175,13 +177,13 @@ def _silence(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
     )
 
 
-def _answering(directory: Path, bind_host: str) -> Endpoint | None:
+def _answering(directory: Path, bind_host: str, *, is_opening: bool) -> Endpoint | None:
     """The agent if it runs, answers, and listens where it must.
 
     Raises:
         AgentUnavailable: it runs and does not answer. ConfigInvalid: it is of a newer release that this one cannot talk to.
     """
-    endpoint = _ask(directory)
+    endpoint = _ask(directory, is_opening=is_opening)
     if endpoint is None:
         return None
     if endpoint.protocol > PROTOCOL:
@@ -225,7 +227,7 @@ def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]"
     )
 
 
-def _start(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
+def _start(store: LocalStore, directory: Path, bind_host: str, *, is_opening: bool) -> Endpoint:
     idle_exit_s = os.environ.get(IDLE_EXIT_ENV, str(IDLE_EXIT_S))
     arguments = ["--root", str(store.root), "--host", bind_host, "--idle-exit-s", idle_exit_s]
     log = open_log(directory)
@@ -236,7 +238,7 @@ def _start(store: LocalStore, directory: Path, bind_host: str) -> Endpoint:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
-            endpoint = _answering(directory, bind_host)
+            endpoint = _answering(directory, bind_host, is_opening=is_opening)
         except AgentUnavailable:
             if process.poll() is not None:  # another one
                 raise

@@ -80,15 +80,18 @@ class SeenStore:
     remains: tuple[Remains, ...] = ()
 
 
-def node_post(store: LocalStore, domain: str | None) -> NodePost:
+def node_post(store: LocalStore, domain: str | None, *, is_opening: bool = False) -> NodePost:
     """Presents this node; its agent runs when this returns, or hangs: then it is presented with its `silence`.
+
+    `is_opening`: for a save that opens now, see `ensure_agent`.
 
     Raises:
         AgentUnavailable, StoreError, ConfigInvalid
     """
     host, origin = find_host()
     try:
-        endpoint, silence = ensure_agent(store, host if is_loopback(host) else _any_address(host)), ""
+        bind_host = host if is_loopback(host) else _any_address(host)
+        endpoint, silence = ensure_agent(store, bind_host, is_opening=is_opening), ""
     except AgentUnavailable as exc:
         known = read_endpoint(store.agent_directory())
         if known is None:
@@ -107,12 +110,12 @@ def opening_post(store: LocalStore, domain: str | None) -> NodePost:
     Raises:
         AgentUnavailable, StoreError, ConfigInvalid
     """
-    post = node_post(store, domain)
+    post = node_post(store, domain, is_opening=True)
     try:
         is_next = not post.silence and await_departure(store.agent_directory())
     except AgentUnavailable as exc:
         return replace(post, silence=str(exc))
-    return node_post(store, domain) if is_next else post
+    return node_post(store, domain, is_opening=True) if is_next else post
 
 
 def present_again(store: LocalStore, before: NodePost) -> NodePost:

@@ -114,8 +114,8 @@ class Node:
         objects = ObjectRoutes(self.service, targets, self.uploader)
         self.routes = Routes(self.service, self.reprotector, objects, self._status, stopping.set)
 
-    def _status(self, *, is_brief: bool) -> dict[str, Any]:
-        del is_brief
+    def _status(self, *, is_brief: bool, is_opening: bool = False) -> dict[str, Any]:
+        del is_brief, is_opening
         who = {"node_id": self.endpoint.node_id, "incarnation": self.endpoint.incarnation}
         return {**who, "is_leaving": self.is_leaving, "tls_sha256": self.endpoint.tls_sha256, "greeted": True}
 
