@@ -1,5 +1,6 @@
 """Faults that combine at one node: what it may not drop, although each of its rules alone would let it."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from replicated_ckpt.agent.settling import settle as settling
 from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_DIR
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -114,6 +116,35 @@ def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(
         settle(service, service.find_abandoned(0.0), [])
         drop_outlived(service, {NEWEST: newest}, look(service))
     assert not is_staged(service, NEW)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "kept_by"),
+    [
+        (2, ""),
+        (4, "it is the newer one"),
+        (2, "a node is silent"),
+        (2, "another node has it"),
+        (2, "a rank works on it"),
+    ],
+)
+def test_a_decided_save_whose_name_another_run_has_taken_goes(
+    service: NodeService, sequence: int, kept_by: str
+) -> None:
+    """Its coordinator's node had decided it, and nobody published it: it would be in doubt for ever."""
+    mine = stage(service, NEW, sequence, RUN, service.node_id, is_decided=False)
+    theirs = stage(service, OLD, 3, ANOTHER, service.node_id)
+    service.commit(OLD)
+    decide(service.store, mine)
+    settle(service, service.find_abandoned(0.0), [])
+    assert is_staged(service, NEW)
+    other = () if kept_by != "another node has it" else (Holding(OTHER, "step-10", NEW, mine.sequence, True),)
+    views = (*look(service), NodeView(OTHER, Presence.UP, other, None))
+    with contextlib.ExitStack() as stack:
+        if kept_by == "a rank works on it":
+            stack.callback(service.store.lock_save(NEW).release)
+        drop_outlived(service, {OLD: theirs}, views[:1] if kept_by == "a node is silent" else views)
+    assert is_staged(service, NEW) is bool(kept_by)
 
 
 @pytest.mark.parametrize("name", [MANIFEST_NAME, METADATA_NAME])

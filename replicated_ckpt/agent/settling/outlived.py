@@ -10,11 +10,12 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import REPLACED_DIR
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.manifest import Manifest
-from replicated_ckpt.core.protocol.settlement import may_be_dropped
-from replicated_ckpt.core.upkeep.repair import NodeView
+from replicated_ckpt.core.protocol.settlement import is_without_a_name, may_be_dropped
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.core.upkeep.retention import whole_versions
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.files.durable import translate_errors
+from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.staged_decision import read_decision
 
 log = logging.getLogger(__name__)
@@ -35,18 +36,42 @@ def drop_outlived(
     """
     service.pins.release_old()
     names = service.store.catalog.list_replaced()
-    doubts = {doubt.intent.save_id: doubt.intent.checkpoint_id for doubt in service.doubts.read_all()}
+    doubts = [doubt.intent for doubt in service.doubts.read_all()]
     if not names and not doubts:
         return
     whole = whole_versions(manifests, views)
     _drop_replaced(service, names, whole, is_done=is_done)
     places = service.store.places.read_all()
-    for save_id, checkpoint_id in doubts.items():
-        place = _decided_version(service, save_id) or places.get(save_id)
+    for intent in doubts:
+        decided = _decided_version(service, intent.save_id)
+        place, versions = decided or places.get(intent.save_id), whole.get(intent.checkpoint_id, ())
         # of another lineage it is what this save is to replace, as far as this node knows: that lets nothing staged go
-        if place is not None and may_be_dropped(place, whole=whole.get(checkpoint_id, ()), published=None):
-            service.abort(save_id, "a newer save of the same checkpoint is whole")
-            log.info("removed save %s of %s, which was in doubt: a newer one is whole", save_id, checkpoint_id)
+        if place is not None and may_be_dropped(place, whole=versions, published=None):
+            why = "a newer save of the same checkpoint is whole"
+        elif decided is not None and _is_without_a_name(service, intent, decided, versions, views):
+            why = "no node has published it, and a newer save of another run has its name and is whole"
+        else:
+            continue
+        service.abort(intent.save_id, why)
+        log.warning("removed save %s of %s, which was in doubt: %s", intent.save_id, intent.checkpoint_id, why)
+
+
+def _is_without_a_name(
+    service: NodeService, intent: Intent, decided: Version, whole: Sequence[Version], views: Sequence[NodeView]
+) -> bool:
+    """Whether it goes, which its coordinator's node can tell once its rank is gone: nobody else publishes it first."""
+    if intent.coordinator != service.node_id or service.store.is_held(intent.save_id):
+        return False
+    up = {view.node_id: view.holdings or () for view in views if view.presence is Presence.UP}
+    is_published = any(holding.save_id == intent.save_id for holdings in up.values() for holding in holdings)
+    published = service.store.read_published(intent.checkpoint_id)
+    return is_without_a_name(
+        decided,
+        published=None if published is None else published.version,
+        replaces=intent.replaces,
+        whole=whole,
+        is_seen_nowhere=set(intent.nodes) <= set(up) and not is_published,
+    )
 
 
 def _decided_version(service: NodeService, save_id: str) -> Version | None:

@@ -78,6 +78,20 @@ def may_publish(staged: Version, published: Version | None, replaces: str) -> bo
     return is_asked_for or staged.takes_place_of(published)
 
 
+def is_without_a_name(
+    decided: Version, *, published: Version | None, replaces: str, whole: Iterable[Version], is_seen_nowhere: bool
+) -> bool:
+    """Whether a save that is decided, and that no node has published, may go: a newer one of another run has the name.
+
+    `is_seen_nowhere`: all of its nodes answer, and none has published it. `published` has the name on its coordinator's
+    node, and `whole` are as in `may_be_dropped`. As these two have no order, the clock tells which is newer, as in a load.
+    """
+    if published is None or published.lineage == decided.lineage or may_publish(decided, published, replaces):
+        return False
+    is_whole = any(version.save_id == published.save_id for version in whole)
+    return is_seen_nowhere and is_whole and published.created_unix_s > decided.created_unix_s
+
+
 def may_be_dropped(old: Version, *, whole: Iterable[Version], published: Version | None) -> bool:
     """Whether a version that was replaced, or is staged, may go: the save that took its place was seen whole.
 
