@@ -22,7 +22,7 @@ from benchmarks.planning_world import World
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.dcp.agreement.decision import decide
-from replicated_ckpt.dcp.c10d.blackboard import encode
+from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, encode
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
@@ -115,10 +115,17 @@ def _of_store(world: World) -> Mapping[str, int]:
         "save, store: decision, read": _stored(decision.to_json()),
         "load, store: survey, read": _stored({"survey": _survey(world).to_json()}),
     }
+    readers = {name: _nodes(world) if sizes[name] >= PACKED_FROM_BYTES else world.ranks for name in sizes}
     total = {
-        name.replace("read", "read by all ranks"): size * world.ranks for name, size in sizes.items() if "read" in name
+        name.replace("read", "read once a node, if large, or by all"): size * readers[name]
+        for name, size in sizes.items()
+        if "read" in name
     }
     return sizes | total
+
+
+def _nodes(world: World) -> int:
+    return len({world.node_of(rank) for rank in range(world.ranks)})
 
 
 def _survey(world: World) -> Survey:

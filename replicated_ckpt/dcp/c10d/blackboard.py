@@ -11,11 +11,13 @@ import json
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d.job_secret import Seal, split
+from replicated_ckpt.dcp.c10d.once_per_node import read_once_per_node
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import ENDED_HINT, LINGER_S, POLL_S, Wait, reaching_store
 from replicated_ckpt.errors import MeetingFailed, PeerProtocolError, RankFailed, ReplicatedCkptError
@@ -24,7 +26,8 @@ COORDINATOR = 0
 _POLL_MAX_S = 0.1
 _POLL_PER_RANK_S = 0.001
 """All ranks together ask the store some thousand times in a second, however many they are."""
-_PACKED_FROM_BYTES = 4096
+PACKED_FROM_BYTES = 4096
+"""From here on a message is compressed, and a decision that still is so large is read once a node."""
 _LATE_COORDINATOR = "Look at the log of rank 0, and whether its process is stopped; then save or load again."
 _LATE_RANK = (
     "This rank was held up, and the others went on without it: look for what stops it, then save or load again."
@@ -57,7 +60,12 @@ class Blackboard:
         self._rank = rank
         self._size = size
         self._posted: dict[str, bytes] = {}
+        self._node: Path | None = None
         self._pause_max_s = max(POLL_S, min(_POLL_PER_RANK_S * size, _POLL_MAX_S))
+
+    def share_in(self, directory: Path | None) -> None:
+        """In the directory of this node's agent its ranks leave each other a decision that is large. None: in none."""
+        self._node = directory
 
     def post(self, topic: str, fields: Mapping[str, Any]) -> str:
         """Writes this rank's post; it is visible to all when this returns. Returns its nonce.
@@ -151,8 +159,9 @@ class Blackboard:
         """Writes the coordinator's decision about these posts; it is visible to all when this returns.
 
         Each rank then gets a note of its own that the decision is there, the nonce that it waits for: what is looked at
-        again and again is small, and the decision, which may be large, is read once. Its mark is that of both. A rank
-        without a post finds that it was not waited for, and by its `stale` nonce that its next post is meant.
+        again and again is small, and the decision, which may be large, is read once; once for all ranks of a node that
+        `share_in` one place. The mark of a note is that of both. A rank without a post finds that it was not waited for,
+        and by its `stale` nonce that its next post is meant.
         """
         raw = encode(fields)
         self._write(f"{topic}/decision", raw)
@@ -216,7 +225,9 @@ class Blackboard:
             note = self._store.get(key) if self._store.check([key]) else b""
             if not note.startswith(nonce.encode()):
                 return None
-            raw = self._store.get(f"{topic}/decision")
+            sha256, size = _parse_digest(note[len(nonce) :])
+            node = self._node if size >= PACKED_FROM_BYTES else None
+            raw = read_once_per_node(node, sha256, size, lambda: bytes(self._store.get(f"{topic}/decision")))
         signed = (nonce + _digest(raw)).encode()
         self._seal.check(key, signed, note[len(signed) :])
         if not note.startswith(signed):
@@ -265,19 +276,27 @@ def all_present(posts: Sequence[Mapping[str, Any] | None], problem: ReplicatedCk
 
 
 def _digest(decision: bytes) -> str:
-    return hashlib.sha256(decision).hexdigest()
+    return f"{hashlib.sha256(decision).hexdigest()}{len(decision):016x}"
+
+
+def _parse_digest(note: bytes) -> tuple[str, int]:
+    """SHA-256 and size of the decision that a note is about; of what is no note they are nothing that a node could have."""
+    try:
+        return note[:64].decode("ascii"), int(note[64:80], 16)
+    except ValueError:
+        return "", 0
 
 
 def encode(fields: Mapping[Any, Any]) -> bytes:
     """What every rank reads is packed where it is large: the coordinator's link carries it once for each of them."""
     raw = json.dumps(fields).encode()
-    return raw if len(raw) < _PACKED_FROM_BYTES else zlib.compress(raw, 1)
+    return raw if len(raw) < PACKED_FROM_BYTES else zlib.compress(raw, 1)
 
 
 def _claimed_nonce(raw: bytes) -> str:
     """The nonce in a post that is not believed; nothing large is opened for it."""
     try:
-        return str(json.loads(raw[:_PACKED_FROM_BYTES])["nonce"])
+        return str(json.loads(raw[:PACKED_FROM_BYTES])["nonce"])
     except (ValueError, RecursionError, LookupError, TypeError):
         return ""
 

@@ -82,6 +82,7 @@ def meet(
 
     post, failure = _present(store, world, given_id)
     post["in_step"] = in_step
+    world.blackboard.share_in(None if is_nowhere(store) else store.root_agent_directory())
     decision = _decision(world, world.blackboard, post, failure, survey)
     return _remember(store, _with_own_store(store, Survey.from_json(decision["survey"])))
 

@@ -102,6 +102,7 @@ class SaveAttempt:
         node, memory = present(self._store, self._config.domain), self._parts.memory
         self._post = SavePost(checkpoint_id, node, None if memory is None else memory.measure(checkpoint_id))
         if board is not None:
+            board.share_in(self._store.root_agent_directory())
             self._nonce = board.post("save", self._post.to_json())
         self._warn(filter(None, [self._post.node.silence]))
         self._warn(self._parts.object_tier.hand_over(self._world.size))
