@@ -180,10 +180,10 @@ class Agent:
     def _drain(self, told_at: float) -> None:
         """First a save may open that a rank of this node was about to begin when the agent was told to stop."""
         directory, deadline = self._service.store.agent_directory(), told_at + self.config.drain_s
-        while self._activity.awaits_opening and has_clients(directory) and time.monotonic() < deadline:
-            if self._hurry.wait(_LEAVE_POLL_S):
-                break
         try:
+            while self._activity.awaits_opening and has_clients(directory) and time.monotonic() < deadline:
+                if self._hurry.wait(_LEAVE_POLL_S):
+                    break
             Draining(self._service, self._hurry).run(self.config.drain_s, told_at)
         except (ReplicatedCkptError, OSError) as exc:  # of the own disk: what is left the next start settles
             log.error("leaves without knowing what is undone: %s", exc)  # noqa: TRY400 - it explains itself

@@ -80,7 +80,8 @@ class WatchedRoutes(Routes):
         if is_upkeep(request.target):
             return super().answer(request)
         with self._activity:
-            answer = super().answer(request)
-        if is_opening(request):
-            self._activity.note_opened()
-        return answer
+            try:
+                return super().answer(request)
+            finally:
+                if is_opening(request):  # also where it is refused
+                    self._activity.note_opened()
