@@ -10,6 +10,7 @@ from pathlib import Path
 from replicated_ckpt.agent.state.endpoint import FileLock
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import write_all
+from replicated_ckpt.stores.files.ownership import is_of_another
 
 log = logging.getLogger(__name__)
 
@@ -21,14 +22,15 @@ NAME, _LOCK_NAME = "decision", "decision.lock"
 def read_once_per_node(directory: Path | None, sha256: str, size_bytes: int, fetch: Callable[[], bytes]) -> bytes:
     """The bytes of this digest from `directory`, if a rank of this node left them there; else they are fetched, and left.
 
-    Bytes of another digest are not believed, whoever put them there. Where the directory cannot be written, its disk is
-    full, or the rank that fetches is stopped, each rank fetches for itself; the caller checks what was fetched. One file
-    stays, until the next one takes its place. `directory` None: this rank has no node. Any number of processes at once.
+    Bytes of another digest are not believed, whoever put them there. Where the directory is another user's or cannot be
+    written, its disk is full, or the rank that fetches is stopped, each rank fetches for itself; the caller checks what was
+    fetched. One file stays, until the next one takes its place. `directory` None: this rank has no node. Any number of
+    processes at once.
 
     Raises:
         Whatever `fetch` raises.
     """
-    if directory is None:
+    if directory is None or is_of_another(directory):
         return fetch()
     path = directory / NAME
     if (raw := _left(path, sha256, size_bytes)) is not None:
