@@ -15,6 +15,7 @@ from replicated_ckpt.agent.start import launch
 from tests.multiprocess.forked import spawner
 from tests.multiprocess.processes import end, processes_of
 from tests.multiprocess.zygote import stop_the_zygotes, the_light_zygote
+from tests.stopwatch import Stopwatch
 
 pytest_plugins = ["tests.buckets.fixtures"]
 
@@ -90,6 +91,13 @@ def no_agent_survives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     agents = [pid for pid in processes_of(base) if b"replicated_ckpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     end(agents)
     assert not agents, f"agents {agents} of stores under {base} outlived the tests that started them"
+
+
+@pytest.fixture
+def stopwatch() -> Iterator[Stopwatch]:
+    """It runs for this test, and stands still while the machine does."""
+    with Stopwatch() as running:
+        yield running
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

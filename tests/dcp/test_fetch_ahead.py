@@ -11,6 +11,7 @@ from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.load import fetch_ahead
 from replicated_ckpt.dcp.load.fetch_ahead import BUFFERS, THREADS, FetchAhead
 from replicated_ckpt.errors import ShardLost
+from tests.stopwatch import Stopwatch
 
 WINDOWS = [Window("shard", index * CELL_BYTES, 8) for index in range(3 * BUFFERS)]
 
@@ -80,7 +81,7 @@ def test_threads_that_cannot_work_do_not_leave_the_rank_waiting(monkeypatch: pyt
     ahead.stop()
 
 
-def test_threads_that_hang_hold_the_end_up_for_a_second() -> None:
+def test_threads_that_hang_hold_the_end_up_for_a_second(stopwatch: Stopwatch) -> None:
     """All together, not each of them: an error has to reach the other ranks."""
     hanging = threading.Event()
 
@@ -89,7 +90,7 @@ def test_threads_that_hang_hold_the_end_up_for_a_second() -> None:
 
     ahead = ahead_of(on_read)
     time.sleep(0.1)
-    started = time.monotonic()
+    started = stopwatch.now()
     ahead.stop()
-    assert time.monotonic() - started < THREADS
+    assert stopwatch.now() - started < THREADS
     hanging.set()

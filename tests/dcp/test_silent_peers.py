@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentAddress
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, shard
+from tests.stopwatch import Stopwatch
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(100)]
 SILENT, ABSENT = "0" * 11 + "5", "0" * 11 + "6"
@@ -69,7 +69,9 @@ def decision_of(*addresses: AgentAddress) -> SaveDecision:
     return SaveDecision(SAVE, "step-1", 1, nodes, tuple(range(len(nodes))), placement, lineage="a" * 16)
 
 
-def test_a_buddy_that_let_a_time_out_pass_is_not_asked_again(tmp_path: Path, silent: SilentPeer) -> None:
+def test_a_buddy_that_let_a_time_out_pass_is_not_asked_again(
+    tmp_path: Path, silent: SilentPeer, stopwatch: Stopwatch
+) -> None:
     """Its copy is missed after one time-out, and the shard is durable here."""
     store = LocalStore(tmp_path / "root")
     own = AgentAddress(store.node_id(), "127.0.0.1", 1, "token")
@@ -77,11 +79,11 @@ def test_a_buddy_that_let_a_time_out_pass_is_not_asked_again(tmp_path: Path, sil
     store.begin(decision.intent)
     planner = DefaultSavePlanner()
     planner.set_up_planner({"a": torch.ones(100_000)}, None, True)
-    started = time.monotonic()
+    started = stopwatch.now()
     shards = ShardWriter(store, "off")
     written = shards.write(planner.create_local_plan(), planner, decision, 0, stream_to_peers=True, durable=True)
     assert silent.asked == [f"PUT /v1/saves/{SAVE}/{shard(0)}"]
-    assert time.monotonic() - started < 2 * PROGRESS_TIMEOUT_S
+    assert stopwatch.now() - started < 2 * PROGRESS_TIMEOUT_S
     assert written.receipt.holders == (own.node_id,)
     assert SILENT in written.missed[0]
 
@@ -99,7 +101,9 @@ def test_a_peer_that_is_silent_when_a_load_begins_is_not_asked_again(tmp_path: P
     assert any(SILENT in place and "not reached" in place for place in survey.searched)
 
 
-def test_silent_nodes_of_the_load_and_of_the_book_cost_one_time_out(tmp_path: Path, silent: SilentPeer) -> None:
+def test_silent_nodes_of_the_load_and_of_the_book_cost_one_time_out(
+    tmp_path: Path, silent: SilentPeer, stopwatch: Stopwatch
+) -> None:
     """One takes part, one is only known from before; both drop what they are sent: the load waits once, and names both."""
     store = LocalStore(tmp_path / "root")
     checkpointed([store], 1, {shard(0): [0]}, copies=1)
@@ -108,9 +112,9 @@ def test_silent_nodes_of_the_load_and_of_the_book_cost_one_time_out(tmp_path: Pa
         absent = replace(SilentPeer(server).address, node_id=ABSENT)
         PeerBook(store.root_agent_directory()).learn([absent])
         Blackboard(board, 1, 2).post("load", {"checkpoint_id": "step-1", "node": post_of(silent.address).to_json()})
-        started = time.monotonic()
+        started = stopwatch.now()
         survey = meet(store, World(0, 2, Blackboard(board, 0, 2), "test"), "step-1")
-        assert time.monotonic() - started < PROGRESS_TIMEOUT_S + SURVEY_TIMEOUT_S - 0.5
+        assert stopwatch.now() - started < PROGRESS_TIMEOUT_S + SURVEY_TIMEOUT_S - 0.5
         server.shutdown(socket.SHUT_RDWR)
     assert [held.node_id for held in survey.holdings] == [store.node_id()]
     assert {

@@ -4,7 +4,6 @@ import errno
 import importlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +29,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from tests.multiprocess.context import Context
 from tests.multiprocess.node import Node
 from tests.multiprocess.steps_state import save_fails
+from tests.stopwatch import Stopwatch
 
 GROUP_WAIT = timedelta(seconds=12)
 PLACES: Mapping[str, tuple[Any, str]] = {
@@ -115,14 +115,14 @@ def load(context: Context, checkpoint_id: str, process_group: Any = None) -> lis
 
 def breaks(context: Context, place: str, error: str, rank: int, process_group: Any = None) -> dict[str, Any]:
     """`rank` meets `error` at `place`: what this rank catches, of which types, and how soon."""
-    started = time.monotonic()
+    stopwatch = Stopwatch()
     try:
         with failing(place, error, here=context.rank == rank):
             _run(context, place, process_group)
     except BaseException as exc:  # noqa: BLE001 - what is raised here is what is asked
         told = {at: type(found).__name__ for at, (found, _) in exc.failures.items()} if hasattr(exc, "failures") else {}
         return {
-            "seconds": time.monotonic() - started,
+            "seconds": stopwatch.stop(),
             "caught": type(exc).__name__,
             "told": told or {str(context.rank): type(exc).__name__},
             "text": str(exc),
@@ -156,9 +156,9 @@ def timed(context: Context, timed_step: str, arguments: dict[str, Any]) -> dict[
     """Another step, and how long it took."""
     module, _, function = timed_step.rpartition(".")
     run = getattr(importlib.import_module(f"tests.multiprocess.steps_{module}"), function)
-    started = time.monotonic()
+    stopwatch = Stopwatch()
     value = run(context, **arguments)
-    return {"value": value, "seconds": time.monotonic() - started}
+    return {"value": value, "seconds": stopwatch.stop()}
 
 
 def signal_agent(context: Context, node: int, number: int) -> None:

@@ -1,7 +1,6 @@
 """Steps: a rank raises in some phase of a save, and what everybody learns of it."""
 
 import dataclasses
-import time
 from typing import Any, NoReturn
 
 import torch.distributed.checkpoint as dcp
@@ -11,6 +10,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from tests.multiprocess.context import Context
 from tests.multiprocess.steps_state import build_all, failure
+from tests.stopwatch import Stopwatch
 
 
 class Unpicklable:
@@ -58,9 +58,9 @@ def save_breaks(
     """A save of other values in which `ranks` raise; returns what this rank learned, and how soon."""
     states = build_all(context, kinds, 777)
     planner = FailingPlanner(phase, fails_here=context.rank in ranks)
-    started = time.monotonic()
+    stopwatch = Stopwatch()
     try:
         dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=context.writer(**writer), planner=planner)
     except CheckpointException as exc:
-        return {"seconds": time.monotonic() - started, **failure(exc)}
+        return {"seconds": stopwatch.stop(), **failure(exc)}
     raise AssertionError("the save should have failed")

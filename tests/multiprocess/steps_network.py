@@ -1,7 +1,6 @@
 """Steps: a link goes down in the middle of a save or load, and comes back."""
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.multiprocess.context import Context
 from tests.multiprocess.network import Network
 from tests.multiprocess.steps_peers import pieces
 from tests.multiprocess.steps_state import failure, report_of
+from tests.stopwatch import Stopwatch
 
 
 def change(context: Context, network: str, how: str, nodes: list[int]) -> None:
@@ -40,13 +40,13 @@ def save_while_cut_off(
     name, _, times = point.partition("@")
     action = nth(int(times or 1) if context.rank == 0 else 0, lambda: getattr(Network(network), how)(*nodes))
     storage_writer = context.writer(**writer)
-    started = time.monotonic()
+    stopwatch = Stopwatch()
     try:
         with failpoints.arm(name, lambda _: action()):
             dcp.save(pieces(context.rank, count, 1), checkpoint_id=checkpoint_id, storage_writer=storage_writer)
     except CheckpointException as exc:
-        return {"seconds": time.monotonic() - started, **failure(exc)}
-    return {"seconds": time.monotonic() - started, "report": report_of(storage_writer.last_save)}
+        return {"seconds": stopwatch.stop(), **failure(exc)}
+    return {"seconds": stopwatch.stop(), "report": report_of(storage_writer.last_save)}
 
 
 def nth(times: int, action: Callable[[], None]) -> Callable[[], None]:

@@ -16,6 +16,7 @@ from tests.multiprocess.context import Context
 from tests.multiprocess.steps_loss import kill_agent_of
 from tests.multiprocess.steps_peers import pieces
 from tests.multiprocess.steps_state import OTHER_SEED, build_all, digests_of, failure, report_of
+from tests.stopwatch import Stopwatch
 
 Where = Mapping[str, Any]  # object_store and storage_options
 
@@ -24,9 +25,9 @@ def save(context: Context, checkpoint_id: str, count: int, where: Where, seed: i
     """Saves pieces of one MiB, so many of each rank; returns after how many seconds `dcp.save` did."""
     state = pieces(context.rank, count, seed)
     storage_writer = context.writer(**where, **writer)
-    started = time.monotonic()
+    stopwatch = Stopwatch()
     dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=storage_writer)
-    return time.monotonic() - started
+    return stopwatch.stop()
 
 
 def wait(context: Context, where: Where, timeout_s: float = 60.0, **writer: Any) -> list[str]:
@@ -36,11 +37,11 @@ def wait(context: Context, where: Where, timeout_s: float = 60.0, **writer: Any)
 
 def wait_fails(context: Context, where: Where, timeout_s: float, **writer: Any) -> dict[str, Any]:
     """`wait` must fail: how, and after how many seconds."""
-    started = time.monotonic()
+    stopwatch = Stopwatch()
     try:
         context.writer(**where, **writer).wait(timeout_s)
     except UploadFailed as exc:
-        return {"seconds": time.monotonic() - started, **failure(exc)}
+        return {"seconds": stopwatch.stop(), **failure(exc)}
     raise AssertionError("wait should have failed")
 
 

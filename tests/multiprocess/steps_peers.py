@@ -15,6 +15,7 @@ from replicated_ckpt import failpoints
 from tests.multiprocess.context import Context
 from tests.multiprocess.processes import agent_of
 from tests.multiprocess.steps_state import failure, report_of
+from tests.stopwatch import Stopwatch
 
 PIECE_ELEMENTS = 1 << 18  # one MiB of float32
 AGENT_LOG_WAIT_S = 0.05
@@ -47,15 +48,15 @@ def save_while_an_agent_fails(
 ) -> dict[str, Any]:
     """Saves pieces; the agent of node `victim` gets SIGKILL or SIGSTOP in the middle. Says how it went on this rank."""
     planner = SignallingPlanner(context, victim, getattr(signal, how), count)
-    started = time.monotonic()
+    stopwatch = Stopwatch()
     storage_writer = context.writer(**writer)
     try:
         dcp.save(
             pieces(context.rank, count, 1), checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner
         )
     except CheckpointException as exc:
-        return {"seconds": time.monotonic() - started, **failure(exc)}
-    return {"seconds": time.monotonic() - started, "report": report_of(storage_writer.last_save)}
+        return {"seconds": stopwatch.stop(), **failure(exc)}
+    return {"seconds": stopwatch.stop(), "report": report_of(storage_writer.last_save)}
 
 
 def let_go_on(context: Context, victim: int) -> None:

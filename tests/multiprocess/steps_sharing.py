@@ -20,6 +20,7 @@ from replicated_ckpt.stores.node_cache import patience
 from tests.multiprocess.context import Context
 from tests.multiprocess.steps_peers import pieces
 from tests.multiprocess.steps_state import failure, report_of
+from tests.stopwatch import Stopwatch
 
 STOPPED_MAX_S = 60.0
 
@@ -27,16 +28,17 @@ STOPPED_MAX_S = 60.0
 class TimedReader(ReplicatedReader):
     """Takes the time of what a rank reads by itself, before DCP has all ranks wait for each other."""
 
-    seconds = 0.0
+    seconds = elapsed_s = 0.0
+    """Without the time in which this rank, or the machine, stood still; and with it."""
     note: Path | None = None
     """Made once it has read, if a rank waits for that."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        started = time.monotonic()
+        started, stopwatch = time.monotonic(), Stopwatch()
         try:
             return super().read_data(plan, planner)
         finally:
-            self.seconds = time.monotonic() - started
+            self.seconds, self.elapsed_s = stopwatch.stop(), time.monotonic() - started
             if self.note is not None:
                 self.note.touch()
 
@@ -106,4 +108,5 @@ def load_with_trouble(
         "same": [torch.equal(found[name], wanted[name]) for name in wanted],
         "report": report_of(reader.last_load),
         "seconds": reader.seconds,
+        "elapsed_s": reader.elapsed_s,
     }

@@ -1,7 +1,6 @@
 """Steps: save a state, load one, and say what came of it."""
 
 import dataclasses
-import time
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
 from tests.multiprocess.states import State, build
+from tests.stopwatch import Stopwatch
 
 OTHER_SEED = 90_000  # what a state holds before it is loaded differs everywhere from what was saved
 
@@ -77,21 +77,21 @@ def load_integers(context: Context, sizes: dict[str, int], checkpoint_id: str, k
 
 def load_fails(context: Context, kinds: list[str], checkpoint_id: str) -> dict[str, Any]:
     """Loads, must fail, and returns how: on which ranks, with which error, after how long."""
-    started = time.monotonic()
+    stopwatch = Stopwatch()
     try:
         load(context, kinds, checkpoint_id)
     except (CheckpointException, ReplicatedCkptError) as exc:
-        return {"seconds": time.monotonic() - started, **failure(exc)}
+        return {"seconds": stopwatch.stop(), **failure(exc)}
     raise AssertionError("the load should have failed")
 
 
 def save_fails(context: Context, kinds: list[str], checkpoint_id: str, seed: int = 0, **writer: Any) -> dict[str, Any]:
     """Saves, must fail, and returns how."""
-    started = time.monotonic()
+    stopwatch = Stopwatch()
     try:
         save(context, kinds, checkpoint_id, seed, **writer)
     except (CheckpointException, ReplicatedCkptError) as exc:
-        return {"seconds": time.monotonic() - started, **failure(exc)}
+        return {"seconds": stopwatch.stop(), **failure(exc)}
     raise AssertionError("the save should have failed")
 
 

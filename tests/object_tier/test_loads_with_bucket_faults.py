@@ -1,6 +1,5 @@
 """Loads from a bucket that refuses, breaks, bends or hangs: the bytes that were saved, or an error that says why not."""
 
-import time
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from tests.marks import mark_long
 from tests.multiprocess.cluster import call
 from tests.object_tier.conftest import SiteOf
 from tests.object_tier.sites import Site
+from tests.stopwatch import Stopwatch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(240)]
 
@@ -59,16 +59,16 @@ def test_throttled_for_seconds(moto: Server, site_of: SiteOf) -> None:
 
 
 @pytest.mark.long
-def test_a_bucket_that_is_away_is_not_needed(moto: Server, site_of: SiteOf) -> None:
+def test_a_bucket_that_is_away_is_not_needed(moto: Server, site_of: SiteOf, stopwatch: Stopwatch) -> None:
     """Refusing or silent: the nodes have it all, the load takes seconds more, the report is clean."""
     site = site_of(moto, 2)
     saved(site)
     for how, within_s in (("refuse", 10), ("hang", 18)):
         site.faulty.away(how)  # type: ignore[arg-type]
-        started = time.monotonic()
+        started = stopwatch.now()
         found = site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1]).of(0)
         assert all(value["same"] and value["report"]["checkpoint_id"] == "step-2" for value in found)
-        assert time.monotonic() - started < within_s
+        assert stopwatch.now() - started < within_s
         site.faulty.back()
 
 

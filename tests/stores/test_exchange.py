@@ -19,6 +19,7 @@ from replicated_ckpt.stores.node_cache import exchange as exchanges
 from replicated_ckpt.stores.node_cache import patience
 from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherRankCache, RankCache
 from replicated_ckpt.stores.node_cache.exchange import Exchange, Found
+from tests.stopwatch import Stopwatch
 from tests.stores.exchange_worlds import Outcome, World, opened, search, worlds
 
 SLOT = 1 << 12
@@ -176,20 +177,20 @@ def test_a_piece_is_waited_for_and_then_taken(pair: Pair) -> None:
     assert first.slot_awaits(SLOTS) == []
 
 
-def test_a_rank_that_leaves_is_waited_for_no_more(pair: Pair) -> None:
+def test_a_rank_that_leaves_is_waited_for_no_more(pair: Pair, stopwatch: Stopwatch) -> None:
     """What it had put is taken; what it had not is fetched by the others; its own share of the slots is free."""
     first, second = pair.exchanges
     first.put(0, piece(0))
     first.release(pair.units[0])
     first.leave()
     assert second.take(pair.units[0]) == piece(0)
-    started = time.monotonic()
+    started = stopwatch.now()
     assert second.take(pair.units[2]) is None
     for number in range(SLOTS):
         second.put(number, piece(number))
         second.release(pair.units[2 * number + 1])
     assert second.wait_for_slot(SLOTS, lambda: False)
-    assert time.monotonic() - started < ALIVE
+    assert stopwatch.now() - started < ALIVE
 
 
 @pytest.fixture
@@ -203,10 +204,10 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.fault
-def test_a_rank_without_room_gives_nothing(full_disk: Path) -> None:
+def test_a_rank_without_room_gives_nothing(full_disk: Path, stopwatch: Stopwatch) -> None:
     """On a full disk its pieces are its own affair, and no rank waits for them; it takes those of the others."""
     made = Pair(full_disk, [0, 1])
-    started = time.monotonic()
+    started = stopwatch.now()
     first, second = made.exchanges
     second.begin()
     first.begin()
@@ -215,23 +216,23 @@ def test_a_rank_without_room_gives_nothing(full_disk: Path) -> None:
     second.put(0, piece(0))
     assert first.unit_of(made.units[1].window.cell) is made.units[1]
     assert first.take(made.units[1]) == piece(0)
-    assert time.monotonic() - started < ALIVE
+    assert stopwatch.now() - started < ALIVE
     made.close()
 
 
-def test_a_rank_whose_cache_cannot_be_opened_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_rank_whose_cache_cannot_be_opened_is_not_waited_for(tmp_path: Path, stopwatch: Stopwatch) -> None:
     """It is not seen, and it is told that nothing is taken from it: so it does not wait either."""
     made = Pair(tmp_path, [0, 1] * (SLOTS + 1))
     blind = Exchange(0, made.caches[0], {}, made.units)
     blind.begin()
     made.exchanges[1].begin()
-    started = time.monotonic()
+    started = stopwatch.now()
     assert blind.take(made.units[1]) is None
     assert blind.wait_for_slot(SLOTS, lambda: blind.slot_awaits(SLOTS) == [0]) is False
     assert made.exchanges[1]._has_passed(0, SLOTS)
     made.exchanges[1].leave()
     made.exchanges[1].wait_until_opened()
-    assert time.monotonic() - started < ALIVE
+    assert stopwatch.now() - started < ALIVE
     made.close()
 
 
@@ -265,44 +266,46 @@ class Remote:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_rank_that_was_killed_costs_nearly_nothing(tmp_path: Path) -> None:
+def test_a_rank_that_was_killed_costs_nearly_nothing(tmp_path: Path, stopwatch: Stopwatch) -> None:
     """Its lock is free. What it had put is taken, and nothing else is waited for, neither as fetcher nor as taker."""
     remote = Remote(tmp_path, 1, [1, 1, 1, *[0] * (SLOTS + 2)])
     remote.process.kill()
     remote.process.wait()
-    started = time.monotonic()
+    began, started = time.monotonic(), stopwatch.now()
     assert remote.exchange.take(remote.units[0]) == piece(0)
     assert remote.exchange.take(remote.units[1]) is None
-    assert QUIET_S / 2 < time.monotonic() - started < QUIET_S + ALIVE
-    again = time.monotonic()
+    assert time.monotonic() - began > QUIET_S / 2
+    assert stopwatch.now() - started < QUIET_S + ALIVE
+    again = stopwatch.now()
     assert remote.exchange.take(remote.units[2]) is None
     for number in range(SLOTS + 1):
         assert remote.exchange.wait_for_slot(number, lambda: False)
         remote.exchange.release(remote.units[3 + number])
     remote.exchange.leave()
     remote.exchange.wait_until_opened()
-    assert time.monotonic() - again < ALIVE
+    assert stopwatch.now() - again < ALIVE
     remote.close()
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_rank_that_hangs_costs_one_time_out_in_all(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_costs_one_time_out_in_all(tmp_path: Path, stopwatch: Stopwatch) -> None:
     """Stopped, it is waited for once, for the patience of the load: not for each piece, slot or rank. Then it may go on."""
     remote = Remote(tmp_path, 0, [1, 1, *[0] * (SLOTS + 2)])
     remote.process.send_signal(signal.SIGSTOP)
-    started = time.monotonic()
+    began, started = time.monotonic(), stopwatch.now()
     waiting = threading.Thread(target=remote.exchange.wait_for_slot, args=(SLOTS, lambda: False))
     remote.exchange.release(remote.units[2])
     waiting.start()
     assert remote.exchange.find(remote.units[0]) is Found.NOT_YET
     assert remote.exchange.take(remote.units[0]) is None
     waiting.join()
-    assert PATIENCE_S - 0.1 < time.monotonic() - started < PATIENCE_S + QUIET_S + ALIVE
-    again = time.monotonic()
+    assert time.monotonic() - began > PATIENCE_S - 0.1
+    assert stopwatch.now() - started < PATIENCE_S + QUIET_S + ALIVE
+    again = stopwatch.now()
     assert remote.exchange.take(remote.units[1]) is None
     assert remote.exchange._patience.is_over
     assert remote.cache.board.count_passed(1) > SLOTS
-    assert time.monotonic() - again < ALIVE
+    assert stopwatch.now() - again < ALIVE
     remote.process.send_signal(signal.SIGCONT)
     remote.close()
 
@@ -323,16 +326,17 @@ def test_a_rank_that_works_slowly_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_ranks_that_wait_for_each_other_let_go(tmp_path: Path) -> None:
+def test_ranks_that_wait_for_each_other_let_go(tmp_path: Path, stopwatch: Stopwatch) -> None:
     """If there were a circle after all it would cost one time-out: a rank is as fresh as what it waits for, no fresher."""
     made = Pair(tmp_path, [0, 1])
     for exchange in made.exchanges:
         exchange.begin()
-    started = time.monotonic()
+    began, started = time.monotonic(), stopwatch.now()
     threads = [threading.Thread(target=made.exchanges[rank].take, args=(made.units[1 - rank],)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(3 * PATIENCE_S)
-    assert PATIENCE_S - 0.1 < time.monotonic() - started < PATIENCE_S + QUIET_S + ALIVE
+    assert time.monotonic() - began > PATIENCE_S - 0.1
+    assert stopwatch.now() - started < PATIENCE_S + QUIET_S + ALIVE
     made.close()
