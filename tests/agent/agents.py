@@ -26,6 +26,9 @@ from tests.multiprocess.zygote import the_light_zygote
 
 T = TypeVar("T")
 HOME = Path(__file__).resolve().parents[2]
+START_S = 60.0
+ANSWER_S = 30.0
+"""An agent answers within so long, on a machine that stood still for seconds, too."""
 
 
 @dataclass
@@ -36,11 +39,11 @@ class RunningAgent:
     process: Forked
     endpoint: Endpoint
 
-    def client(self, timeout_s: float = 5.0) -> AgentClient:
+    def client(self, timeout_s: float = ANSWER_S) -> AgentClient:
         """As the agent's own user has it, who may ask for everything."""
         return AgentClient(self.endpoint.local_address(), timeout_s)
 
-    def peer(self, timeout_s: float = 5.0) -> AgentClient:
+    def peer(self, timeout_s: float = ANSWER_S) -> AgentClient:
         """As another node has it."""
         return AgentClient(self.endpoint.address(), timeout_s)
 
@@ -65,7 +68,7 @@ def running_agent(root: Path, *arguments: str) -> Iterator[RunningAgent]:
         forker = the_light_zygote().path
         process = Forked(forker, "agent", arguments, command=command, environment=environment, output=log.fileno())
     try:
-        endpoint = wait_for(lambda: _endpoint(root, process), 20, f"agent of {root}")
+        endpoint = wait_for(lambda: _endpoint(root, process), START_S, f"agent of {root}")
         yield RunningAgent(root, process, endpoint)
     finally:
         if process.poll() is None:
@@ -101,4 +104,4 @@ def stop_agent(root: Path) -> None:
     if endpoint is not None:
         with AgentClient(endpoint.local_address()) as client:
             client.call("POST", "/v1/shutdown")
-        wait_for(lambda: not is_running(endpoint.pid), 20, "the end of the agent")
+        wait_for(lambda: not is_running(endpoint.pid), START_S, "the end of the agent")

@@ -30,8 +30,8 @@ from tests.multiprocess.zygote import the_light_zygote
 
 __all__ = ["Attempt", "Call", "Cluster", "Digests", "Launcher", "Node", "Results", "call"]
 
-AGENT_START_S = 20.0
-AGENT_STOP_S = 10.0
+AGENT_START_S = 60.0
+AGENT_STOP_S = 30.0
 
 
 @dataclass
