@@ -68,7 +68,8 @@ def test_a_save_says_which_node_runs_what(tmp_path: Path) -> None:
     """The agent of one node is newer: every rank raises the same error, and nothing of the save is left."""
     with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
         with agent_of(cluster.nodes[1].root, NEWER) as newer:
-            attempt = cluster.attempt([call("state.save", kinds=["plain"], checkpoint_id="step-1")], nodes=[0, 1])
+            save = call("state.save", kinds=["plain"], checkpoint_id="step-1")
+            attempt = cluster.attempt([save], nodes=[0, 1], grace_s=30.0)
         assert attempt.codes == [1, 1]
         for said in attempt.failures:
             assert f"The agent of node {newer.node_id} on " in said

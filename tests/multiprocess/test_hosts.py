@@ -75,7 +75,7 @@ def test_an_address_of_another_node_is_named(hosts: Hosts, first: str | None, se
     if first:
         hosts.cluster.nodes[0].environment[HOST_ENV] = first
     hosts.cluster.nodes[1].environment[HOST_ENV] = second
-    attempt = hosts.cluster.attempt([SAVE], nodes=[0, 1])
+    attempt = hosts.cluster.attempt([SAVE], nodes=[0, 1], grace_s=30.0)
     for said in attempt.failures:
         assert "Another agent than that of node " in said
         assert f"{second}:{PORT} comes from {HOST_ENV} on host-1." in said
