@@ -365,9 +365,9 @@ def test_it_leaves_when_nobody_needs_it(tmp_path: Path) -> None:
     """Without a client it leaves after the idle time; with one it stays."""
     with running_agent(tmp_path / "a", "--idle-exit-s", "0.5") as agent:
         assert agent.process.wait(10) == 0
+    lock = client_lock(LocalStore(tmp_path / "b").agent_directory())
+    assert lock is not None
     with running_agent(tmp_path / "b", "--idle-exit-s", "0.5") as agent:
-        lock = client_lock(agent.root / ".agent")
-        assert lock is not None
         time.sleep(2)
         assert agent.process.poll() is None
         lock.release()
