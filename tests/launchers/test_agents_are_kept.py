@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from tests.agent.checkpoints import findings
 from tests.launchers.test_launchers import LAUNCHERS, containers, pods
 from tests.multiprocess.cluster import call
 from tests.multiprocess.hosts import Hosts, hosts_of, why_no_hosts
-from tests.multiprocess.launch import base_environment, inside
+from tests.multiprocess.launch import Results, base_environment, inside
 from tests.multiprocess.node import Node
 from tests.multiprocess.processes import end
 
@@ -156,30 +158,24 @@ def test_an_agent_that_ends_is_taken_up_by_the_next_start(by: str) -> None:
     with kept_agents(KEEPERS[by]()) as (hosts, (first, second)):
         cluster, told = hosts.cluster, hosts.cluster.base / "told"
         ports = [port_of(node) for node in cluster.nodes]
-        results: list[Any] = []
         saves = [call("cycles.save_until", told=str(told))]
-        ranks = threading.Thread(
-            target=lambda: results.append(cluster.launch(saves, nodes=[0, 1], timeout_s=4 * WITHIN_S))
-        )
-        ranks.start()
-        try:
-            await_saves(cluster.nodes, ranks)
-            second.kill()
-            second.process.wait()
-            await_saves(
-                cluster.nodes, ranks
-            )  # with an agent that a rank has started, if the launcher's is not back yet
-            second.wait_until_it_serves()
-            await_saves(cluster.nodes, ranks)
-            assert first.stop() == 0
-            await_saves(cluster.nodes, ranks)
-            first.wait_until_it_serves()
-            await_saves(cluster.nodes, ranks)
-        finally:
-            told.touch()
-            ranks.join()
-            print(*(failure for result in results for done in result.of(0) for failure in done["failed"]), sep="\n")  # noqa: T201
-        done, other = results[0].of(0)
+        with ThreadPoolExecutor(1) as thread:
+            ranks = thread.submit(cluster.launch, saves, nodes=[0, 1], timeout_s=4 * WITHIN_S)
+            try:
+                await_saves(cluster.nodes, ranks)
+                second.kill()
+                second.process.wait()
+                await_saves(cluster.nodes, ranks)  # with an agent of a rank's, if the launcher's is not back yet
+                second.wait_until_it_serves()
+                await_saves(cluster.nodes, ranks)
+                assert first.stop() == 0
+                await_saves(cluster.nodes, ranks)
+                first.wait_until_it_serves()
+                await_saves(cluster.nodes, ranks)
+            finally:
+                told.touch()
+                done, other = ranks.result().of(0)
+                print(*done["failed"], *other["failed"], sep="\n")  # noqa: T201
         assert done["saved"] == other["saved"]
         assert len(done["failed"]) <= 2, "more than the saves in which an agent ended"
         assert [port_of(node) for node in cluster.nodes] == ports
@@ -202,14 +198,27 @@ def port_of(node: Node) -> int:
     return endpoint.port
 
 
-def await_saves(nodes: Sequence[Node], ranks: threading.Thread, more: int = 3) -> None:
-    """Until so many further checkpoints are on every host. Ranks that have ended, as one failed, make none."""
+def await_saves(nodes: Sequence[Node], ranks: "Future[Results]", more: int = 3) -> None:
+    """Until so many further checkpoints are on every host. Ranks that end before fail the test with what ended them."""
     before = [len(list(node.disk.glob("step-*/.metadata"))) for node in nodes]
     deadline = time.monotonic() + WITHIN_S
     while any(len(list(n.disk.glob("step-*/.metadata"))) < b + more for n, b in zip(nodes, before, strict=True)):
-        assert ranks.is_alive(), "the ranks have ended; how is in their thread's traceback"
+        if ranks.done():
+            pytest.fail(f"the ranks ended by themselves, with {ranks.result().of(0)}")
         assert time.monotonic() < deadline, f"no {more} saves within {WITHIN_S} s"
         time.sleep(0.1)
+
+
+def test_ranks_that_have_ended_are_waited_for_no_longer(tmp_path: Path) -> None:
+    """Their own failure is raised at once, with their output; and ranks that ended well too early say what they did."""
+    failed, ended = Future[Results](), Future[Results]()
+    failed.set_exception(AssertionError("rank 1 exited with -9"))
+    ended.set_result(Results([[{"saved": [1]}]], [[[]]]))
+    node: Any = SimpleNamespace(disk=tmp_path)
+    with pytest.raises(AssertionError, match="rank 1 exited with -9"):
+        await_saves([node], failed)
+    with pytest.raises(pytest.fail.Exception, match=r"ended by themselves, with \[{'saved': \[1\]}\]"):
+        await_saves([node], ended)
 
 
 @pytest.mark.parametrize("manifest", [DAEMON_SET, SIDE_CAR])
