@@ -74,7 +74,7 @@ bench-bucket: $(STAMP)
 bench-planning: $(STAMP)
 	@$(BIN)/python -m benchmarks.planning $(ARGS)
 
-# torchtitan 0.3 wants datasets before 4.8, and those an older fsspec than the one that is pinned.
+# The extra wants an older fsspec and s3fs than those that are pinned.
 frameworks: $(STAMP)
 	@grep -vE '^(fsspec|s3fs)==' $(VENV)/constraints.txt > $(VENV)/constraints-frameworks.txt
 	@$(BIN)/pip install --quiet -c $(VENV)/constraints-frameworks.txt -e '.[frameworks,s3]'
