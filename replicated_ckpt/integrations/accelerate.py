@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.layout import LATEST
@@ -49,6 +50,11 @@ class PreparedLoader(ReplayedLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.loader.iteration = state_dict["epoch"]
+
+    def _resume(self) -> Iterator[Any]:
+        """Accelerate makes the loader's own iterator when it is asked for the first batch."""
+        batches = super()._resume()
+        return chain(list(islice(batches, 1)), batches)
 
     def skip(self, batches: int) -> Iterable[Any]:
         """What is left of an epoch behind so many batches. What a load has said to be yielded is not skipped again."""
@@ -118,8 +124,18 @@ class ReplicatedAccelerator(Accelerator):
         self._loaders: list[PreparedLoader] = []
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerator's; the loader can say where it stands."""
-        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        """As Accelerator's; the loader can say where it stands.
+
+        `use_stateful_dataloader` holds for data sets with a state. Of another one torchdata counts what was read, and does
+        not know what Accelerate's samplers and the workers drew: it would go on with other batches.
+        """
+        config, has_state = self.dataloader_config, isinstance(data_loader.dataset, Stateful)
+        is_wanted = config.use_stateful_dataloader
+        config.use_stateful_dataloader = is_wanted and has_state
+        try:
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        finally:
+            config.use_stateful_dataloader = is_wanted
         if isinstance(prepared, PreparedLoader):
             return prepared
         self._loaders.append(PreparedLoader(prepared))

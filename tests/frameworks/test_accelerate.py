@@ -1,12 +1,12 @@
 """Accelerate with our Accelerator: killed in the middle with a node lost, it ends as an undisturbed run, bit for bit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from replicated_ckpt.errors import ConfigInvalid
 from tests.frameworks.jobs import Job, check_same, preempt, raise_in_a_step, run_both
@@ -15,28 +15,53 @@ from tests.frameworks.running import require
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
 
 
-def prepared(root: Path) -> tuple[Any, Any]:
+class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """What it is asked for, and a number that its worker draws."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor(index), torch.rand(())
+
+
+def prepared(root: Path, *, is_stateful: bool, data: Dataset[Any] | None = None) -> tuple[Any, Any]:
+    from accelerate.utils import DataLoaderConfiguration
+
     from replicated_ckpt.integrations.accelerate import ReplicatedAccelerator
 
     torch.manual_seed(4)
-    accelerator = ReplicatedAccelerator(cpu=True, replicated_root=root, writer_options={"copies": 1})
-    data = TensorDataset(torch.arange(12))
-    return accelerator, accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
+    config = DataLoaderConfiguration(use_stateful_dataloader=is_stateful)
+    options = {"replicated_root": root, "writer_options": {"copies": 1}, "dataloader_config": config}
+    accelerator = ReplicatedAccelerator(cpu=True, **options)
+    loader = DataLoader(data or Noisy(), batch_size=2, shuffle=data is None, num_workers=1)
+    return accelerator, accelerator.prepare(loader)
 
 
+def numbers(batch: Any) -> list[list[float]]:
+    """And a number of the process's own, as dropout draws it."""
+    return [*(each.tolist() for each in batch), [torch.rand(()).item()]]
+
+
+@pytest.mark.parametrize("is_stateful", [False, True])
 @pytest.mark.parametrize("at", [2, 6, 8])
-def test_nothing_is_skipped_twice(tmp_path: Path, at: int) -> None:
-    """With the usual idiom each batch of three epochs is read once, wherever it was saved; a wrong number is refused."""
+def test_nothing_is_skipped_twice(tmp_path: Path, at: int, is_stateful: bool) -> None:
+    """With the usual idiom each batch of three epochs is read once, wherever it was saved; a wrong number is refused.
+
+    With `use_stateful_dataloader`, too, in the same order, and with what its workers draw.
+    """
     require("accelerate")
-    accelerator, loader = prepared(tmp_path)
+    if is_stateful:
+        require("torchdata")
+    accelerator, loader = prepared(tmp_path, is_stateful=is_stateful)
     undisturbed = []
     for epoch in range(3):
         loader.set_epoch(epoch)
-        for (batch,) in accelerator.skip_first_batches(loader, 0):
-            undisturbed.append(batch.tolist())
+        for batch in accelerator.skip_first_batches(loader, 0):
+            undisturbed.append(numbers(batch))
             if len(undisturbed) == at:
                 accelerator.save_state("checkpoint-1")
-    accelerator, loader = prepared(tmp_path)
+    accelerator, loader = prepared(tmp_path, is_stateful=is_stateful)
     assert accelerator.load_state() == "checkpoint-1"
     epoch, skipped = divmod(at - 1, 6)
     if at != 6:
@@ -45,10 +70,44 @@ def test_nothing_is_skipped_twice(tmp_path: Path, at: int) -> None:
     again: list[Any] = []
     for now in range(epoch, 3):
         loader.set_epoch(now)
-        again += [
-            batch.tolist() for (batch,) in accelerator.skip_first_batches(loader, skipped + 1 if now == epoch else 0)
-        ]
+        left = accelerator.skip_first_batches(loader, skipped + 1 if now == epoch else 0)
+        again += [numbers(batch) for batch in left]
     assert again == undisturbed[at:]
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """It says where it stands."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < 12:
+            self.at += 1
+            yield torch.tensor(self.at)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.at = state_dict["at"]
+
+
+def test_a_data_set_with_a_state_goes_on_by_that(tmp_path: Path) -> None:
+    """With `use_stateful_dataloader` nothing is read again, and what the process draws meanwhile is the same."""
+    require("accelerate")
+    require("torchdata")
+
+    accelerator, loader = prepared(tmp_path, is_stateful=True, data=Stream())
+    undisturbed = []
+    for batch in loader:
+        undisturbed.append(numbers([batch]))
+        if len(undisturbed) == 3:
+            accelerator.save_state("one")
+    accelerator, loader = prepared(tmp_path, is_stateful=True, data=Stream())
+    assert accelerator.load_state() == "one"
+    assert [numbers([batch]) for batch in loader] == undisturbed[3:]
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class ReplayedLoader(Stateful):
             restore_random(now)
             yield from self._yield_from(self._begin())
             return
-        batches = iter(self.loader) if "loader" in loaded else self._replay()
+        batches = self._resume() if "loader" in loaded else self._replay()
         self._set_own(loaded["generators"])
         restore_random(now)
         yield from self._yield_from(batches)
@@ -114,6 +114,10 @@ class ReplayedLoader(Stateful):
         if self.asks_for_more and loaded["start"] and not self._is_exhausted and self._generators():
             for _ in self._replay():
                 pass
+
+    def _resume(self) -> Iterator[Any]:
+        """The iterator of a loader that says itself where it stands; it has drawn what it draws when it is made."""
+        return iter(self.loader)
 
     def _replay(self) -> Iterator[Any]:
         """The epoch's iterator behind the batches that were yielded."""
