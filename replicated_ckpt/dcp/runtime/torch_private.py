@@ -136,7 +136,8 @@ def follow_step(exchange: Callable[[Collectives, Any], Any]) -> bool:
     """Has the DCP call under way do `exchange(collectives, value)` where its ranks learn how it ended; False: none is.
 
     Called by a storage writer while it writes, and by a reader while it plans: then a rank that fails before it reads takes
-    part in the same exchange. The wrapper is of this one call of DCP, so nothing has to be put back. Seen on torch 2.15.
+    part in the same exchange. The wrapper is of this one call of DCP, so nothing has to be put back. Seen on torch 2.7,
+    2.13 and 2.15.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the documented CPython call for it
     while frame is not None:
