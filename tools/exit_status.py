@@ -25,6 +25,7 @@ VARIANTS = {
     "stock, not destroyed": ("stock",),
     "stock and a group in a variable, destroyed": ("stock", "group", "destroy"),
     "manager, closed and destroyed": ("manager", "close", "destroy"),
+    "manager, destroyed and closed after it": ("manager", "destroy", "close late"),
     "manager, not closed, destroyed": ("manager", "destroy"),
     "manager, closed, not destroyed": ("manager", "close"),
     "manager, closed with a save in flight, destroyed": ("manager", "in flight", "close", "destroy"),
@@ -64,6 +65,8 @@ def be_rank(rank: int, steps: tuple[str, ...], root: Path, run: int) -> None:
     if "destroy" in steps:
         dist.barrier()
         dist.destroy_process_group()
+    if "close late" in steps:
+        HELD[-1].close()
     (root / f"threads-{run}-{rank}").write_text(str(count_threads()))
 
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter, Retention
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, borrow_group
+from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.errors import ReplicatedCkptError
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
@@ -73,22 +74,37 @@ def delete_steps(context: Context, steps: list[int]) -> list[Any]:
         return [[manager.delete(step) for step in steps], list(manager.all_steps())]
 
 
-def count_threads_of_gloo(context: Context) -> dict[str, int]:
-    """Before managers are closed, and after `destroy_process_group`, while the managers are still in reach."""
+def count_threads_of_gloo(context: Context, closes_late: bool) -> dict[str, int]:
+    """Before process groups are destroyed, after that, and after managers were closed, while those are still in reach.
+
+    Managers are closed before `destroy_process_group`, or after it.
+    """
 
     def count() -> int:
         return sum(path.read_text().startswith("pt_gloo") for path in Path("/proc/self/task").glob("*/comm"))
 
-    managers = [CheckpointManager(context.root) for _ in range(2)]
-    for step, manager in enumerate(managers):
+    def close_all() -> None:
+        for manager in managers:
+            manager.close()
+
+    managers: list[CheckpointManager | NamedCheckpoints] = []
+    for step in range(2):
+        manager = CheckpointManager(context.root)
         manager.async_save(step, {"w": torch.ones(64)})
         assert manager.latest_step() == step
-    before = count()
-    for manager in managers:
-        manager.close()
+        managers.append(manager)
+    named = NamedCheckpoints(context.root)
+    named.save_later("named", {"w": torch.ones(64)}).result()
+    managers.append(named)
+    found = {"before": count()}
+    if not closes_late:
+        close_all()
     dist.barrier()
     dist.destroy_process_group()
-    found = {"before": before, "after": count()}
+    found["destroyed"] = count()
+    if closes_late:
+        close_all()
+    found["after"] = count()
     managers.clear()
     return found
 

@@ -8,6 +8,7 @@ import pytest
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from tests.agent.agents import wait_for
+from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
 
@@ -150,10 +151,16 @@ def test_an_unexpected_error_reaches_all_that_agree(cluster_of: ClusterOf) -> No
     assert own == "OSError: it breaks on purpose"
 
 
-def test_closed_managers_keep_no_process_group_alive(cluster_of: ClusterOf) -> None:
-    """Threads of gloo that outlive the interpreter abort the process: after `destroy_process_group` there are none."""
-    for found in cluster_of(2).launch([call("saving.count_threads_of_gloo")], nodes=[0, 1]).of(0):
-        assert found["before"] > 4
+@pytest.mark.parametrize("closes_late", mark_long([False, True], keep=[False]))
+def test_closed_managers_keep_no_process_group_alive(cluster_of: ClusterOf, closes_late: bool) -> None:
+    """Threads of gloo that outlive the interpreter abort the process: after `destroy_process_group` there are none.
+
+    A manager, or what an integration holds, may also be closed once the program has destroyed the groups.
+    """
+    counting = call("saving.count_threads_of_gloo", closes_late=closes_late)
+    for found in cluster_of(2).launch([counting], nodes=[0, 1]).of(0):
+        assert found["before"] > 6
+        assert (found["destroyed"] > 0) == closes_late
         assert found["after"] == 0
 
 
