@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from replicated_ckpt.agent.start import launch
 from tests.multiprocess.forked import spawner
-from tests.multiprocess.processes import end, processes_of
+from tests.multiprocess.processes import end, processes_of, wait_until_gone
 from tests.multiprocess.zygote import stop_the_zygotes, the_light_zygote
 from tests.stopwatch import Stopwatch
 
@@ -48,6 +48,7 @@ LONGEST = (
     "multiprocess/test_examples.py",
 )
 """Files that take longest, in `make test`, the longest first. Then come those that wait for processes, then all others."""
+IDLE_AGENTS_WITHIN_S = 15.0
 WAITING = (
     "agent/test_hand_over.py",
     "object_tier/test_bucket_faults.py",
@@ -84,13 +85,19 @@ def agents_are_forked() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_agent_survives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fails the suite if an agent of one of its stores still runs at its end; ends what forked its ranks and agents."""
+    """Fails the suite if an agent of one of its stores still runs at its end; ends what forked its ranks and agents.
+
+    One that was started to leave once it is idle may take its seconds.
+    """
     yield
     stop_the_zygotes()
     base = f"{tmp_path_factory.getbasetemp()}{os.sep}"
-    agents = [pid for pid in processes_of(base) if b"replicated_ckpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    end(agents)
-    assert not agents, f"agents {agents} of stores under {base} outlived the tests that started them"
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(base)}
+    agents = {pid: command for pid, command in commands.items() if b"replicated_ckpt" in command}
+    left = wait_until_gone(list(agents), IDLE_AGENTS_WITHIN_S)
+    end(left)
+    told = [agents[pid] for pid in left]
+    assert not left, f"agents of stores under {base} outlived the tests that started them: {told}"
 
 
 @pytest.fixture
