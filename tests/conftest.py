@@ -48,7 +48,9 @@ LONGEST = (
     "multiprocess/test_examples.py",
 )
 """Files that take longest, in `make test`, the longest first. Then come those that wait for processes, then all others."""
+
 IDLE_AGENTS_WITHIN_S = 15.0
+
 WAITING = (
     "agent/test_hand_over.py",
     "object_tier/test_bucket_faults.py",

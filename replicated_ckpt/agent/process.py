@@ -166,7 +166,7 @@ class Agent:
         is_told = self._stopping.is_set()
         self._stopping.set()
         if is_told:
-            self._drain(time.monotonic())
+            self._drain()
         self._greeter.say_goodbye()
         server.shutdown()
         server.server_close()  # else a client that connects now, a peer that leaves too, waits for an answer in vain
@@ -177,9 +177,10 @@ class Agent:
         self._scrubber.join()
         self._uploader.join()
 
-    def _drain(self, told_at: float) -> None:
+    def _drain(self) -> None:
         """First a save may open that a rank of this node was about to begin when the agent was told to stop."""
-        directory, deadline = self._service.store.agent_directory(), told_at + self.config.drain_s
+        directory, told_at = self._service.store.agent_directory(), time.monotonic()
+        deadline = told_at + self.config.drain_s
         try:
             while self._activity.awaits_opening and has_clients(directory) and time.monotonic() < deadline:
                 if self._hurry.wait(_LEAVE_POLL_S):

@@ -131,7 +131,7 @@ def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(
 def test_a_decided_save_whose_name_another_run_has_taken_goes(
     service: NodeService, sequence: int, kept_by: str
 ) -> None:
-    """Its coordinator's node had decided it, and nobody published it: it would be in doubt for ever."""
+    """Its coordinator's node had decided it, and no node published it: it would be in doubt for ever."""
     mine = stage(service, NEW, sequence, RUN, service.node_id, is_decided=False)
     theirs = stage(service, OLD, 3, ANOTHER, service.node_id)
     service.commit(OLD)

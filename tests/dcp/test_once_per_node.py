@@ -12,6 +12,7 @@ from replicated_ckpt.agent.state.endpoint import FileLock
 from replicated_ckpt.dcp.c10d import once_per_node
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.once_per_node import NAME, read_once_per_node
+from replicated_ckpt.stores.files import durable
 from tests.dcp.test_scale import CountingStore
 
 RANKS_OF_A_NODE = 4
@@ -77,7 +78,7 @@ def test_ranks_of_a_node_whose_directory_is_not_there_read_it_each(job: Job) -> 
 
 @pytest.mark.parametrize("there", ["other bytes", "a longer file", "a link to it", "a directory", "a fifo"])
 def test_what_is_not_of_the_digest_is_not_believed(tmp_path: Path, there: str) -> None:
-    """Whoever put it there: this rank fetches, and what it leaves is believed by the next one."""
+    """This rank fetches, and what it leaves is believed by the next one."""
     path = tmp_path / NAME
     match there:
         case "other bytes":
@@ -98,7 +99,7 @@ def test_what_is_not_of_the_digest_is_not_believed(tmp_path: Path, there: str) -
         return RAW
 
     for _ in range(2):
-        assert read_once_per_node(tmp_path, DIGEST, len(RAW), fetch) == RAW
+        assert read_once_per_node(tmp_path, DIGEST, fetch) == RAW
     assert len(fetched) == (2 if there == "a directory" else 1)
 
 
@@ -108,7 +109,7 @@ def test_a_rank_that_is_stopped_while_it_fetches_holds_no_other_up(
     monkeypatch.setattr(once_per_node, "WAIT_S", 0.1)
     stopped = FileLock.take(tmp_path / f"{NAME}.lock")
     assert stopped is not None
-    assert read_once_per_node(tmp_path, DIGEST, len(RAW), lambda: RAW) == RAW
+    assert read_once_per_node(tmp_path, DIGEST, lambda: RAW) == RAW
     assert not (tmp_path / NAME).exists()
     stopped.release()
 
@@ -117,6 +118,6 @@ def test_a_full_disk_keeps_no_rank_from_reading(tmp_path: Path, monkeypatch: pyt
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(once_per_node, "write_all", full)
-    assert read_once_per_node(tmp_path, DIGEST, len(RAW), lambda: RAW) == RAW
+    monkeypatch.setattr(durable, "write_all", full)
+    assert read_once_per_node(tmp_path, DIGEST, lambda: RAW) == RAW
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{NAME}.lock"]

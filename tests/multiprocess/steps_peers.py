@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
 from replicated_ckpt import failpoints
+from tests.agent.agents import wait_for
 from tests.multiprocess.context import Context
 from tests.multiprocess.processes import agent_of
 from tests.multiprocess.steps_state import failure, report_of
@@ -73,12 +74,9 @@ def save_pieces_told_to_stop(context: Context, checkpoint_id: str, count: int) -
     """Saves pieces; every node's agent is told to stop once its rank has presented the node, and rank 0 plans slowly."""
 
     def stop(_: str) -> None:
-        pid = agent_of(context.root)
-        os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + 60.0
-        while "stopping on SIGTERM" not in (context.root / ".agent" / "log").read_text():
-            assert time.monotonic() < deadline, "the agent hears no signal"
-            time.sleep(0.01)
+        os.kill(agent_of(context.root), signal.SIGTERM)
+        log = context.root / ".agent" / "log"
+        wait_for(lambda: "stopping on SIGTERM" in log.read_text(), 60.0, "the agent hears the signal")
         time.sleep(1.0 if context.rank == 0 else 0.0)  # an agent that does not wait for the save has left by then
 
     writer = context.writer()

@@ -9,6 +9,7 @@ from replicated_ckpt.agent.requests.request import Answer, Request
 
 OPENING_WITHIN_S = 60.0
 """A save that a rank of this node is about to begin is waited for so long: it is opened once all ranks have planned."""
+_WATCHING, _HOLDINGS, _SAVES = {("v1", "status"), ("metrics",)}, ("v1", "holdings"), ("v1", "saves")
 
 
 class Activity:
@@ -57,18 +58,6 @@ class Activity:
             return 0.0 if self._under_way else time.monotonic() - self._last
 
 
-def is_upkeep(target: str) -> bool:
-    """Whether a request only watches this agent, or is another's look for re-protection: no reason to stay for it."""
-    parts, query = split_target(target)
-    return parts in {("v1", "status"), ("metrics",)} or (parts == ("v1", "holdings") and "upkeep" in query)
-
-
-def is_opening(request: Request) -> bool:
-    """Whether a request opens a save, as a rank that asked with `opening` has announced."""
-    parts, _ = split_target(request.target)
-    return request.method == "POST" and parts[:2] == ("v1", "saves") and len(parts) == 3
-
-
 class WatchedRoutes(Routes):
     """Routes that count as work while they answer, but for upkeep: else the agents of idle nodes keep each other up."""
 
@@ -77,11 +66,12 @@ class WatchedRoutes(Routes):
         self._activity = activity
 
     def answer(self, request: Request) -> Answer:
-        if is_upkeep(request.target):
+        parts, query = split_target(request.target)
+        if parts in _WATCHING or (parts == _HOLDINGS and "upkeep" in query):  # no reason to stay for it
             return super().answer(request)
         with self._activity:
             try:
                 return super().answer(request)
             finally:
-                if is_opening(request):  # also where it is refused
+                if request.method == "POST" and parts[:2] == _SAVES and len(parts) == 3:  # opens one, also if refused
                     self._activity.note_opened()

@@ -53,13 +53,13 @@ def drop_outlived(
         else:
             continue
         service.abort(intent.save_id, why)
-        log.warning("removed save %s of %s, which was in doubt: %s", intent.save_id, intent.checkpoint_id, why)
+        log.info("removed save %s of %s, which was in doubt: %s", intent.save_id, intent.checkpoint_id, why)
 
 
 def _is_without_a_name(
     service: NodeService, intent: Intent, decided: Version, whole: Sequence[Version], views: Sequence[NodeView]
 ) -> bool:
-    """Whether it goes, which its coordinator's node can tell once its rank is gone: nobody else publishes it first."""
+    """Whether it goes, which its coordinator's node can tell once its rank is gone: no other node publishes it first."""
     if intent.coordinator != service.node_id or service.store.is_held(intent.save_id):
         return False
     up = {view.node_id: view.holdings or () for view in views if view.presence is Presence.UP}

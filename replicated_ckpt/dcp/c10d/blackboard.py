@@ -227,7 +227,7 @@ class Blackboard:
                 return None
             sha256, size = _parse_digest(note[len(nonce) :])
             node = self._node if size >= PACKED_FROM_BYTES else None
-            raw = read_once_per_node(node, sha256, size, lambda: bytes(self._store.get(f"{topic}/decision")))
+            raw = read_once_per_node(node, sha256, lambda: bytes(self._store.get(f"{topic}/decision")))
         signed = (nonce + _digest(raw)).encode()
         self._seal.check(key, signed, note[len(signed) :])
         if not note.startswith(signed):

@@ -3,14 +3,13 @@
 import contextlib
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from replicated_ckpt.agent.state.endpoint import FileLock
-from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.stores.files.durable import write_all
-from replicated_ckpt.stores.files.ownership import is_of_another
+from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
+from replicated_ckpt.stores.files.durable import write_file
+from replicated_ckpt.stores.files.ownership import is_of_another, read_private
 
 log = logging.getLogger(__name__)
 
@@ -19,13 +18,12 @@ WAIT_S = 2.0
 NAME, _LOCK_NAME = "decision", "decision.lock"
 
 
-def read_once_per_node(directory: Path | None, sha256: str, size_bytes: int, fetch: Callable[[], bytes]) -> bytes:
+def read_once_per_node(directory: Path | None, sha256: str, fetch: Callable[[], bytes]) -> bytes:
     """The bytes of this digest from `directory`, if a rank of this node left them there; else they are fetched, and left.
 
-    Bytes of another digest are not believed, whoever put them there. Where the directory is another user's or cannot be
-    written, its disk is full, or the rank that fetches is stopped, each rank fetches for itself; the caller checks what was
-    fetched. One file stays, until the next one takes its place. `directory` None: this rank has no node. Any number of
-    processes at once.
+    Bytes of another digest are not believed. Where the directory is another user's or cannot be written, its disk is full,
+    or the rank that fetches is stopped, each rank fetches for itself; the caller checks what was fetched. One file stays,
+    until the next one takes its place. `directory` None: this rank has no node. Any number of processes at once.
 
     Raises:
         Whatever `fetch` raises.
@@ -33,10 +31,10 @@ def read_once_per_node(directory: Path | None, sha256: str, size_bytes: int, fet
     if directory is None or is_of_another(directory):
         return fetch()
     path = directory / NAME
-    if (raw := _left(path, sha256, size_bytes)) is not None:
+    if (raw := _left(path, sha256)) is not None:
         return raw
     with _alone(directory / _LOCK_NAME) as is_alone:
-        if (raw := _left(path, sha256, size_bytes)) is not None:
+        if (raw := _left(path, sha256)) is not None:
             return raw
         raw = fetch()
         if is_alone:
@@ -59,29 +57,16 @@ def _alone(path: Path) -> Iterator[bool]:
             lock.release()
 
 
-def _left(path: Path, sha256: str, size_bytes: int) -> bytes | None:
+def _left(path: Path, sha256: str) -> bytes | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            raw = os.pread(fd, size_bytes + 1, 0)
-        finally:
-            os.close(fd)
-    except OSError:  # none was left, or none that this rank can read: it is fetched
+        raw = read_private(path)
+    except (OSError, StoreDenied):  # none was left, or none that this rank can read: it is fetched
         return None
     return raw if hashlib.sha256(raw).hexdigest() == sha256 else None
 
 
 def _leave(path: Path, raw: bytes) -> None:
-    """Not flushed: after a crash there is no call any more that it could answer."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            write_all(fd, raw)
-        finally:
-            os.close(fd)
-        temporary.replace(path)
+        write_file(path, raw, 0o600, is_flushed=False)  # after a crash there is no call any more that it could answer
     except OSError as exc:
         log.info("what was decided is not left for the other ranks of this node, which read it for themselves: %s", exc)
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -129,10 +129,10 @@ def make_root(path: Path) -> None:
             fsync_directory(outer)
 
 
-def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+def write_file(path: Path, data: bytes, mode: int = 0o644, *, is_flushed: bool = True) -> None:
     """Replaces `path` by `data` at once: afterwards, and after a crash at any point, it holds the old or the new bytes.
 
-    If this raises, nothing else is left.
+    Not `is_flushed`: after a crash of the machine it may hold anything. If this raises, nothing else is left.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
@@ -140,14 +140,16 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
         try:
             os.fchmod(fd, mode)
             write_all(fd, data)
-            os.fsync(fd)
+            if is_flushed:
+                os.fsync(fd)
         finally:
             os.close(fd)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_directory(path.parent)
+    if is_flushed:
+        fsync_directory(path.parent)
 
 
 def remove_broken_off_writes(directory: Path) -> None:
