@@ -4,16 +4,22 @@ import concurrent.futures
 import inspect
 import io
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Split
 from torch.futures import Future
 
 from replicated_ckpt.dcp.runtime import torch_private
@@ -26,7 +32,9 @@ from replicated_ckpt.dcp.runtime.torch_private import (
     calling,
     flatten,
     follow_step,
+    local_part,
     narrow,
+    with_local_part,
 )
 
 
@@ -224,3 +232,30 @@ def test_a_stager_sees_the_asynchronous_save_it_stages_for(tmp_path: Path) -> No
     kinds = {kind.value for kind in state_dict_saver.AsyncCheckpointerType}
     assert kinds == {"thread", "process"}
     assert "async_checkpointer_type" in inspect.signature(state_dict_saver.async_save).parameters
+
+
+@pytest.fixture
+def _group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group_of_one")
+def test_a_dtensor_is_made_over_another_part() -> None:
+    """Its layout, shape, strides, dtype and `requires_grad` are the original's, and so is what DCP plans for it."""
+    for placement, needs_grad in ((Split(0), True), (Split(1), False), (Replicate(), False)):
+        original = distribute_tensor(torch.arange(24.0).reshape(6, 4), init_device_mesh("cpu", (1,)), [placement])
+        original.requires_grad_(needs_grad)
+        part = local_part(original).detach() + 1
+        made = with_local_part(original, part)
+        assert local_part(made) is part
+        assert (made.device_mesh, made.placements, made.requires_grad) == (
+            original.device_mesh,
+            original.placements,
+            needs_grad,
+        )
+        assert (made.shape, made.stride(), made.dtype) == (original.shape, original.stride(), original.dtype)
+        assert torch.equal(made.full_tensor(), original.full_tensor() + 1)
+        plans = [create_default_local_save_plan({"t": tensor}, is_coordinator=True) for tensor in (original, made)]
+        assert plans[0].items == plans[1].items

@@ -23,10 +23,12 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "AsyncCall",
     "Collectives",
+    "DTensor",
     "DcpCall",
     "MemoryFormat",
     "OldMemoryFormat",
@@ -40,10 +42,12 @@ __all__ = [
     "flatten",
     "follow_step",
     "layout_of",
+    "local_part",
     "make_typed_storage",
     "metadata_version",
     "narrow",
     "weights_only_names",
+    "with_local_part",
     "with_shards",
 ]
 
@@ -220,3 +224,19 @@ def with_shards(tensor: ShardedTensor, shards: list[Shard]) -> ShardedTensor:
     vars(made).update(vars(tensor))
     made._local_shards = shards  # noqa: SLF001
     return made
+
+
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """What this rank has of it. `DTensor.to_local` makes another tensor of it at each call."""
+    return tensor._local_tensor  # noqa: SLF001
+
+
+def with_local_part(tensor: DTensor, part: torch.Tensor) -> DTensor:
+    """A DTensor of the same layout over another part.
+
+    `__tensor_flatten__` and back, which is public, makes a layout anew for each and takes four times as long. Seen on torch
+    2.7 to 2.15.
+    """
+    made: Any = DTensor
+    copied: DTensor = made(part, tensor._spec, requires_grad=tensor.requires_grad)  # noqa: SLF001
+    return copied

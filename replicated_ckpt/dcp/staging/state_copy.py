@@ -2,19 +2,25 @@
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from replicated_ckpt.dcp.runtime.torch_private import ShardedTensor, with_shards
+from replicated_ckpt.dcp.runtime.torch_private import DTensor, ShardedTensor, local_part, with_local_part, with_shards
 from replicated_ckpt.dcp.tensors.container import is_plain
 from replicated_ckpt.dcp.tensors.memory import empty_tensor
 
 ALIGNMENT_BYTES = 512
 """Of each storage's first byte: what direct I/O may ask of memory, and a multiple of every dtype's size."""
-_ATOMS = (str, int, float, bool, complex, bytes, type(None))
+_ATOMS = frozenset((str, int, float, bool, complex, bytes, type(None)))
+_COPIED_AS_THEY_ARE = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
+"""Bytes of all others are: torch copies no elements of some types."""
 _Key = tuple[torch.device, int, int]
+_Found = tuple[torch.Tensor, torch.Tensor, _Key]
+"""A tensor, itself without its history, and its storage."""
 
 
 class StateCopy:
@@ -28,31 +34,59 @@ class StateCopy:
     def __init__(self, state_dict: dict[str, Any]) -> None:
         self.size_bytes = 0
         self._state_dict = state_dict
-        self._places: dict[_Key, tuple[int, torch.UntypedStorage]] = {}
-        self._storages: dict[_Key, torch.UntypedStorage] = {}
+        self._found: dict[int, _Found] = {}
+        self._places: dict[_Key, int] = {}
+        self._memory: memoryview | None = None
+        self._made: dict[_Key, torch.Tensor] = {}
+        self._due: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}  # the originals, too: no other value gets the id of one of them
         self._memo: dict[int, Any] = {}
-        for tensor in _tensors_in(state_dict, {}):
-            self._place(tensor.untyped_storage())
+        self._find(state_dict, {})
 
     def make(self, memory: memoryview | None) -> dict[str, Any]:
-        """The copy. Its storages lie in `memory`, which has at least `size_bytes`; None: each in memory of its own."""
-        for key, (offset, storage) in self._places.items():
-            size_bytes = storage.nbytes()
-            if memory is None:
-                there = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-            else:
-                there = torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes, offset=offset)
-            there.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-            self._storages[key] = there.untyped_storage()
+        """The copy. Its storages lie in `memory`, which has at least `size_bytes`; None: each in memory of its own.
+
+        Once. All that is to be made around the bytes is made before they are copied, which leaves nothing else in caches.
+        """
+        self._memory = memory
         copied: dict[str, Any] = self._copy(self._state_dict)
+        with torch.no_grad():
+            for there, source in self._due:
+                there.copy_(source)
         return copied
 
-    def _place(self, storage: torch.UntypedStorage) -> None:
-        key = _key_of(storage)
-        if storage.nbytes() and key not in self._places:
-            self._places[key] = (self.size_bytes, storage)
-            self.size_bytes += storage.nbytes() + -storage.nbytes() % ALIGNMENT_BYTES
+    def _find(self, value: Any, seen: dict[int, Any]) -> None:
+        """Notes the tensors that a state dict is made of, and that are nothing but elements; not those in its objects."""
+        if type(value) in _ATOMS or id(value) in seen:
+            return
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            self._find_parts(value)
+        elif isinstance(value, dict) or type(value) in (list, tuple):
+            for inner in value.values() if isinstance(value, dict) else value:
+                self._find(inner, seen)
+
+    def _find_parts(self, tensor: torch.Tensor) -> None:
+        if type(tensor) is DTensor:
+            self._find_parts(local_part(tensor))
+        elif (plain := _plain(tensor)) is not None:
+            storage = plain.untyped_storage()
+            size_bytes = storage.nbytes()
+            key = storage.device, storage.data_ptr(), size_bytes
+            self._found[id(tensor)] = tensor, plain, key
+            if size_bytes and key not in self._places:
+                self._places[key] = self.size_bytes
+                self.size_bytes += size_bytes + -size_bytes % ALIGNMENT_BYTES
+        elif isinstance(tensor, ShardedTensor):
+            for shard in tensor.local_shards():
+                self._find_parts(shard.tensor)
+        elif _is_made_of_tensors(tensor):
+            made: Any = tensor
+            if hasattr(made, "trigger_wait"):  # of a collective that may be under way: it still writes
+                made.trigger_wait()
+            for name in made.__tensor_flatten__()[0]:
+                if isinstance(part := getattr(tensor, name), torch.Tensor):
+                    self._find_parts(part)
 
     def _copy(self, value: Any) -> Any:
         if type(value) in _ATOMS:
@@ -78,13 +112,16 @@ class StateCopy:
         return copied
 
     def _copy_tensor(self, tensor: torch.Tensor) -> Any:
-        plain = _plain(tensor)
-        if plain is not None:
-            copied = self._copy_plain(plain)
-            if isinstance(tensor, torch.nn.Parameter):
+        found = self._found.get(id(tensor))
+        if found is not None:
+            copied = self._copy_plain(found[1], found[2])
+            if type(tensor) is not torch.Tensor:
                 copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
-            vars(copied).update(vars(tensor))
-            return copied.requires_grad_(tensor.requires_grad)
+            if attributes := vars(tensor):
+                vars(copied).update(attributes)
+            return copied.requires_grad_() if tensor.requires_grad else copied
+        if type(tensor) is DTensor:
+            return with_local_part(tensor, self._copy(local_part(tensor)))
         if isinstance(tensor, ShardedTensor):
             shards = [copy.copy(shard) for shard in tensor.local_shards()]
             for shard in shards:
@@ -97,11 +134,29 @@ class StateCopy:
             return type(made).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
         return tensor if tensor.is_meta else self._copy_object(tensor)
 
-    def _copy_plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = self._storages.get(_key_of(tensor.untyped_storage()))
-        if storage is None:
-            return empty_tensor(tuple(tensor.shape), tensor.dtype, tensor.stride())
-        return empty_tensor((0,), tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    def _copy_plain(self, plain: torch.Tensor, key: _Key) -> torch.Tensor:
+        if key not in self._places:  # there are no bytes in it
+            return empty_tensor(tuple(plain.shape), plain.dtype, plain.stride())
+        made = self._made.get(key)
+        if made is None:
+            storage = plain.untyped_storage()
+            is_all = plain.storage_offset() == 0 and plain.nbytes == key[2] and plain.is_contiguous()
+            if is_all and plain.dtype in _COPIED_AS_THEY_ARE:
+                self._made[key] = made = self._room_for(plain, key)
+                return made
+            self._made[key] = made = self._room_for(torch.empty(0, dtype=torch.uint8, device=key[0]).set_(storage), key)
+        there = made.untyped_storage()
+        return empty_tensor((0,), plain.dtype).set_(there, plain.storage_offset(), plain.size(), plain.stride())
+
+    def _room_for(self, source: torch.Tensor, key: _Key) -> torch.Tensor:
+        """A tensor like this one, which has all of its storage; `make` copies the elements."""
+        if self._memory is None:
+            there = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+        else:
+            count, offset = source.numel(), self._places[key]
+            there = torch.frombuffer(self._memory, dtype=source.dtype, count=count, offset=offset).resize_(source.shape)
+        self._due.append((there, source))
+        return there
 
     def _copy_object(self, value: Any) -> Any:
         """What can be neither copied nor pickled stays as it is: writing it fails, as in a synchronous save, on all ranks.
@@ -130,33 +185,6 @@ def _copy_by_pickle(value: Any, memo: dict[int, Any]) -> Any:
     return torch.load(pickled, weights_only=False)  # what this very process has written
 
 
-def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
-    """The plain tensors that a state dict is made of; not those inside its objects."""
-    if type(value) in _ATOMS or id(value) in seen:
-        return
-    seen[id(value)] = value
-    if isinstance(value, torch.Tensor):
-        yield from _plain_parts(value)
-    elif isinstance(value, dict) or type(value) in (list, tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(inner, seen)
-
-
-def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    plain = _plain(tensor)
-    if plain is not None:
-        yield plain
-    elif isinstance(tensor, ShardedTensor):
-        for shard in tensor.local_shards():
-            yield from _plain_parts(shard.tensor)
-    elif _is_made_of_tensors(tensor):
-        made: Any = tensor
-        if hasattr(made, "trigger_wait"):  # of a collective that may be under way: it still writes
-            made.trigger_wait()
-        for name in made.__tensor_flatten__()[0]:
-            yield from _plain_parts(getattr(tensor, name))
-
-
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor without its history, if it is nothing but elements in memory, or a Parameter of such."""
     if not (type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)) or tensor.is_meta:
@@ -167,7 +195,3 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _is_made_of_tensors(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
-
-
-def _key_of(storage: torch.UntypedStorage) -> _Key:
-    return storage.device, storage.data_ptr(), storage.nbytes()
