@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from replicated_ckpt.dcp.metadata.metadata import encode_metadata
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
 from replicated_ckpt.dcp.metadata.sharing import share_parts
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 
@@ -57,3 +57,29 @@ def test_a_name_is_in_the_file_once_however_many_ranks_hold_the_tensor() -> None
     assert raw.count(NAME.encode()) == 1
     assert raw.count(b"__0_0.distcp") == 1
     assert len(raw) < 0.7 * before
+
+
+def test_tensors_that_differ_in_their_values_only_share_their_properties() -> None:
+    """Whatever has no hash stays as it is; a load reads what it was, and gives each tensor properties of its own."""
+    odd = TensorProperties(torch.float32, strides=[8, 1])  # type: ignore[arg-type]  # what a planner may have put there
+    made = {"a": TensorProperties(torch.float32), "b": TensorProperties(torch.float32), "c": odd}
+    metadata = Metadata({name: TensorStorageMetadata(each, torch.Size([8]), []) for name, each in made.items()})
+    metadata.storage_data = {}
+    wanted = pickle.loads(pickle.dumps(metadata))
+    unshared = pickle.dumps(metadata)
+    share_parts(metadata)
+    raw = encode_metadata(metadata)
+    assert len(raw) < len(unshared)
+    assert metadata == wanted == pickle.loads(raw)
+    assert properties_of(metadata, "a") is properties_of(metadata, "b")
+    assert properties_of(metadata, "c") is odd
+    found, apart = decode_metadata(raw, "here"), decode_metadata(unshared, "here")
+    assert found == apart == wanted
+    assert properties_of(found, "a") is properties_of(found, "b")
+    assert properties_of(apart, "a") is not properties_of(apart, "b")
+
+
+def properties_of(metadata: Metadata, name: str) -> TensorProperties:
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry.properties

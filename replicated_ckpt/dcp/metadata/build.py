@@ -109,6 +109,7 @@ class _Builder(Values):
         self._size_by_hash: dict[int, torch.Size] = {}
         self._collisions = 0
         self._is_shard: dict[str, bool] = {}
+        self._properties_by_identity: dict[tuple[Any, ...], Any] = {}
         self._known_fields: dict[Any, int] = {
             kind: known_fields(kind) for kind in (TensorProperties, OldTensorProperties)
         }
@@ -292,10 +293,22 @@ class _Builder(Values):
             raise PickleUnsafe(f"has {_describe(node)} where the properties of a tensor belong")
         if len(node.state) > known:
             node.state = node.state[:known]
-        found = self._anything(node)
+        if id(node) in self._known:
+            return self._known[id(node)]
+        key = _identity(node)
+        like = self._properties_by_identity.get(key)
+        if like is not None:
+            found = self._known[id(node)] = _instance(type(like), vars(like))
+            return found
+        found = self._properties_by_identity[key] = self._anything(node)
         if type(vars(found).get("dtype")) is not torch.dtype:
             raise PickleUnsafe("has properties of a tensor without its type")
         return found
+
+
+def _identity(node: Made) -> tuple[Any, ...]:
+    """Equal for instances that are made alike, of the very same parts, as long as the tree lives."""
+    return node.is_new, *map(id, (node.called, node.arguments, node.contents, *node.state))
 
 
 def _describe(node: Any) -> str:
