@@ -25,7 +25,7 @@ from benchmarks.suites.leftovers import remove_leftovers
 from benchmarks.suites.loading import load_suite
 from benchmarks.suites.peers import peers_suite
 from benchmarks.suites.results import Results, Row, from_json
-from benchmarks.suites.saving import save_suite, small_suite
+from benchmarks.suites.saving import repeat_suite, save_suite, small_suite
 from benchmarks.suites.setup import TMPFS, Unavailable
 from benchmarks.training_stall import stall_suite
 from tests.multiprocess.zygote import stop_the_zygotes
@@ -34,6 +34,7 @@ RUN: Mapping[str, Callable[[Options], list[Row]]] = {
     "save": save_suite,
     "load": load_suite,
     "small": small_suite,
+    "repeat": repeat_suite,
     "growth": growth_suite,
     "emulated": emulated_suite,
     "bucket": bucket_suite,

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-SUITES = ("save", "load", "small", "growth", "emulated", "bucket", "peers", "stall")
+SUITES = ("save", "load", "small", "repeat", "growth", "emulated", "bucket", "peers", "stall")
 MEDIA = ("tmpfs", "disk")
 _PARALLEL_EXAMPLE = "save,load"
 
@@ -36,7 +36,7 @@ def parsed(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--rounds", type=int, help="how often each case runs at most (default: 5; 1 with --quick)")
     parser.add_argument("--size-mib", type=int, help="size of the state over all ranks (default: 954; 32 with --quick)")
     parser.add_argument("--items", type=int, help="how many small tensors (default: 10000; 1000 with --quick)")
-    parser.add_argument("--minutes", type=float, default=13.0, help="about how long all may take (default: 13)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="about how long all may take (default: 15)")
     parser.add_argument(
         "--disk", type=Path, default=Path("/var/tmp"), help="a directory on the disk (default: /var/tmp)"
     )

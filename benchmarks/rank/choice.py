@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.rank.ways import Ours, OursBucket, Stock, StockBucket, Way
+from benchmarks.rank.ways import Ours, OursBucket, OursKeepingOne, Stock, StockBucket, Way
 from replicated_ckpt import CachedSavePlanner
 from tests.multiprocess.context import Context
 
@@ -17,17 +17,24 @@ def way_of(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
     match kind:
         case "stock":
             return Stock(context)
-        case "ours" | "ours with plans kept":
-            return Ours(context, options, None if kind == "ours" else CachedSavePlanner())
         case "stock bucket":
             return StockBucket(**options)
         case "ours bucket":
             return OursBucket(context, **options)
+    return (_ours if kind.startswith("ours") else _peer)(context, kind, options)
+
+
+def _ours(context: Context, kind: str, options: Mapping[str, Any]) -> Way:
+    match kind:
+        case "ours" | "ours with plans kept":
+            return Ours(context, options, None if kind == "ours" else CachedSavePlanner())
+        case "ours that keeps one":
+            return OursKeepingOne(context, options)
         case "ours that lose a node":
             from benchmarks.rank.losing import LosingOurs
 
             return LosingOurs(context, options)
-    return _peer(context, kind, options)
+    raise ValueError(f"no way of ours is called {kind!r}")
 
 
 def _peer(context: Context, kind: str, options: Mapping[str, Any]) -> Way:

@@ -29,11 +29,12 @@ def save_and_load(
     is_disk: bool,
     is_probed: bool,
     deadline_s: float,
+    rounds_before: int = 0,
 ) -> dict[str, Any] | None:
     """Each round saves by every case, loads that again into memory that was wiped, and compares every byte.
 
     Rank 0 returns the samples by case, others None. The first round always happens, further ones begin within
-    `deadline_s`.
+    `deadline_s`. `rounds_before` them are not counted.
     """
     ways = {case["name"]: way_of(context, case["way"], case["options"]) for case in cases}
     _warm_up(context, kind, ways)
@@ -41,9 +42,11 @@ def save_and_load(
     taken: dict[str, Taken] = {"save": {}, "load": {}, "probe": {}}
     probes = Probes(context, state, is_disk=is_disk)
     start = time.monotonic()
-    for number in range(rounds):
-        if number and not all_agree(time.monotonic() - start < deadline_s):
+    for number in range(-rounds_before, rounds):
+        if number > 0 and not all_agree(time.monotonic() - start < deadline_s):
             break
+        if number == 0:
+            taken = {"save": {}, "load": {}, "probe": {}}
         if is_probed:
             for name, sample in probes.run().items():
                 take(taken["probe"], name, sample)

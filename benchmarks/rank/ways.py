@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from benchmarks.rank.state import State
-from replicated_ckpt import CachedSavePlanner, ReplicatedReader, ReplicatedWriter
+from replicated_ckpt import CachedSavePlanner, ReplicatedReader, ReplicatedWriter, Retention
 from tests.multiprocess.context import Context
 
 _SETTLE_TIMEOUT_S = 90.0
@@ -98,6 +98,25 @@ class Ours:
     def remove(self, name: str) -> None:
         if is_first_of_node():
             shutil.rmtree(self._context.root / name)
+
+
+class OursKeepingOne(Ours):
+    """A job with `keep_last=1`, as CheckpointManager saves: plans are kept, and files recycled."""
+
+    def __init__(self, context: Context, options: Mapping[str, Any]) -> None:
+        super().__init__(context, {**options, "retention": Retention(keep_last=1)}, CachedSavePlanner())
+
+    def settle(self, name: str) -> None:
+        """Until the checkpoint before is gone, too."""
+        super().settle(name)
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        while len(list(self._context.root.glob("*/.metadata"))) > 1 or any(self._context.root.glob(".trash/*")):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._context.root} has another than {name} after {_SETTLE_TIMEOUT_S:.0f} s")
+            time.sleep(_POLL_S)
+
+    def remove(self, name: str) -> None:
+        """The next save retires it."""
 
 
 class StockBucket:

@@ -9,6 +9,8 @@ TITLES = {
     "save": "An FSDP2 model under AdamW",
     "load": "Loads by a world that has just begun",
     "small": "Many small tensors",
+    "repeat": "The third save and later ones with keep_last=1",
+    "repeat small": "The same with many small tensors",
     "growth": "How cost grows",
     "emulated": "Nodes with links and disks of a set speed",
     "bucket": "Buckets",
@@ -73,7 +75,7 @@ def cells(results: Results, row: Row) -> Cells:
 
 
 def _probes(rows: Sequence[Row]) -> str:
-    found = [row for row in rows if row.work == "probe"]
+    found = list({row.case: row for row in rows if row.work == "probe"}.values())  # one world's
     speeds = [f"{row.case} {row.state_bytes / row.seconds / 1e9:.2f}" for row in found]
     return f"The machine alone, all ranks at once, GB/s: {', '.join(speeds)}." if speeds else ""
 

@@ -1,4 +1,4 @@
-"""Suites that save and load again in one process: the large state, many small tensors."""
+"""Suites that save and load again in one process: the large state, many small tensors, and both again and again."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,14 +10,18 @@ from benchmarks.suites.setup import Setup, cluster_on, setups
 from tests.multiprocess.cluster import Cluster, call
 
 STOCK = "stock FileSystemWriter"
-SHARE_OF_SAVE, SHARE_OF_SMALL = 0.28, 0.08  # of the time for all suites
+SHARE_OF_SAVE, SHARE_OF_SMALL, SHARE_OF_REPEAT = 0.24, 0.07, 0.15  # of the time for all suites
 _SMALL_ITEM_BYTES = 4 << 10
 _GRACE_S = 600.0
+_SAVES_BEFORE = 2
+_GENERATIONS = 2
+_REPEATED_COPIES = (1, 2)
+_STATES = 2
 Case = Mapping[str, Any]
 
 
-def stock_case() -> Case:
-    return {"name": STOCK, "way": "stock", "options": {}, "copies": 1}
+def stock_case(name: str = STOCK) -> Case:
+    return {"name": name, "way": "stock", "options": {}, "copies": 1}
 
 
 def our_case(copies: int, ack: str = "peer") -> Case:
@@ -61,6 +65,49 @@ def small_suite(options: Options) -> list[Row]:
     return rows
 
 
+def repeat_suite(options: Options) -> list[Row]:
+    """The third save, and those after it, of a job with `keep_last=1`. With `--quick` for two copies only.
+
+    Each number of copies has a world of its own, in which it takes turns with stock: what one job retires is no other's.
+    """
+    rows: list[Row] = []
+    for medium in options.media:
+        setup = Setup(medium, 2, 2)
+        rows += _repeated(options, setup, "repeat", "fsdp2", options.size_bytes)
+        rows += _repeated(options, setup, "repeat small", "small", options.items * _SMALL_ITEM_BYTES)
+    return rows
+
+
+def _repeated(options: Options, setup: Setup, suite: str, kind: str, size_bytes: int) -> list[Row]:
+    rows: list[Row] = []
+    wanted = _REPEATED_COPIES[-1:] if options.is_quick else _REPEATED_COPIES
+    seconds = options.seconds * SHARE_OF_REPEAT / (len(options.media) * _STATES * len(wanted))
+    for copies in wanted:
+        cases = [stock_case(f"stock, beside {_count_of(copies)}"), _keeping_case(copies)]
+        with cluster_on(options, setup, (1 + copies * _GENERATIONS) * size_bytes) as cluster:
+            rows += rows_in(
+                cluster,
+                suite,
+                setup,
+                kind,
+                size_bytes,
+                cases,
+                seconds,
+                rounds=options.rounds,
+                rounds_before=_SAVES_BEFORE,
+            )
+    return rows
+
+
+def _count_of(copies: int) -> str:
+    return "1 copy" if copies == 1 else f"{copies} copies"
+
+
+def _keeping_case(copies: int) -> Case:
+    options = {"copies": copies, "ack": "peer"}
+    return {"name": f"ours, {_count_of(copies)}", "way": "ours that keeps one", "options": options, "copies": copies}
+
+
 def saved_and_loaded(
     suite: str,
     options: Options,
@@ -88,6 +135,7 @@ def rows_in(
     *,
     rounds: int,
     x: float | None = None,
+    rounds_before: int = 0,
 ) -> list[Row]:
     step = call(
         "benchmarks.rank.rounds.save_and_load",
@@ -98,30 +146,18 @@ def rows_in(
         is_disk=setup.is_disk,
         is_probed=True,
         deadline_s=seconds,
+        rounds_before=rounds_before,
     )
     nodes = range(setup.nodes)
     results = cluster.launch([step], nodes=nodes, ranks=setup.ranks, timeout_s=seconds + _GRACE_S)
     taken = results.values[0][0]
-    limits = limits_of(taken["probe"])
-    rows = []
+    limits, base = limits_of(taken["probe"]), next((case["name"] for case in cases if case["way"] == "stock"), STOCK)
+    rows: list[Row] = []
+    works: tuple[Work, Work] = ("save", "load")
     for case in cases:
-        for work, limit_s in (("save", limits.save_s(case["copies"])), ("load", limits.load_s())):
+        for work, limit_s in zip(works, (limits.save_s(case["copies"]), limits.load_s()), strict=True):
             samples = taken[work][case["name"]]
-            rows.append(_row(suite, setup, work, case["name"], taken["state_bytes"], samples, limit_s, x))
+            rows.append(Row(suite, setup.name, work, case["name"], base, taken["state_bytes"], samples, limit_s, x))
     for name, samples in taken["probe"].items():
-        rows.append(_row(suite, setup, "probe", name, taken["state_bytes"], samples, None, x))
+        rows.append(Row(suite, setup.name, "probe", name, base, taken["state_bytes"], samples, None, x))
     return rows
-
-
-def _row(
-    suite: str,
-    setup: Setup,
-    work: Any,
-    case: str,
-    state_bytes: int,
-    samples: Sequence[Mapping[str, float]],
-    limit_s: float | None,
-    x: float | None,
-) -> Row:
-    kind: Work = work
-    return Row(suite, setup.name, kind, case, STOCK, state_bytes, samples, limit_s, x)

@@ -30,6 +30,7 @@ SAVES = [
 CASES = {
     "save": set(SAVES),
     "load": {STOCK, ALL_LOCAL, STARTS_AGENTS, SHRUNK, REPLACED},
+    "repeat": {"stock, beside 2 copies", "ours, 2 copies"},
     "stall": {case["name"] for case in STALL_CASES},
 }
 MACHINE = dict.fromkeys(("date", "cores", "cpu", "torch", "commit", "load_before"), "?")
@@ -37,7 +38,7 @@ MACHINE = dict.fromkeys(("date", "cores", "cpu", "torch", "commit", "load_before
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("suites", ["save", long("save,load,small,emulated,peers,stall")])
+@pytest.mark.parametrize("suites", ["save", long("save,load,small,repeat,emulated,peers,stall")])
 def test_it_runs_and_its_figures_reach_the_documents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], suites: str
 ) -> None:
