@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
+from replicated_ckpt.dcp.planning.basis import Basis, basis_of, is_plain_tensor
 from replicated_ckpt.dcp.planning.kept_plan import ItemsKept, KeptPlan, Place, PlansUnknown
 
 
@@ -34,10 +35,10 @@ class CachedSavePlanner(DefaultSavePlanner):
     """Plans as DefaultSavePlanner does, to the same result, and sends of it what has changed since the save before.
 
     One object for each rank serves all its saves of a state, in their order: `planner=` of `dcp.save` and
-    `dcp.async_save`. CheckpointManager has one. Each rank plans its own part at every save and compares the whole of it:
-    names, shapes, dtypes, placements, nesting. The contents of objects are no part of a plan. Where nothing has changed on
-    any rank, the coordinator uses the global plan and the metadata that it has; else it plans all anew. Failed saves,
-    loads, other writers and planners in between change nothing in that.
+    `dcp.async_save`. CheckpointManager has one. Each rank looks at every save at all that its own part follows from: names,
+    shapes, strides, dtypes, devices, placements, nesting. The contents of objects are no part of a plan. Where nothing has
+    changed on any rank, the coordinator uses the global plan and the metadata that it has; else it plans all anew. Failed
+    saves, loads, other writers and planners in between change nothing in that.
 
     Torch's own `enable_plan_caching` (2.15) keeps plans by the planner's class in the process, so that two states of one
     process meet in it, and the first save's storage data with them; here they belong to the object.
@@ -61,15 +62,17 @@ class CachedSavePlanner(DefaultSavePlanner):
         )
         self._place: Place | None = None
         self._local = self._final = SavePlan([])
+        self._basis: Basis | None = None  # of `_local`
         self._asked: SavePlan | None = None  # until the save is planned
+        self._asked_basis: Basis | None = None
         self._known: _Planned | None = None
         self._next_known: _Planned | None = None
 
     def create_local_plan(self) -> SavePlan:
         """This rank's part, or the word that it is the one of the save before."""
-        plan = super().create_local_plan()
+        plan, basis = self._plan_locally()
         was_cut_short = self._asked is not None
-        self._asked, self._next_known = plan, None
+        self._asked, self._asked_basis, self._next_known = plan, basis, None
         if was_cut_short or self._place is None or not _are_same(plan, self._local):
             return plan
         return KeptPlan(ItemsKept(), was=self._place)
@@ -104,6 +107,7 @@ class CachedSavePlanner(DefaultSavePlanner):
         else:  # of a coordinator with another planner
             self._final, self._place = new_plan, None
         self._local, self._asked = self._asked or SavePlan([]), None
+        self._basis, self._asked_basis = self._asked_basis, None
         self._known, self._next_known = self._next_known, None
         self.plan = self._final
         return self._final
@@ -114,6 +118,22 @@ class CachedSavePlanner(DefaultSavePlanner):
         By ReplicatedWriter, once this rank's part is written, or that failed.
         """
         self.state_dict = {}
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The tensor or object of an item. For a tensor that is saved whole, DCP looks at what else it may be."""
+        found = self.state_dict.get(index.fqn)
+        if is_plain_tensor(found) and index.offset == (0,) * found.dim():
+            return found
+        return super().lookup_object(index)
+
+    def _plan_locally(self) -> tuple[SavePlan, Basis | None]:
+        """DCP's plan, made anew unless all that it follows from is as it was."""
+        basis = basis_of(self.state_dict, is_coordinator=self.is_coordinator)
+        mappings = self.mappings if self.flatten_state_dict else None
+        if basis is not None and basis == self._basis and mappings == self._local.planner_data:
+            self.plan = self._local
+            return self._local, basis
+        return super().create_local_plan(), basis
 
     def _find_whole(self, rank: int, plan: SavePlan) -> SavePlan:
         if not isinstance(plan, KeptPlan):
