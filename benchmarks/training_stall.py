@@ -25,6 +25,7 @@ CASES: tuple[Case, ...] = (
     {"name": "ours, 2 copies, save", "way": "ours sync", "options": {"copies": 2}},
     {"name": "ours, 1 copy, async_save", "way": "ours async", "options": {"copies": 1}},
     {"name": "ours, 2 copies, async_save", "way": "ours async", "options": {"copies": 2}},
+    {"name": "ours, 2 copies, async_save, plans kept", "way": "ours async with plans kept", "options": {"copies": 2}},
     {"name": "ours, 2 copies, async_save, ack=local", "way": "ours async", "options": {"copies": 2, "ack": "local"}},
     {"name": "ours, 2 copies, async_save, ack=staged", "way": "ours async", "options": {"copies": 2, "ack": "staged"}},
 )

@@ -17,6 +17,7 @@ from benchmarks.rank.cost import Sample, measured
 from benchmarks.rank.rounds import Case, Taken, all_agree, built, loaded, shuffled, slug, take, total
 from benchmarks.rank.state import State
 from benchmarks.rank.ways import Ours, Stock, agent_root, shared_directory
+from replicated_ckpt import CachedSavePlanner
 from tests.multiprocess.context import Context
 
 _WARM_BYTES = 1 << 20
@@ -106,10 +107,12 @@ class OursSync(Ours):
 
 
 class OursAsync(OursSync):
-    """ReplicatedWriter in `dcp.async_save`'s thread, with no other argument."""
+    """ReplicatedWriter in `dcp.async_save`'s thread, with no other argument, or with CheckpointManager's planner."""
 
     def begin(self, state: State, name: str) -> "Future[Any] | None":
-        return future_of(dcp.async_save(state.values, checkpoint_id=name, storage_writer=self._writer))
+        return future_of(
+            dcp.async_save(state.values, checkpoint_id=name, storage_writer=self._writer, planner=self._planner)
+        )
 
 
 Contender = NoSaves | StockSync | OursSync
@@ -132,6 +135,8 @@ _OURS = {"ours sync": OursSync, "ours async": OursAsync}
 
 
 def contender_of(context: Context, kind: str, options: Mapping[str, Any]) -> Contender:
+    if kind == "ours async with plans kept":
+        return OursAsync(context, options, CachedSavePlanner())
     return _OURS[kind](context, options) if kind in _OURS else _STOCK[kind](context)
 
 
