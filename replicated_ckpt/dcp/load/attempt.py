@@ -45,6 +45,8 @@ REMIND_S = 100.0
 
 
 _BAD_METADATA = "Load another checkpoint, and report this one: an intact save has no such metadata."
+_Placed = tuple[ReadItem, StorageInfo, str]
+"""An item, where it lies, and the name of its shard."""
 _TRANSFORMED = "Load it with the reader that knows the transforms, and save it with ReplicatedWriter, without them."
 
 
@@ -139,9 +141,10 @@ class LoadAttempt:
         Raises:
             ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
         """
-        self._check(plan)
+        placed = self._place(plan.items)
+        self._check(placed)
         self._is_followed = follow_step(self._learn_outcome)
-        return replace(plan, storage_data=self._remote_needs(plan))
+        return replace(plan, storage_data=self._remote_needs(placed))
 
     def share(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator: tells the ranks of each node which of them fetches what several need: each block once.
@@ -154,39 +157,38 @@ class LoadAttempt:
                 warn(warning, self._parts.made_at)
         return plan_sharing(plans, sorted(self._survey.manifest.shards))
 
-    def _check(self, plan: LoadPlan) -> None:
-        """Every item of the plan lies in a shard of the save that has a copy somewhere.
+    def _check(self, placed: Sequence[_Placed]) -> None:
+        """Every item lies in a shard of the save that has a copy somewhere.
 
         Raises:
             ShardLost: naming the shards that have none. ManifestInvalid: metadata and manifest contradict each other.
         """
         manifest, found = self._survey.manifest, self._survey.found
-        asked = {self._shard(item) for item in plan.items}
+        asked = {shard for _, _, shard in placed}
         unknown = asked - set(manifest.shards)
         if unknown:
             raise ManifestInvalid(
                 f"The .metadata names {sorted(unknown)}, which the manifest does not know.", _BAD_METADATA
             )
-        for item in plan.items:
-            info = self._info(item)
-            if info.offset + info.length > manifest.shards[self._shard(item)].size_bytes:
+        for item, info, shard in placed:
+            if info.offset + info.length > manifest.shards[shard].size_bytes:
                 raise ManifestInvalid(
-                    f"The .metadata has {item.storage_index.fqn!r} beyond {self._shard(item)}'s end.", _BAD_METADATA
+                    f"The .metadata has {item.storage_index.fqn!r} beyond {shard}'s end.", _BAD_METADATA
                 )
         lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in asked})
         if lost:
             owners = {shard: manifest.owner_of(shard) for shard in lost}
             raise ShardLost(found.checkpoint_id, owners, self._survey.searched)
 
-    def _remote_needs(self, plan: LoadPlan) -> RemoteNeeds | None:
+    def _remote_needs(self, placed: Sequence[_Placed]) -> RemoteNeeds | None:
         """What this rank would fetch from elsewhere, if other ranks of its node may need the same.
 
         Its cache is there when this returns: the others learn of the name with the plan, and need not wait for the file.
         """
         if self._world.blackboard is None or is_nowhere(self._store):
             return None
-        remote = {shard for shard in map(self._shard, plan.items) if self._is_remote(shard)}
-        wanted = self._group_by_shard(item for item in plan.items if self._shard(item) in remote)
+        remote = {shard for shard in {shard for _, _, shard in placed} if self._is_remote(shard)}
+        wanted = self._group_by_shard(one for one in placed if one[2] in remote)
         windows = windows_for(wanted, lambda _: True, sorted(self._survey.manifest.shards))
         if not windows:
             return None
@@ -209,7 +211,7 @@ class LoadAttempt:
             ShardLost: no intact copy is left. And what the planner raises.
         """
         began, save, key = time.monotonic(), self._survey.found, f"rank {self._world.rank}"
-        wanted = self._group_by_shard(plan.items)
+        wanted = self._group_by_shard(self._place(plan.items))
         shards = sorted(self._survey.manifest.shards)
         remote = {shard for shard in wanted if self._is_remote(shard)}
         windows = windows_for(wanted, remote.__contains__, shards)
@@ -304,14 +306,18 @@ class LoadAttempt:
             cache.close()
         return exchange
 
-    def _group_by_shard(self, items: Iterable[ReadItem]) -> dict[str, list[Wanted]]:
+    def _group_by_shard(self, placed: Iterable[_Placed]) -> dict[str, list[Wanted]]:
         wanted: dict[str, list[Wanted]] = {}
-        for item in items:
-            info = self._info(item)
+        for item, info, shard in placed:
             stored = self._stored.of(item, info)
             one = Wanted(item, info, stored, plan_ranges(item, info, stored))
-            wanted.setdefault(self._shard(item), []).append(one)
+            wanted.setdefault(shard, []).append(one)
         return wanted
+
+    def _place(self, items: Iterable[ReadItem]) -> list[_Placed]:
+        """Where each item lies. In a bucket a path may have the save's own prefix before the shard's name."""
+        infos = ((item, self._info(item)) for item in items)
+        return [(item, info, str(info.relative_path).removeprefix(self._prefix)) for item, info in infos]
 
     def _info(self, item: ReadItem) -> StorageInfo:
         info = self._info_by_index.get(item.storage_index)
@@ -322,10 +328,6 @@ class LoadAttempt:
                 f"{item.storage_index.fqn!r} was saved through stream transforms, which are not read.", _TRANSFORMED
             )
         return info
-
-    def _shard(self, item: ReadItem) -> str:
-        """Name of the shard that an item lies in; in a bucket its path may have the save's own prefix before it."""
-        return str(self._info(item).relative_path).removeprefix(self._prefix)
 
     @property
     def _survey(self) -> Survey:
