@@ -90,6 +90,21 @@ def test_columns_say_what_the_metadata_says() -> None:
         assert copied == wanted
 
 
+def test_what_is_changed_stays_changed() -> None:
+    """A program that puts places in, or takes them out, finds what it would find in a dictionary."""
+    wanted, found = metadata(), decode_columns(encoded(), *OF, "here")
+    taken, kept = list(wanted.storage_data)[:2]
+    more = MetadataIndex("more", torch.Size([0]), 0)
+    for places in (wanted.storage_data, found.storage_data):
+        del places[taken]
+        places[kept] = places[more] = StorageInfo("__9_0.distcp", 1, 2)
+        with pytest.raises(KeyError):
+            places.pop(taken)
+    assert len(found.storage_data) == len(wanted.storage_data)
+    assert found.storage_data == wanted.storage_data
+    assert pickle.loads(pickle.dumps(found)) == wanted
+
+
 @pytest.mark.parametrize("length", [1 << 63, 1 << 80])
 def test_what_is_no_number_of_64_bits_has_no_columns(length: int) -> None:
     """Nor has what has no regular tensor at all."""

@@ -6,7 +6,7 @@ What is less regular than the chunks of a tensor stays a pickle, followed as `.m
 import json
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -34,8 +34,8 @@ class ColumnsInvalid(ValueError):
     """These bytes are no columns of that `.metadata`. Nothing is lost: `.metadata` says the same."""
 
 
-class Places(Mapping[MetadataIndex, StorageInfo]):
-    """Where each item lies: made when it is asked for. Copied or pickled, it is a dictionary."""
+class Places(MutableMapping[MetadataIndex, StorageInfo]):
+    """Where each item lies: made when it is asked for. Copied or pickled, it is a dictionary; changed, it is one inside."""
 
     def __init__(
         self, chunks: Mapping[str, Sequence[ChunkStorageMetadata]], paths: Sequence[str], columns: Numbers
@@ -75,6 +75,17 @@ class Places(Mapping[MetadataIndex, StorageInfo]):
 
     def __len__(self) -> int:
         return self._count + len(self.others)
+
+    def __setitem__(self, index: MetadataIndex, info: StorageInfo) -> None:
+        self._spread()[index] = info
+
+    def __delitem__(self, index: MetadataIndex) -> None:
+        del self._spread()[index]
+
+    def _spread(self) -> dict[MetadataIndex, StorageInfo]:
+        """All of them, made."""
+        self.others, self._chunks, self._count = dict(self.items()), {}, 0
+        return self.others
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (list(self.items()),)
