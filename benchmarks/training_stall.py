@@ -1,8 +1,9 @@
 """The suite of training that goes on: how long it stands still for each save, and its steps' times meanwhile.
 
 A loop computes, changes the state in place and saves it every few steps: without saves, with stock's and with ours, each
-synchronously and in the background. `done s` is the time until the save is acknowledged. A lap is a thread's sleep of one
-millisecond: it takes longer where something holds the interpreter.
+synchronously and in the background; and with ours as CheckpointManager saves with `keep_last=1`. `done s` is the time
+until the save is acknowledged. A lap is a thread's sleep of one millisecond: it takes longer where something holds the
+interpreter.
 """
 
 import statistics
@@ -25,7 +26,7 @@ CASES: tuple[Case, ...] = (
     {"name": "ours, 2 copies, save", "way": "ours sync", "options": {"copies": 2}},
     {"name": "ours, 1 copy, async_save", "way": "ours async", "options": {"copies": 1}},
     {"name": "ours, 2 copies, async_save", "way": "ours async", "options": {"copies": 2}},
-    {"name": "ours, 2 copies, async_save, plans kept", "way": "ours async with plans kept", "options": {"copies": 2}},
+    {"name": "ours, 2 copies, as CheckpointManager", "way": "ours as managed", "options": {"copies": 2}},
     {"name": "ours, 2 copies, async_save, ack=local", "way": "ours async", "options": {"copies": 2, "ack": "local"}},
     {"name": "ours, 2 copies, async_save, ack=staged", "way": "ours async", "options": {"copies": 2, "ack": "staged"}},
 )

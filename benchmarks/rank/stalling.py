@@ -17,7 +17,7 @@ from benchmarks.rank.cost import Sample, measured
 from benchmarks.rank.rounds import Case, Taken, all_agree, built, loaded, shuffled, slug, take, total
 from benchmarks.rank.state import State
 from benchmarks.rank.ways import Ours, Stock, agent_root, shared_directory
-from replicated_ckpt import CachedSavePlanner
+from replicated_ckpt import CachedSavePlanner, Retention
 from tests.multiprocess.context import Context
 
 _WARM_BYTES = 1 << 20
@@ -107,12 +107,22 @@ class OursSync(Ours):
 
 
 class OursAsync(OursSync):
-    """ReplicatedWriter in `dcp.async_save`'s thread, with no other argument, or with CheckpointManager's planner."""
+    """ReplicatedWriter in `dcp.async_save`'s thread, with no other argument."""
 
     def begin(self, state: State, name: str) -> "Future[Any] | None":
         return future_of(
             dcp.async_save(state.values, checkpoint_id=name, storage_writer=self._writer, planner=self._planner)
         )
+
+
+class OursAsManaged(OursAsync):
+    """As CheckpointManager saves with `keep_last=1`: plans are kept, and files recycled."""
+
+    def __init__(self, context: Context, options: Mapping[str, Any]) -> None:
+        super().__init__(context, {**options, "retention": Retention(keep_last=1)}, CachedSavePlanner())
+
+    def remove(self, name: str) -> None:
+        """A later save retires it."""
 
 
 Contender = NoSaves | StockSync | OursSync
@@ -131,12 +141,10 @@ _STOCK: Mapping[str, Callable[[Context], Contender]] = {
     "stock staged": lambda context: StockStaged(context, in_shared_memory=False),
     "stock shared": lambda context: StockStaged(context, in_shared_memory=True),
 }
-_OURS = {"ours sync": OursSync, "ours async": OursAsync}
+_OURS = {"ours sync": OursSync, "ours async": OursAsync, "ours as managed": OursAsManaged}
 
 
 def contender_of(context: Context, kind: str, options: Mapping[str, Any]) -> Contender:
-    if kind == "ours async with plans kept":
-        return OursAsync(context, options, CachedSavePlanner())
     return _OURS[kind](context, options) if kind in _OURS else _STOCK[kind](context)
 
 
