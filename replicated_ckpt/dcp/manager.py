@@ -7,11 +7,13 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from replicated_ckpt.config import Ack, BestIs, ManagerConfig, Retention
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.notes import encode_notes
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.retention import Candidate, find_best
 from replicated_ckpt.dcp.find.listing import Listed
 from replicated_ckpt.dcp.load.report import LoadReport
@@ -23,7 +25,7 @@ from replicated_ckpt.dcp.step_ids import find_step, id_of, step_of
 from replicated_ckpt.dcp.step_notes import StepNotes, notes_of
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.dcp.told_saves import ToldSaves
-from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError
 
 
 class CheckpointManager:
@@ -107,7 +109,7 @@ class CheckpointManager:
             raise
         self._announced = False
         self._is_closed = False
-        self._in_flight: Future[Any] | None = None
+        self._in_flight: tuple[str, Future[Any]] | None = None
 
     def __repr__(self) -> str:
         used, state = self._checkpoints.writer.config, "closed" if self._is_closed else "open"
@@ -191,7 +193,7 @@ class CheckpointManager:
             ConfigInvalid: as `save`.
         """
         checkpoint_id, notes = self._prepare("async_save", step, metrics, metadata)
-        self._in_flight = self._checkpoints.save_later(checkpoint_id, state, notes)
+        self._in_flight = checkpoint_id, self._checkpoints.save_later(checkpoint_id, state, notes)
 
     def _prepare(
         self, call: str, step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None
@@ -335,7 +337,8 @@ class CheckpointManager:
         To be called once at the end, or by `with`; calling it again changes nothing.
 
         Raises:
-            CheckpointException, ReplicatedCkptError: the asynchronous save failed.
+            CheckpointException, ReplicatedCkptError: the asynchronous save failed. ConfigInvalid: process groups were
+                destroyed while it was under way, and it is lost.
         """
         self._told.check_not_inside("close")
         was_closed, self._is_closed = self._is_closed, True
@@ -351,10 +354,21 @@ class CheckpointManager:
         self._told.check_not_inside(call)
 
     def _settle(self) -> None:
-        future, self._in_flight = self._in_flight, None
-        if future is not None:
-            with self._checkpoints.use_group():
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            return
+        checkpoint_id, future = in_flight
+        try:
+            with contextlib.nullcontext() if self._checkpoints.is_cut_off else self._checkpoints.use_group():
                 future.result()
+        except (CheckpointException, ReplicatedCkptError, RuntimeError, ValueError) as exc:
+            if not self._checkpoints.is_cut_off:
+                raise
+            raise ConfigInvalid(
+                f"The asynchronous save of {checkpoint_id!r} is lost: the process groups in which its ranks meet were "
+                f"destroyed while it was under way ({one_line(exc)}). Checkpoints that were committed before it stand.",
+                "Call wait() or close() on every rank before destroy_process_group.",
+            ) from exc
 
     def _await_end(self) -> None:
         self._settle()

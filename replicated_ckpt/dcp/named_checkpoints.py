@@ -54,6 +54,11 @@ class NamedCheckpoints:
     def _group(self) -> Any:
         return None if self._lent is None else self._lent.group
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the program has destroyed the process groups that this was made with: its ranks cannot meet any more."""
+        return self._lent is not None and self._lent.is_gone
+
     @contextlib.contextmanager
     def use_group(self) -> Iterator[Any]:
         """The group, for a block of collectives; None: this process alone."""

@@ -105,6 +105,11 @@ class TieredCheckpoints:
         """Where the bytes of this rank's last load came from; None before the first."""
         return self._loaded_from.last_load
 
+    @property
+    def is_cut_off(self) -> bool:
+        """As NamedCheckpoints."""
+        return self.disk.is_cut_off
+
     @contextlib.contextmanager
     def use_group(self) -> Iterator[Any]:
         """As NamedCheckpoints; both tiers' groups are used."""

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.planner import SavePlan
 
-from replicated_ckpt import CheckpointManager, ReplicatedWriter, Retention
+from replicated_ckpt import CachedSavePlanner, CheckpointManager, ReplicatedWriter, Retention
+from replicated_ckpt.dcp import named_checkpoints
 from replicated_ckpt.dcp.c10d.lent_group import agree_on_all, borrow_group
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from tests.multiprocess.cluster import Digests
 from tests.multiprocess.context import Context
 from tests.multiprocess.processes import agent_of
@@ -107,6 +109,38 @@ def count_threads_of_gloo(context: Context, closes_late: bool) -> dict[str, int]
     found["after"] = count()
     managers.clear()
     return found
+
+
+def destroy_groups_behind_a_save(context: Context, ends_before: bool) -> str:
+    """What `close` of a manager raises whose program has destroyed all groups, after the save of step 2 or during it."""
+    reached, goes_on = threading.Event(), threading.Event()
+
+    class Waiting(CachedSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            reached.set()
+            assert goes_on.wait(60)
+            return super().create_local_plan()
+
+    with mock.patch.object(named_checkpoints, "CachedSavePlanner", Waiting):
+        manager = CheckpointManager(context.root, preempt_on=())
+    goes_on.set()
+    manager.save(1, {"w": torch.ones(64)})
+    if not ends_before:
+        goes_on.clear()
+    reached.clear()
+    manager.async_save(2, {"w": torch.ones(64)})
+    assert reached.wait(60)
+    if ends_before:
+        assert manager._in_flight is not None
+        manager._in_flight[1].result(60)
+    dist.barrier()
+    dist.destroy_process_group()
+    goes_on.set()
+    try:
+        manager.close()
+    except ConfigInvalid as exc:
+        return str(exc)
+    return ""
 
 
 def agree_where_one_breaks(context: Context) -> str:

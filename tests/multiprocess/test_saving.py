@@ -164,6 +164,19 @@ def test_closed_managers_keep_no_process_group_alive(cluster_of: ClusterOf, clos
         assert found["after"] == 0
 
 
+@pytest.mark.parametrize("ends_before", [False, True])
+def test_a_save_whose_groups_were_destroyed_is_named(cluster_of: ClusterOf, ends_before: bool) -> None:
+    """Its step, what stands, and what to do; one that had ended by then is there, and nothing is raised."""
+    cluster = cluster_of(2)
+    destroying = call("saving.destroy_groups_behind_a_save", ends_before=ends_before)
+    for said in cluster.launch([destroying], nodes=[0, 1]).of(0):
+        assert ("'step-2' is lost" in said and "before destroy_process_group" in said) != ends_before
+    there = {"step-1", "step-2"} if ends_before else {"step-1"}
+    assert [node.checkpoints() for node in cluster.nodes] == [there] * 2
+    for name in there:
+        assert main(["verify", "--root", str(cluster.nodes[0].disk), name]) in (ExitCode.OK, ExitCode.UNREACHABLE)
+
+
 def test_a_step_is_deleted_on_every_node(cluster_of: ClusterOf) -> None:
     """On both nodes at once, all ranks hear the same, and re-protection brings nothing back."""
     cluster = cluster_of(2)

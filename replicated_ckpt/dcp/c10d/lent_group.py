@@ -39,6 +39,11 @@ class LentGroup:
             )
         return pool.groups[self._number]
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the job's process groups were destroyed meanwhile."""
+        return self._pool() is None
+
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
         """For a block of collectives. If it breaks off in the middle of one, no later block gets the group."""
