@@ -12,6 +12,7 @@ from tests.multiprocess.context import Context
 
 
 def hang(context: Context) -> None:
+    dist.barrier()  # a rank that ends while another one still connects to it fails that one
     if context.rank == 1:
         a_place_to_hang()
 
@@ -25,11 +26,13 @@ def a_place_to_hang() -> None:
 
 
 def raise_on(context: Context, rank: int) -> None:
+    dist.barrier()
     if context.rank == rank:
         raise RuntimeError(f"rank {rank} raises on purpose")
 
 
 def where(context: Context) -> dict[str, int]:
+    dist.barrier()
     return {"rank": context.rank, "node": context.node, "pid": os.getpid()}
 
 
