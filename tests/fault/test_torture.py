@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 SEEDS, MORE_SEEDS = range(2), range(2, 60)
 REAL_SEEDS, REAL_STEPS = (4,), 3
 MUTATION_SEEDS = range(1000, 1040)
+OFF_WHILE_STARTING = 24973
 QUICK = ("checksums are not compared",)
 """Mutants that `make test` looks for."""
 
@@ -58,6 +59,13 @@ def test_every_trainer_may_be_killed_while_a_save_is_handed_over(run: Callable[.
     lines, problem, counts = run(700, script=lose_trainers_often)
     assert not problem, "\n".join([*lines, problem])
     assert counts["orphans"] > 0
+
+
+def test_a_node_that_is_switched_off_while_its_agent_starts_is_off() -> None:
+    """An outage at a step of starting, where a decided save is published, kills that agent, too: nothing runs there."""
+    lines, problem, counts = outcome_of(OFF_WHILE_STARTING)
+    assert not problem, "\n".join([*lines, problem])
+    assert counts["kills"] > 1
 
 
 def test_a_seed_replays_exactly() -> None:

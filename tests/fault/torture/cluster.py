@@ -62,6 +62,7 @@ class Node:
         self.index = index
         self.root = cluster.base / f"node{index}"
         self.agent: Actor | None = None
+        self._starting: Actor | None = None
         self.is_off = False
         self.is_leaving = False
         self.service: Any = None
@@ -82,7 +83,13 @@ class Node:
         if self.is_up:
             return
         self._release_locks()
-        actor = Actor(self.index, is_agent=True)
+        self._starting = actor = Actor(self.index, is_agent=True)
+        try:
+            self._start(actor)
+        finally:
+            self._starting = None
+
+    def _start(self, actor: Actor) -> None:
         with self.cluster.network.acting(actor):
             store = LocalStore(self.root)
             directory = store.agent_directory()
@@ -140,9 +147,10 @@ class Node:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to the agent."""
-        actor, self.agent = self.agent, None
-        if actor is not None:
+        """SIGKILL to the agent, also to one that is starting."""
+        actors = [actor for actor in (self.agent, self._starting) if actor is not None]
+        self.agent = None
+        for actor in actors:
             self.cluster.faults.die(actor)
             self._release_locks()
 

@@ -22,6 +22,13 @@ class Hung(AssertionError):
     """An operation waits for something that no other operation will ever give it."""
 
 
+def _taken_lock() -> threading.Lock:
+    """A baton that somebody else has: it is released to hand it over. (A semaphore is Python code, and much slower.)"""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass
 class Operation:
     """One thing that goes on. `actors`: the simulated processes in it, each called by the one before; the last one runs.
@@ -40,7 +47,7 @@ class Operation:
     is_over: bool = False
     paused_at: str = ""
     is_thread: bool = False
-    baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    baton: threading.Lock = field(default_factory=_taken_lock)
     resumed_by: "Operation | None" = None
 
 

@@ -20,6 +20,7 @@ from replicated_ckpt.agent.uploads import uploader as upload
 from replicated_ckpt.cli.checkpoints import repair
 from replicated_ckpt.cli.look import start
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, BlockHasher, tables_of_size
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
 from replicated_ckpt.core.reading.windows import Window
 from replicated_ckpt.dcp.c10d import world
 from replicated_ckpt.dcp.c10d.world import World
@@ -119,6 +120,7 @@ class FetchInTurn:
 def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
     """The patches, each to be entered for as long as the simulation goes on."""
     now = _Now(cluster)
+    known_manifests = _KnownManifests()
     clock = SimpleNamespace(monotonic=cluster.now, sleep=cluster.wait, time=lambda: 1.7e9 + cluster.now())
     replaced: Sequence[tuple[object, str, object]] = (
         (agent_client, "open_connection", cluster.network.connection),
@@ -141,6 +143,8 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
         (targets, "open_client", partial(_open_bucket, cluster)),
         (parts, "open_client", partial(_open_bucket, cluster)),
         (parts, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
+        (catalog, "decode_manifest", known_manifests),
+        (committed, "decode_manifest", known_manifests),
         (catalog, "leads_out", _never),  # there are no symbolic links here, and it is a fifth of all work
         (committed, "leads_out", _never),
         (world, "_SESSION", now),
@@ -160,6 +164,18 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
     )
     for target, name, stand_in in (*replaced, *cluster.threads.pretences()):
         yield mock.patch.object(target, name, stand_in)
+
+
+class _KnownManifests:
+    """Stands in for `decode_manifest`: the same bytes are the same manifest, and are parsed once."""
+
+    def __init__(self) -> None:
+        self._by_raw: dict[bytes, Manifest] = {}
+
+    def __call__(self, raw: bytes, source: str) -> Manifest:
+        if raw not in self._by_raw:
+            self._by_raw[raw] = decode_manifest(raw, source)
+        return self._by_raw[raw]
 
 
 class _FaultyBucket:

@@ -3,6 +3,7 @@
 Not in `__main__`, whose functions spawned processes do not find.
 """
 
+import gc
 import logging
 import os
 import shutil
@@ -12,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,7 +42,7 @@ def run_seed(
     base = fast_directory()
     schedule = Schedule(seed, base, backend)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_collections():
             warnings.simplefilter("ignore")
             schedule.run(steps) if script is None else schedule.follow(script)
     except Exception:  # noqa: BLE001 - whatever it was, it is a failure of this seed
@@ -48,6 +50,21 @@ def run_seed(
     finally:
         shutil.rmtree(base, ignore_errors=True)
     return schedule, ""
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Cycles are collected after the block, and what was there before, as all of torch, is not looked through for them."""
+    gc.freeze()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+        gc.collect()
+        gc.unfreeze()
 
 
 Outcome = tuple[list[str], str, Counter[str]]
