@@ -106,6 +106,7 @@ def test_killed_at_any_step(store: LocalStore, adopt: Adopt, point: str) -> None
     assert loads_by_stock_torch(store.root / ID)
     service = NodeService(store)
     service.recover()
+    store.empty_trash()
     assert is_adopted(store) == (point not in STAGING)
     assert loads(store)
     if point in STAGING:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -169,12 +170,24 @@ def signal_agent(context: Context, node: int, number: int) -> None:
 
 
 def save_with_lock_held(context: Context, ranks: list[int]) -> dict[str, Any]:
-    """Saves while something holds the lock of the node's agent and never serves, as an agent stopped at its start does."""
-    lock = single_agent_lock(context.root / ".agent") if context.rank == 0 else None
+    """Saves while an agent of the node was stopped at its start: it holds the root's lock and never serves."""
+    starting = stopped_at_its_start(context.root / ".agent") if context.rank == 0 else None
     dist.barrier()
     try:
         return save_fails(context, ["plain"], "step-2") if context.rank in ranks else {}
     finally:
         dist.barrier()
-        if lock is not None:
-            lock.release()
+        if starting is not None:
+            os.kill(starting, signal.SIGKILL)
+            os.waitpid(starting, 0)
+
+
+def stopped_at_its_start(directory: Path) -> int:
+    """A process that has the root's lock and was stopped before it could answer."""
+    pid = os.fork()
+    if pid == 0:
+        single_agent_lock(directory)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(1)
+    os.waitpid(pid, os.WUNTRACED)
+    return pid

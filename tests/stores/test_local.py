@@ -160,6 +160,7 @@ def test_a_crash_between_two_renames_is_completed(tmp_path: Path, monkeypatch: p
     store.final("step-1").rename(tmp_path / ".trash" / name)
     assert NodeService(store).recover() == (name,)
     assert content(store) == b"new"
+    store.empty_trash()
     assert not (tmp_path / ".trash").exists()
 
 

@@ -70,6 +70,7 @@ def started(store: LocalStore) -> LocalStore:
     """The store after the next start of its agent, and the settling of what was left."""
     service = NodeService(store)
     service.recover()
+    store.empty_trash()
     settle(service, service.leftovers(""), ())
     assert store.list_staged() == ()
     assert not any((store.root / ".trash").glob("*"))

@@ -177,6 +177,7 @@ def test_what_waits_is_no_checkpoint(store: LocalStore) -> None:
     """It is in no listing, and is not removed when the agent starts; a removal by hand frees its room."""
     assert [list(store.catalog.committed()), list(store.catalog.without_manifest()), findings(store)] == [[], [], []]
     NodeService(store).recover()
+    store.empty_trash()
     assert pool(store) == {"__0_0.recycled"}
     manifest = checkpointed([store], 2, {shard(0): (0,)}, checkpoint_id="step-2")
     assert retire(store.root, "step-2", manifest.save_id)
@@ -484,6 +485,7 @@ def test_a_removal_that_is_killed_is_completed_and_its_files_are_used(store: Loc
     die(RETIRE_AND_DIE, store, "retire.recycled")
     assert len(list((store.root / TRASH_DIR).iterdir())) == 1
     NodeService(store).recover()
+    store.empty_trash()
     assert not list(store.root.glob(f"{TRASH_DIR}/*"))
     assert list(store.catalog.committed()) == []
     with counting_uses() as uses:

@@ -84,14 +84,14 @@ class NodeService:
         self.adoption_locks = AdoptionLocks()
 
     def recover(self) -> tuple[str, ...]:
-        """Completes the saves whose decision was made durable here before a crash; returns their ids.
+        """Completes the saves whose decision was made durable here before a crash; returns their ids. For a start.
 
         One that cannot be completed stays staged and is logged; it keeps no rank from using the others.
         """
         staged = self.store.list_staged()
         self.adoption_locks.take_over(intent.save_id for intent in staged if intent.adopts)
         completed = self._complete_decided([Leftover(intent, "") for intent in staged])
-        self.store.empty_trash()
+        self.store.remove_incoming()
         return completed
 
     def _complete_decided(self, leftovers: Sequence[Leftover]) -> tuple[str, ...]:

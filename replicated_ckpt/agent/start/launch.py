@@ -26,6 +26,7 @@ from replicated_ckpt.config import TLS_CERT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
+from replicated_ckpt.stores.files.locks import holder_of, is_stopped
 from replicated_ckpt.stores.files.ownership import is_of_another
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
@@ -35,7 +36,8 @@ from replicated_ckpt.version import PROTOCOL, __version__
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 20.0
-OTHERS_START_S = 5.0
+STOPPED_TIMEOUT_S = 5.0
+"""An agent that starts is waited for no longer than this where its process is stopped."""
 SILENT_TIMEOUT_S = 1.0
 """An agent that has not answered this process before is asked for this long, whether it does again."""
 IDLE_EXIT_ENV = "REPLICATED_CKPT_AGENT_IDLE_S"
@@ -235,8 +237,8 @@ def _start(store: LocalStore, directory: Path, bind_host: str, *, is_opening: bo
         process = spawn_agent(arguments, log)
     finally:
         os.close(log)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
+    began = time.monotonic()
+    while (waited_s := time.monotonic() - began) < START_TIMEOUT_S:
         try:
             endpoint = _answering(directory, bind_host, is_opening=is_opening)
         except AgentUnavailable:
@@ -246,19 +248,25 @@ def _start(store: LocalStore, directory: Path, bind_host: str, *, is_opening: bo
         if endpoint is not None:
             return endpoint
         if process.poll() is not None and process.returncode != 0:
-            if not is_free(directory):
-                if time.monotonic() > deadline - START_TIMEOUT_S + OTHERS_START_S:
-                    raise AgentUnavailable(
-                        f"An agent of {store.root} has been starting for too long; it may be stopped.",
-                        held_hint(directory, LOCK_NAME),
-                    )
-                time.sleep(_POLL_S)
-                continue
-            raise _unavailable(directory, f"it ended with exit code {process.returncode}")
+            if is_free(directory):
+                raise _unavailable(directory, f"it ended with exit code {process.returncode}")
+            if waited_s > STOPPED_TIMEOUT_S and _is_holder_stopped(directory):
+                break
         time.sleep(_POLL_S)
+    if process.poll() is not None and process.returncode != 0:
+        raise AgentUnavailable(
+            f"Another agent of {store.root} has been starting for {waited_s:.0f} s; it may be stopped.",
+            held_hint(directory, LOCK_NAME),
+        )
     process.kill()
     process.wait()
     raise _unavailable(directory, f"it did not answer within {START_TIMEOUT_S:.0f} s")
+
+
+def _is_holder_stopped(directory: Path) -> bool:
+    """Whether the process that holds the root's lock is stopped. One that is not may wait for a cold disk."""
+    pid = holder_of(directory / LOCK_NAME)
+    return pid is not None and is_stopped(pid)
 
 
 def _unavailable(directory: Path, why: str) -> AgentUnavailable:

@@ -7,6 +7,7 @@ from pathlib import Path
 from replicated_ckpt.agent.state.endpoint import LOCK_NAME, Endpoint, is_free, read_endpoint
 from replicated_ckpt.config import DRAIN_S
 from replicated_ckpt.errors import AgentUnavailable
+from replicated_ckpt.stores.files.locks import holder_of, is_stopped
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,14 @@ def _is_followed(directory: Path, agent: Endpoint) -> bool:
 
 def held_hint(directory: Path, lock_name: str) -> str:
     """The next step where a process holds a lock for too long."""
-    return (
-        f"`fuser -v {directory / lock_name}` names its process: continue it (`kill -CONT`) if it is stopped, or kill it, "
-        "and save or load again."
-    )
+    pid = holder_of(directory / lock_name)
+    if pid is None:
+        return (
+            f"`fuser -v {directory / lock_name}` names its process: continue it (`kill -CONT`) if it is stopped, or "
+            "kill it, and save or load again."
+        )
+    if is_stopped(pid):
+        return (
+            f"Process {pid} holds {directory / lock_name} and is stopped: `kill -CONT {pid}`, and save or load again."
+        )
+    return f"Process {pid} holds {directory / lock_name}: see what it does, or kill it, and save or load again."

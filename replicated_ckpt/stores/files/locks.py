@@ -69,6 +69,30 @@ class HeldLock:
             os.close(fd)
 
 
+def holder_of(path: Path) -> int | None:
+    """The process that took the flock of a file; None: none has, or this process may not see it, as in another container.
+
+    Source: proc(5), /proc/locks. On a file system whose files tell another device than its locks do, none is found.
+    """
+    with contextlib.suppress(OSError):
+        status = path.stat()
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[5] == device and int(fields[4]) > 0:
+                return int(fields[4])
+    return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is seen to be stopped, by a signal or a debugger. Source: proc(5), /proc/PID/stat."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except OSError:
+        return False
+    return after_name.split()[0] in ("T", "t")
+
+
 @contextlib.contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
     """One thread or process at a time is in the block; none is kept out while there is no such directory.

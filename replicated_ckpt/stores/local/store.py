@@ -339,10 +339,14 @@ class LocalStore:
                 others.remove_trash(self.root, trash, staging.parent)
         self._forget(save_id)
 
-    def empty_trash(self) -> None:
-        """Removes what a crash kept from being removed, and what it kept from getting into a checkpoint."""
-        with translate_errors(str(self.root), "remove", TRASH_DIR), exclusive(self.root / STAGING_DIR):
+    def remove_incoming(self) -> None:
+        """Removes what a crash kept from getting into a checkpoint. Not to be called while files are brought here."""
+        with translate_errors(str(self.root), "remove", INCOMING_DIR):
             remove_tree(self.root / INCOMING_DIR)
+
+    def empty_trash(self) -> None:
+        """Removes what a crash kept from being removed. No save opens or is published here meanwhile: they wait."""
+        with translate_errors(str(self.root), "remove", TRASH_DIR), exclusive(self.root / STAGING_DIR):
             empty_trash(self.root, self._places(self.list_staged()))
 
     def _places(self, intents: Iterable[Intent]) -> list[Path]:

@@ -28,6 +28,7 @@ def restart(store: LocalStore) -> NodeService:
     with mock.patch("os.getpid", return_value=OTHER_PID):
         service = NodeService(store)
         service.recover()
+        store.empty_trash()
         settle(service, service.leftovers(""), ())
     return service
 

@@ -97,6 +97,7 @@ class Node:
             self.service.completing = SimulatedLock(self.cluster.operations)
             self.service.adoption_locks, self.service.pins = AdoptionLocks(self.cluster.now), Pins(self.cluster.now)
             self.service.recover()
+            store.empty_trash()
             identity = next_identity(directory)
             self.tokens = identity.tokens
             keep_identity(directory, identity)

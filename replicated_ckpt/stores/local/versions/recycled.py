@@ -146,10 +146,16 @@ def make_room_to_start(root: Path) -> None:
     Raises:
         StoreError
     """
-    with translate_errors(str(root), "make room in", RECYCLED_DIR):
-        found = os.statvfs(root)
-        if found.f_bavail * found.f_frsize < _SMALL_FILES_BYTES:
+    if lacks_room_to_start(root):
+        with translate_errors(str(root), "make room in", RECYCLED_DIR):
             RecycledFiles(root).drop()
+
+
+def lacks_room_to_start(root: Path) -> bool:
+    """Whether the disk is too full for the small files that an agent writes when it starts. Raises: StoreError."""
+    with translate_errors(str(root), "measure", ""):
+        found = os.statvfs(root)
+    return found.f_bavail * found.f_frsize < _SMALL_FILES_BYTES
 
 
 def measure_room(root: Path) -> Room:

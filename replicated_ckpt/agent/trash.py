@@ -1,0 +1,28 @@
+"""What a crash left in the trash of a node goes when its agent starts, and keeps no load waiting."""
+
+import logging
+import threading
+
+from replicated_ckpt.errors import StoreError
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.recycled import lacks_room_to_start
+
+log = logging.getLogger(__name__)
+
+
+def empty_trash(store: LocalStore) -> None:
+    """In a thread, as terabytes take long; at once if the disk has no room for the small files that an agent writes.
+
+    A save that opens meanwhile waits for the end, and finds the room.
+    """
+    if lacks_room_to_start(store.root):
+        _empty(store)
+    else:
+        threading.Thread(target=_empty, args=(store,), name="rckpt-trash", daemon=True).start()
+
+
+def _empty(store: LocalStore) -> None:
+    try:
+        store.empty_trash()
+    except StoreError as exc:
+        log.error("the trash is not emptied until the next start: %s", exc)  # noqa: TRY400 - it explains itself

@@ -1,0 +1,107 @@
+"""An agent takes long to start: who waits for it, for how long, and what is done before and after it answers."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.start import launch
+from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.state.endpoint import is_free
+from replicated_ckpt.core.layout import STAGING_DIR, TRASH_DIR
+from replicated_ckpt.errors import AgentUnavailable
+from replicated_ckpt.stores.files.locks import exclusive, holder_of, is_stopped
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import running_agent, wait_for
+
+LONG_S = 2.0
+SLOW = f"""
+import sys, time
+from replicated_ckpt.agent.__main__ import main
+from replicated_ckpt.agent.saves.service import NodeService
+recover = NodeService.recover
+NodeService.recover = lambda self: (time.sleep({LONG_S}), recover(self))[1]
+sys.exit(main())
+"""
+"""The agent's own command, which finds its disk slow."""
+WAITER = """
+import sys, time
+from pathlib import Path
+from replicated_ckpt.stores.files.locks import exclusive
+print("waits", flush=True)
+with exclusive(Path(sys.argv[1])):
+    print("has it", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def starting(store: LocalStore) -> Iterator["subprocess.Popen[bytes]"]:
+    """An agent of this store that has the root's lock and does not answer yet."""
+    command = [sys.executable, "-c", SLOW, "--root", str(store.root)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_for(lambda: not is_free(store.agent_directory()), 60, "the lock of the root")
+            yield process
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STOPPED_TIMEOUT_S", 0.1)
+
+
+def test_an_agent_that_somebody_else_starts_is_waited_for(tmp_path: Path) -> None:
+    """As systemd does at boot, on a cold disk: the load that came too early goes on with its own node."""
+    store = LocalStore(tmp_path)
+    with starting(store) as process:
+        assert ensure_agent(store, "127.0.0.1").pid == process.pid
+
+
+def test_one_that_is_stopped_meanwhile_is_named(tmp_path: Path) -> None:
+    """And waited for no longer than an agent that does not answer; once it goes on it is this node's."""
+    store = LocalStore(tmp_path)
+    with starting(store) as process:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(AgentUnavailable, match="may be stopped") as raised:
+            ensure_agent(store, "127.0.0.1")
+        assert f"`kill -CONT {process.pid}`" in str(raised.value.hint)
+        process.send_signal(signal.SIGCONT)
+        assert ensure_agent(store, "127.0.0.1").pid == process.pid
+
+
+def test_a_lock_is_of_its_process(tmp_path: Path) -> None:
+    """Not of one that had it, nor of one that only waits for it."""
+    with subprocess.Popen([sys.executable, "-c", WAITER, str(tmp_path)], stdout=subprocess.PIPE) as waiter:
+        with exclusive(tmp_path):
+            assert waiter.stdout is not None
+            assert waiter.stdout.readline() == b"waits\n"
+            assert holder_of(tmp_path) == os.getpid()
+        assert waiter.stdout.readline() == b"has it\n"
+        assert holder_of(tmp_path) == waiter.pid
+        assert not is_stopped(waiter.pid)
+        waiter.kill()
+    assert holder_of(tmp_path) is None
+    assert holder_of(tmp_path / "none") is None
+
+
+def test_what_a_crash_left_in_the_trash_keeps_no_load_waiting(tmp_path: Path) -> None:
+    """Terabytes take long to remove: the agent answers before. A save begins once there is room."""
+    store = LocalStore(tmp_path)
+    for directory in (tmp_path / STAGING_DIR, tmp_path / TRASH_DIR / "left"):
+        directory.mkdir(parents=True)
+    with contextlib.ExitStack() as held:
+        held.enter_context(exclusive(tmp_path / STAGING_DIR))  # nothing can be removed
+        with running_agent(tmp_path) as agent:
+            with agent.client() as client:
+                assert client.call("GET", "/v1/status?brief=1")["node_id"] == store.node_id()
+            assert (tmp_path / TRASH_DIR / "left").is_dir()
+            held.close()
+            wait_for(lambda: not (tmp_path / TRASH_DIR / "left").exists(), 10, "an empty trash")
