@@ -4,6 +4,7 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -53,6 +61,19 @@ def test_metadata_of_stock_torch_is_read(tmp_path: Path, state: dict[str, Any]) 
     assert ours.state_dict_metadata == stock.state_dict_metadata == metadata.state_dict_metadata
     assert ours.storage_data == stock.storage_data
     assert decode_metadata(encode_metadata(ours), "here").storage_data == stock.storage_data
+
+
+def test_chunks_may_have_plain_tuples_for_sizes() -> None:
+    """Megatron-FSDP gives its uneven DTensors such chunks; a checkpoint with them was saved, and loaded by nothing."""
+    chunk = ChunkStorageMetadata(offsets=(2, 0), sizes=(1, 3))  # type: ignore[arg-type]
+    tensor = TensorStorageMetadata(TensorProperties(), torch.Size((3, 3)), [chunk])
+    place = {MetadataIndex("a", (2, 0)): _StorageInfo("__0_0.distcp", 0, 12)}
+    read = decode_metadata(encode_metadata(Metadata({"a": tensor}, None, place)), "here")
+    assert read.state_dict_metadata == {"a": tensor}
+    assert read.storage_data == place
+    hostile = Metadata({"a": replace(tensor, chunks=[replace(chunk, sizes=(1, "x"))])}, None, place)  # type: ignore[arg-type]
+    with pytest.raises(MetadataUnsafe, match="no sizes"):
+        decode_metadata(encode_metadata(hostile), "here")
 
 
 @pytest.mark.filterwarnings("ignore")

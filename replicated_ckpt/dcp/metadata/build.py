@@ -267,7 +267,9 @@ class _Builder(Values):
         return self._make(node, StorageInfo, fields, {"relative_path": path, "offset": offset, "length": length})
 
     def _size(self, node: Any) -> torch.Size:
-        """A size. So few may hash alike that no dictionary of places gets slow."""
+        """A size, or a plain tuple in its place: Megatron-FSDP's chunks have those."""
+        if type(node) is tuple:
+            return self._size_of(node)
         if type(node) is not Made:
             raise PickleUnsafe(f"has {_describe(node)} where a size belongs")
         if type(node.value) is torch.Size:
@@ -276,9 +278,14 @@ class _Builder(Values):
         is_call = not node.is_new and node.state is None and node.contents is None
         if key_of(node.called) != _SIZE or not is_call or type(numbers) is not tuple:
             raise PickleUnsafe(f"has {_describe(node)} where a size belongs")
+        size = node.value = self._size_of(numbers)
+        return size
+
+    def _size_of(self, numbers: tuple[Any, ...]) -> torch.Size:
+        """So few may hash alike that no dictionary of places gets slow."""
         if len(numbers) > _DIMENSIONS_MAX or not all(type(one) is int and 0 <= one <= _INT_MAX for one in numbers):
             raise PickleUnsafe("has a size of what are no sizes")
-        size = node.value = torch.Size(numbers)
+        size = torch.Size(numbers)
         if self._size_by_hash.setdefault(hash(size), size) != size:
             self._collisions += 1
             if self._collisions > _COLLISIONS_MAX:
