@@ -18,8 +18,8 @@
 PYTHON ?= python3
 TORCH  ?=
 ARGS   ?=
-# Files of tests that run at once. The last worker begins with the files that wait (WAITING in tests/conftest.py), the others
-# compute: on two cores three workers leave nothing idle.
+# Files of tests that run at once. Half of the workers begin with the files that wait (WAITING in tests/conftest.py), the others
+# compute: on two cores three workers leave little idle.
 JOBS   ?= 3
 SEEDS  ?= 1000
 SECONDS ?= 60

@@ -52,9 +52,11 @@ LONGEST = (
 IDLE_AGENTS_WITHIN_S = 15.0
 
 WAITING = (
+    "fault/test_bad_peers.py",
+    "fault/test_hand_over.py",
+    "agent/test_told_to_stop.py",
     "agent/test_hand_over.py",
     "object_tier/test_bucket_faults.py",
-    "fault/test_hand_over.py",
     "fault/test_two_histories.py",
     "object_tier/test_loads_with_bucket_faults.py",
     "object_tier/test_half_uploaded.py",
@@ -74,8 +76,12 @@ WAITING = (
     "object_tier/test_frozen_share.py",
     "fault/test_hostile_connections.py",
     "agent/test_reprotect.py",
+    "fault/test_ack_levels.py",
+    "dcp/test_job_secret.py",
+    "stores/test_patience.py",
+    "fault/test_peers_token.py",
 )
-"""Files that mostly wait for time-outs: of several workers, one takes these first, while the others compute."""
+"""Files that mostly wait for time-outs: of several workers, half take these first, while the others compute."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -135,12 +141,12 @@ def _check_names(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files to a worker, as `--dist loadfile` gives them: the files that wait to one worker, one after another."""
+    """Whole files to a worker, as `--dist loadfile` gives them: the files that wait to half of the workers first."""
     scheduler: Any = import_module("xdist.scheduler").LoadFileScheduling(config, log)
     assign = scheduler._assign_work_unit
 
     def assign_fitting(worker: Any) -> None:
-        queue, waits = scheduler.workqueue, worker is scheduler.nodes[-1]
+        queue, waits = scheduler.workqueue, worker in scheduler.nodes[len(scheduler.nodes) // 2 :]
         fitting = (file for file in queue if (file.removeprefix("tests/") in WAITING) == waits)
         queue.move_to_end(next(fitting, next(iter(queue))), last=False)
         assign(worker)

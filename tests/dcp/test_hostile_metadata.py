@@ -215,8 +215,8 @@ def bombs() -> dict[str, bytes]:
                 },
             )
         ),
-        "chunks that tensors share": shared_chunks(20_000, 20_000, 0),
-        "chunks that tensors share, and much else": shared_chunks(20_000, 20_000, 4_000_000),
+        "chunks that tensors share": shared_chunks(10_000, 10_000, 0),
+        "chunks that tensors share, and much else": shared_chunks(10_000, 10_000, 4_000_000),
         "a list of half a billion places": with_paths({f"o.{1 << 29}": ("o", 1 << 29)}),
         "many long lists": with_paths({f"o{at}.{1 << 20}": (f"o{at}", 1 << 20) for at in range(5_000)}),
     }

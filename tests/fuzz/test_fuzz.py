@@ -5,7 +5,7 @@ import pytest
 from tests.fuzz.run import run
 from tests.fuzz.targets import TARGETS
 
-SECONDS = 5.0
+SECONDS = 3.0
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

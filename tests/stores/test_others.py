@@ -1,13 +1,11 @@
 """What lies in a checkpoint's directory and is not ours outlives every version of it, whatever is killed when."""
 
 import os
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.errors import ConfigInvalid
@@ -15,6 +13,7 @@ from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.retire import retire
+from tests.killed import killed_at
 from tests.stores.test_local import SHARD, content, save_id, staged
 
 COMMITTING = [
@@ -54,16 +53,6 @@ def overwritten(store: LocalStore, number: int, data: bytes) -> str:
 
 def cannot_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "_exchange", lambda *_: False)
-
-
-def killed_at(point: str, act: Callable[[], object]) -> None:
-    """Does something in a process of its own, which is killed at a failpoint."""
-    pid = os.fork()
-    if pid == 0:
-        with failpoints.arm(point, lambda _: os.kill(os.getpid(), signal.SIGKILL)):
-            act()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 def started(store: LocalStore) -> LocalStore:

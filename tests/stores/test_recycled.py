@@ -5,7 +5,6 @@ import errno
 import io
 import mmap
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -38,10 +37,10 @@ from replicated_ckpt.stores.local.versions.retire import recycle, retire
 from replicated_ckpt.stores.tee import Buffers, Tee
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, findings, held, shard
+from tests.killed import killed_at
 from tests.stores.leases import skip_without_leases
 from tests.stores.test_ownership import as_user
 
-HOME = Path(__file__).resolve().parents[2]
 OLD_BYTES = 5 * PAGE_BYTES + 123
 SAVE = "e" * 32
 
@@ -446,32 +445,10 @@ def test_an_agent_starts_on_a_disk_that_the_pool_fills(small_disk: LocalStore) -
         assert agent.endpoint.pid == agent.process.pid
 
 
-SAVE_AND_DIE = """
-import sys
-from pathlib import Path
-from tests.stores import test_recycled as t
-t.write(t.LocalStore(sys.argv[1]), bytes(t.OLD_BYTES))
-"""
-RETIRE_AND_DIE = """
-import sys
-from tests.stores import test_recycled as t
-t.recycle(t.LocalStore(sys.argv[1]).root, "step-2", f"{2:032x}")
-"""
-
-
-def die(code: str, store: LocalStore, point: str) -> None:
-    """Runs a process that is killed at a failpoint."""
-    armed = f"from replicated_ckpt import failpoints\nfailpoints.arm_from_environment('{point}=kill')\n"
-    command = [sys.executable, "-c", armed + code, str(store.root)]
-    environment = {**os.environ, "PYTHONPATH": str(HOME)}
-    done = subprocess.run(command, env=environment, timeout=60, check=False, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-
-
 @pytest.mark.parametrize("point", ["store.recycled", "store.shard-fsynced", "store.shard-named"])
 def test_a_save_that_is_killed_over_a_recycled_file_leaves_nothing(point: str, store: LocalStore) -> None:
     """Nothing of the old or the new bytes counts, and the next save, with a new file, does."""
-    die(SAVE_AND_DIE, store, point)
+    killed_at(point, lambda: write(store, bytes(OLD_BYTES)))
     assert pool(store) == set()
     store.abort(SAVE)
     assert list((store.root / STAGING_DIR).iterdir()) == []
@@ -482,7 +459,7 @@ def test_a_save_that_is_killed_over_a_recycled_file_leaves_nothing(point: str, s
 def test_a_removal_that_is_killed_is_completed_and_its_files_are_used(store: LocalStore) -> None:
     """The checkpoint is gone whole, the trash is emptied by the next start, and the files wait in the pool."""
     checkpointed([store], 2, {shard(0): (0,)}, checkpoint_id="step-2", size_bytes=OLD_BYTES)
-    die(RETIRE_AND_DIE, store, "retire.recycled")
+    killed_at("retire.recycled", lambda: recycle(store.root, "step-2", f"{2:032x}"))
     assert len(list((store.root / TRASH_DIR).iterdir())) == 1
     NodeService(store).recover()
     store.empty_trash()

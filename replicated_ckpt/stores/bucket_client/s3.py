@@ -1,6 +1,7 @@
 """S3 by botocore: parts from reused memory, checksums that the server verifies, uploads that go on after a restart."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from typing import Any
 
 import botocore.config
 import botocore.exceptions
+import botocore.loaders
 import botocore.parsers
 import botocore.session
 import urllib3.exceptions
@@ -254,7 +256,7 @@ class S3Client:
             return StoreDenied(store, op, key, detail, _DENIED_HINT)
         if code in _BUSY or status in (408, 429) or status >= 500:
             return StoreUnavailable(store, op, key, detail, _AWAY_HINT)
-        if code in ("BadDigest", "XAmzContentChecksumMismatch", "InvalidRange"):  # the last: it ends before the range
+        if code in ("BadDigest", "XAmzContentChecksumMismatch", "InvalidRange"):  # it ends before the range
             return ObjectCorrupt(store, op, key, detail)
         return StoreError(store, op, key, detail)
 
@@ -264,14 +266,20 @@ _OWN_PREFIX_HINT = "Give the checkpoints a prefix of their own: s3://bucket/pref
 _AWAY_HINT = "It is tried again by itself; local and peer copies are not affected."
 
 
+@functools.cache
+def _data_files(search_path: str | None) -> botocore.loaders.Loader:
+    """What botocore's files say of its services: a process parses them once, as that takes longer than some requests."""
+    return botocore.loaders.create_loader(search_path)
+
+
 def _botocore_client(target: ObjectTarget) -> Any:
     options = dict(target.options)
     session = botocore.session.Session(profile=options.get("profile"))
+    session.register_component("data_loader", _data_files(session.get_config_variable("data_path")))
     if options.get("key"):
         session.set_credentials(options["key"], options.get("secret"), options.get("token"))
-    extra = dict(options.get("client_kwargs") or {})
-    extra.setdefault("endpoint_url", options.get("endpoint_url"))
-    extra.setdefault("use_ssl", options.get("use_ssl", True))
+    usual = {"endpoint_url": options.get("endpoint_url"), "use_ssl": options.get("use_ssl", True)}
+    extra = usual | dict(options.get("client_kwargs") or {})
     settings = botocore.config.Config(
         connect_timeout=CONNECT_TIMEOUT_S,
         read_timeout=READ_TIMEOUT_S,
