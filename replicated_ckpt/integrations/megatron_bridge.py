@@ -1,0 +1,222 @@
+"""Megatron-Bridge: a manager for `checkpoint.custom_manager_class`, with checkpoints that survive the loss of a node.
+
+Importing this module allows Megatron-Bridge to make the class by its name.
+"""
+
+import contextlib
+import io
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from megatron.bridge.training import checkpointing
+from megatron.bridge.training.checkpointing import (
+    CheckpointLoadContext,
+    CheckpointSaveContext,
+    DefaultCheckpointManager,
+)
+from megatron.bridge.training.config import CheckpointConfig
+from megatron.bridge.training.utils.checkpoint_utils import (
+    get_checkpoint_name,
+    get_checkpoint_run_config_filename,
+    get_checkpoint_tracker_filename,
+    get_checkpoint_train_state_filename,
+)
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+
+from replicated_ckpt.config import Retention
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
+from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
+from replicated_ckpt.stores.files.existence import is_there
+
+STORE = "replicated"
+"""Where the store lies, in `checkpoint.save`."""
+
+_FILES = "replicated_ckpt.files"
+_TRAIN_STATE, _RUN_CONFIG = "train_state", "run_config"
+_MARKER = b"This checkpoint is in ../replicated. This file tells Megatron-Bridge that its format is fsdp_dtensor.\n"
+_REPLACED = ("save_fsdp_dtensor_checkpoint", "_get_filesystem_reader", "cleanup_old_non_persistent_checkpoint")
+
+register_allowed_target_prefix(__name__)
+
+
+class ReplicatedCheckpointManager(DefaultCheckpointManager):
+    """Megatron-Bridge's manager: what is saved and restored is Bridge's own code, where it lies is this one's.
+
+    `checkpoint.save` is a directory on each node's own disk; the node's store is `replicated` in it. Each save goes to
+    other nodes, too, with the train state and the run's configuration, which Bridge writes on one node only. On each node
+    they are written again when the manager is made: before Bridge looks there for a checkpoint. Which one is loaded is
+    agreed on by all ranks, whatever lies on their nodes: the newest whole one, or `ckpt_step`. `most_recent_k` removes
+    checkpoints on all nodes, in the agents. A `pretrained_checkpoint` is read by Bridge itself.
+
+    All ranks make a manager, save and load together. While one saves or loads, it stands in for functions of Bridge's
+    module `checkpointing`: no other manager may do so at that time.
+
+    Written against Megatron-Bridge 0.6.2, and commit 067f987 of 2026-08-22.
+    """
+
+    writer_options: ClassVar[Mapping[str, Any]] = {}
+    """What ReplicatedWriter takes besides: copies, ack, ... Set it before Bridge's setup."""
+
+    def __init__(self, checkpoint_config: CheckpointConfig) -> None:
+        """Writes on this node what Bridge looks for there, if there is a checkpoint to load.
+
+        Raises:
+            ConfigInvalid: the configuration asks for what this manager cannot do. CheckpointNotFound: of `ckpt_step`.
+            CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
+        """
+        _refuse(checkpoint_config)
+        super().__init__(checkpoint_config)
+        self._directory = Path(checkpoint_config.save or checkpoint_config.load).resolve()
+        self._checkpoints: NamedCheckpoints | None = None
+        if checkpoint_config.load is not None:
+            self._put_small_files()
+
+    def save(self, ctx: CheckpointSaveContext, callback_manager: Any = None) -> None:
+        """Returns when the checkpoint is committed.
+
+        Raises:
+            CheckpointException, ReplicatedCkptError: as of ReplicatedWriter.
+        """
+        files = _small_files(ctx) if not dist.is_initialized() or dist.get_rank() == 0 else {}
+
+        def save_state(
+            path: str | Path, state_dict: dict[str, Any], *, cfg: Any, model: Any, barrier: bool = True
+        ) -> None:
+            del barrier  # a save has met all ranks when it returns
+            state = checkpointing.preprocess_fsdp_dtensor_state_dict(cfg, state_dict, model)
+            self._open().save(Path(path).name, {**state, _FILES: files} if files else state)
+            Path(path).mkdir(parents=True, exist_ok=True)
+            _write(Path(path) / ".metadata", _MARKER)
+
+        with _in_place_of(save_state, checkpointing._get_filesystem_reader, _drop_small_files):  # noqa: SLF001
+            super().save(ctx, callback_manager)
+
+    def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:
+        """The step and the operations so far of what was restored.
+
+        Raises:
+            CheckpointException, ReplicatedCkptError: as of ReplicatedReader.
+        """
+        theirs = checkpointing._get_filesystem_reader  # noqa: SLF001 - there is no public way
+
+        def make_reader(path: str, *args: Any, **kwargs: Any) -> Any:
+            if Path(path).resolve().parent != self._directory:
+                return theirs(path, *args, **kwargs)
+            reader = self._open().reader
+            reader.reset(Path(path).name)
+            return reader
+
+        with self._open().use_group(), _in_place_of(checkpointing.save_fsdp_dtensor_checkpoint, make_reader):
+            step, operations = super().load(ctx)
+        return step, operations
+
+    def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
+        """Nothing is under way between saves. With `terminate`, ends what they have opened."""
+        del state, blocking
+        if terminate and self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
+
+    def _open(self) -> NamedCheckpoints:
+        if self._checkpoints is None:
+            kept = self.checkpoint_config.most_recent_k
+            retention = Retention(keep_last=max(1, kept)) if kept > -1 else None
+            self._checkpoints = NamedCheckpoints(
+                self._directory / STORE, {"retention": retention, **self.writer_options}
+            )
+        return self._checkpoints
+
+    def _put_small_files(self) -> None:
+        """The newest whole checkpoint's small files, or those of `ckpt_step`, on this node as Bridge writes them on one."""
+        latest = Path(get_checkpoint_train_state_filename(str(self._directory), prefix="latest"))
+        step = self.checkpoint_config.ckpt_step
+        name = LATEST if step is None else Path(get_checkpoint_name("", step)).name
+        if self._open().find(name) is None:
+            if step is not None:
+                raise CheckpointNotFound(f"There is no checkpoint {name} in {self._directory}.", "Unset ckpt_step.")
+            if is_there(latest):
+                raise ConfigInvalid(
+                    f"{latest} tells of a checkpoint, and no store has one.",
+                    "Give this job an empty directory; checkpoints of Bridge's own manager are pretrained_checkpoint's.",
+                )
+            return
+        wanted: dict[str, Any] = {_FILES: {_TRAIN_STATE: b"", _RUN_CONFIG: b""}}
+        loaded = self._directory / self._open().load(name, wanted)
+        loaded.mkdir(parents=True, exist_ok=True)
+        train_state, run_config = wanted[_FILES][_TRAIN_STATE], wanted[_FILES][_RUN_CONFIG]
+        _write(loaded / ".metadata", _MARKER)
+        _write(Path(get_checkpoint_run_config_filename(str(loaded))), run_config)
+        _write(Path(get_checkpoint_train_state_filename(str(loaded))), train_state)
+        _write(Path(get_checkpoint_tracker_filename(str(self._directory))), loaded.name.removeprefix("iter_").encode())
+        _write(latest, train_state)
+
+
+def _refuse(config: CheckpointConfig) -> None:
+    missing = [name for name in _REPLACED if not hasattr(checkpointing, name)]
+    if missing:
+        raise ConfigInvalid(
+            f"This Megatron-Bridge has no {', '.join(missing)}, where a checkpoint is handed to storage.",
+            "Use Megatron-Bridge 0.6.2.",
+        )
+    if config.ckpt_format != "fsdp_dtensor":
+        raise ConfigInvalid(
+            f"checkpoint.ckpt_format is {config.ckpt_format!r}, which is not saved through DCP's own storage.",
+            "Train with Megatron-FSDP and ckpt_format: fsdp_dtensor.",
+        )
+    if config.async_save or config.non_persistent_ckpt_type is not None:
+        raise ConfigInvalid(
+            "async_save and non_persistent_ckpt_type are not supported: Bridge saves those through storage of its own.",
+            "Unset both.",
+        )
+    if config.save is None and config.load is None:
+        raise ConfigInvalid("Neither checkpoint.save nor checkpoint.load is set.", "Set both to one directory.")
+    if config.save is not None and config.load not in (None, config.save):
+        raise ConfigInvalid(
+            f"checkpoint.load is {config.load!r}, and checkpoint.save is {config.save!r}.",
+            "Set both to one directory on each node's own disk; begin from another one with pretrained_checkpoint.",
+        )
+
+
+@contextlib.contextmanager
+def _in_place_of(*functions: Any) -> Iterator[None]:
+    """Stand-ins for Bridge's functions of `_REPLACED`, in their order, for a block."""
+    before = {name: getattr(checkpointing, name) for name in _REPLACED}
+    for name, function in zip(_REPLACED, functions, strict=False):
+        setattr(checkpointing, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(checkpointing, name, function)
+
+
+def _small_files(ctx: CheckpointSaveContext) -> dict[str, bytes]:
+    """What Bridge writes on rank 0's node besides, with the same content."""
+    train_state = ctx.state.train_state.state_dict()
+    operations = torch.tensor(ctx.num_floating_point_operations_so_far, dtype=torch.float32)
+    saved = io.BytesIO()
+    torch.save({**train_state, "floating_point_operations_so_far": operations}, saved)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "run_config.yaml"
+        ctx.state.cfg.to_yaml(str(path))
+        return {_TRAIN_STATE: saved.getvalue(), _RUN_CONFIG: path.read_bytes()}
+
+
+def _drop_small_files(save_dir: str, leave_ckpt_num: int = 1, do_async: bool = False, **limits: Any) -> None:
+    """As Bridge's own removal, but that the store is left alone: its agents keep `most_recent_k` themselves."""
+    del do_async, limits
+    for old in sorted(Path(save_dir).glob("iter_*"))[: -max(1, leave_ckpt_num)]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all: ranks of a node write the same file at the same time."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        file.write(content)
+    Path(file.name).replace(path)
