@@ -9,6 +9,7 @@
 #   make bench-bucket [ARGS="--quick"]                 our clients of a bucket beside s3fs, on a real S3 server (root)
 #   make bench-planning [ARGS="--ranks 64,1024"]       the coordinator's work for many ranks and items, beside stock torch's
 #   make frameworks                                  installs Lightning, Transformers, Ray, ... and runs their examples
+#   make megatron                                    installs Megatron-Bridge for CPUs, and runs our manager in it
 #   make referee [TORCH_TESTS=~/pytorch]               torch's own checkpoint tests, with stock storage and with ours
 #   make compat [ARGS="2.13.0 2.15.0"]                 checkpoints written under each version of torch, read under all
 #   make audit [ARGS="-s osv"]                         known vulnerabilities of the pinned dependencies, where the index knows
@@ -37,7 +38,7 @@ FAST    := not multiprocess and not fault and not long and not radosgw
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST   = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 15 --ignore tests/frameworks
 
-.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks referee compat audit docs dist
+.PHONY: test test-all drill torture fuzz bench-bucket bench-planning check fast lint types install clean bench bench-peers frameworks megatron referee compat audit docs dist
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -130,6 +131,15 @@ else
 endif
 	@$(BIN)/pip install --quiet -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]' $(if $(TORCH),,torchvision)
 	@touch $@
+
+# Bridge says that it needs Python 3.12; with 3.11 the test runs as well.
+megatron: $(STAMP)
+	@$(PYTHON) -m venv build/megatron
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' > \
+	  $$(build/megatron/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_from_venv.pth
+	@build/megatron/bin/pip install --quiet --prefer-binary --no-deps --ignore-requires-python $$($(BIN)/python -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["megatron"])')
+	@build/megatron/bin/python -m pytest tests/frameworks/test_megatron_bridge.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
