@@ -18,7 +18,7 @@ from tests.multiprocess.processes import end, processes_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(600)]
 
-START = [sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts", "start", "--num-cpus", "1"]
+START = [sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts", "start"]
 START += [
     "--object-store-memory",
     "100000000",
@@ -31,10 +31,10 @@ START += [
 
 
 class Cluster:
-    """Ray with one CPU on each node; NODE_DISK in the environment of a node's processes is where its disk is."""
+    """Ray with a CPU for each worker; NODE_DISK in the environment of a node's processes is where its disk is."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, workers_each: int) -> None:
+        self.directory, self.workers_each = directory, workers_each
         # Without a token of one's own Ray makes one, in the home directory.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.environment = {**ENVIRONMENT, **token, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -52,7 +52,10 @@ class Cluster:
 
     def _start(self, node: int, *arguments: str) -> None:
         subprocess.run(
-            [*START, *arguments], env={**self.environment, "NODE_DISK": str(self.disk(node))}, timeout=60, check=True
+            [*START, "--num-cpus", str(self.workers_each), *arguments],
+            env={**self.environment, "NODE_DISK": str(self.disk(node))},
+            timeout=60,
+            check=True,
         )
 
     def lose(self, node: int) -> None:
@@ -67,6 +70,7 @@ class Training:
     def __init__(self, cluster: Cluster, name: str, *arguments: str) -> None:
         command = [sys.executable, "-W", "ignore", str(EXAMPLES / "ray_train.py"), "--root", f"$NODE_DISK/{name}"]
         command += ["--storage", str(cluster.directory / "storage"), "--steps", str(STEPS), "--save-every", str(EVERY)]
+        command += ["--workers", str(2 * cluster.workers_each)]
         self.output = cluster.directory / f"{name}.out"
         with self.output.open("w") as output:
             self.driver = subprocess.Popen(
@@ -86,12 +90,12 @@ class Training:
         return self.output.read_text()
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
+@pytest.fixture(params=[1, 2])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Two nodes; nothing of them is left afterwards. The path is short, as Ray keeps sockets in it."""
     require("ray")
     directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
-    cluster = Cluster(directory)
+    cluster = Cluster(directory, request.param)
     try:
         cluster.start(0)
         cluster.start(1)
@@ -109,8 +113,9 @@ def test_ray_train_goes_on_after_the_loss_of_a_node(cluster: Cluster) -> None:
     cluster.start(1)
     second = disturbed.said(timeout_s=240)
     undisturbed = Training(cluster, "undisturbed").said(timeout_s=150)
-    assert "starting at step 0 on 2 ranks" in second
-    assert f"starting at step {EVERY} on 2 ranks" in second
+    ranks = 2 * cluster.workers_each
+    assert f"starting at step 0 on {ranks} ranks" in second
+    assert f"starting at step {EVERY} on {ranks} ranks" in second
     assert lines(second) == lines(undisturbed)
     told = [next(line for line in each.splitlines() if "Ray knows of" in line) for each in (second, undisturbed)]
     assert told[0] == told[1]
