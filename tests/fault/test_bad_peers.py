@@ -148,7 +148,8 @@ def test_a_node_that_vanishes_in_the_middle_of_a_save_costs_that_save_only(site:
     """Ranks and store of one node are unreachable at once: the others go on from the old checkpoint without it."""
     site.cluster.launch([save("step-1")], nodes=[0, 1, 2])
     site.cluster.environment[COLLECTIVE_TIMEOUT_ENV] = "6"
-    attempt = site.cluster.attempt([site.save_while("cut", 1, point=MIDDLE)], nodes=[0, 1, 2], timeout_s=100)
+    cut = [site.save_while("cut", 1, point=MIDDLE)]
+    attempt = site.cluster.attempt(cut, nodes=[0, 1, 2], timeout_s=100, grace_s=30.0, awaited=[0, 2])
     del site.cluster.environment[COLLECTIVE_TIMEOUT_ENV]
     assert 0 not in attempt.codes, attempt
     assert re.search("gloo.*([Tt]imed out|[Tt]imeout|closed by peer)", attempt.failures[0] + attempt.failures[2]), (

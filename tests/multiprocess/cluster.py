@@ -90,13 +90,15 @@ class Cluster:
         ranks: int | Sequence[int] = 1,
         timeout_s: float = 90.0,
         grace_s: float = 2.0,
+        awaited: Sequence[int] | None = None,
     ) -> Attempt:
         """As `launch`, where ranks may fail or die: says what became of each.
 
-        The others are ended `grace_s` after the first failure. A hang without a failure fails the test.
+        The others are ended `grace_s` after the first failure, or as soon as the `awaited` ranks have ended, if those are
+        named. A hang without a failure fails the test.
         """
         with self._launched(calls, nodes, ranks, "direct") as (launch, _):
-            return launch.attempt(timeout_s, grace_s)
+            return launch.attempt(timeout_s, grace_s, awaited)
 
     @contextmanager
     def _launched(

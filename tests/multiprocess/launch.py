@@ -147,9 +147,9 @@ class Launch:
         if any(self._codes()):
             raise AssertionError(f"exit codes {self._codes()}\n{self._report()}")
 
-    def attempt(self, timeout_s: float, grace_s: float) -> Attempt:
-        """Waits for the ranks; once one failed, the others have `grace_s` to end by themselves."""
-        if not self._has_ended(timeout_s, grace_s) and not any(self._codes()):
+    def attempt(self, timeout_s: float, grace_s: float, awaited: Sequence[int] | None) -> Attempt:
+        """Waits for the ranks; once one failed, the others have `grace_s` to end by themselves, or only the awaited ones."""
+        if not self._has_ended(timeout_s, grace_s, awaited) and not any(self._codes()):
             self._raise_hung()
         self._await_ending()
         codes = self._codes()
@@ -175,11 +175,12 @@ class Launch:
     def _codes(self) -> list[int | None]:
         return [process.poll() for process in self._processes]
 
-    def _has_ended(self, timeout_s: float, grace_s: float) -> bool:
-        """Whether every rank ended in time, and, once one failed, the others within `grace_s`."""
+    def _has_ended(self, timeout_s: float, grace_s: float, awaited: Sequence[int] | None = None) -> bool:
+        """Whether every rank (or each that is awaited) ended in time, and, once one failed, the others within `grace_s`."""
         deadline = time.monotonic() + timeout_s
         is_failed = False
-        while None in (codes := self._codes()):
+        ranks = range(len(self._processes)) if awaited is None else awaited
+        while any((codes := self._codes())[rank] is None for rank in ranks):
             if any(codes) and not is_failed:
                 is_failed = True
                 deadline = min(deadline, time.monotonic() + grace_s)
