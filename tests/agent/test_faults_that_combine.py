@@ -29,6 +29,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import running_agent
+from tests.damage import flip
 
 OTHER = "0" * 11 + "a"
 RUN, ANOTHER = "a" * 16, "b" * 16
@@ -82,12 +83,6 @@ def stage(
 def look(service: NodeService) -> tuple[NodeView, ...]:
     """What re-protection sees: this node alone."""
     return (NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.found()),)
-
-
-def damage(path: Path, at: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
 
 
 def is_staged(service: NodeService, save_id: str) -> bool:
@@ -151,7 +146,7 @@ def test_a_decided_save_whose_name_another_run_has_taken_goes(
 def test_a_damaged_decision_is_not_taken_for_none(service: NodeService, name: str) -> None:
     """Its coordinator's node has decided, cannot read what, and reaches nobody: another node may have published it."""
     stage(service, NEW, 2, RUN, service.node_id)
-    damage(service.store.staging(NEW) / name, 3 if name == METADATA_NAME else 60)
+    flip(service.store.staging(NEW) / name, 3 if name == METADATA_NAME else 60)
     service.recover()
     settle(service, service.find_abandoned(0.0), [])
     assert is_staged(service, NEW)
@@ -162,7 +157,7 @@ def test_an_intent_that_cannot_be_read_waits_for_all_known_nodes(service: NodeSe
     """Whose save it is cannot be told, so each node that was ever met may have published it."""
     stage(service, NEW, 2, RUN, OTHER, is_decided=False)
     service.peers.learn([AgentAddress(OTHER, "127.0.0.1", 1, "token")])
-    damage(service.store.intent_path(NEW), 0)
+    flip(service.store.intent_path(NEW), 0)
     settle(service, service.find_abandoned(0.0), [])
     assert is_staged(service, NEW)
 
@@ -230,7 +225,7 @@ def test_a_decision_comes_from_the_first_node_that_gives_it_intact(tmp_path: Pat
     for service in services[:2]:
         decide(service.store, manifest)
         service.commit(NEW)
-    damage(stores[0].root / "step-10" / METADATA_NAME, 3)
+    flip(stores[0].root / "step-10" / METADATA_NAME, 3)
     waiting = services[2]
     with running_agent(stores[0].root) as bad, running_agent(stores[1].root) as good:
         peers = [bad.endpoint.address(), good.endpoint.address()]
@@ -325,7 +320,7 @@ def test_a_replaced_version_that_no_manifest_tells_of_goes_when_all_is_done(
 ) -> None:
     """Its manifest was damaged after it was replaced; while anything is short anywhere it stays."""
     newer, place = replace_one(service)
-    damage(place / MANIFEST_NAME, 60)
+    flip(place / MANIFEST_NAME, 60)
     drop_outlived(service, {NEW: newer}, look(service), is_done=is_done)
     assert place.is_dir() is not is_done
 

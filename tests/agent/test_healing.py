@@ -19,7 +19,8 @@ from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, quarantined, shard
 from tests.agent.test_reprotect import PAIR, QUICK, RING, agents, meet, protected, status, stores
-from tests.agent.test_verify_repair import flip, tree
+from tests.agent.test_verify_repair import tree
+from tests.damage import flip
 from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
@@ -82,7 +83,7 @@ def test_repair_mends_metadata_and_manifest_by_each_other(tmp_path: Path) -> Non
     checkpointed(nodes, 1, PAIR)
     flip(nodes[0].root / "step-1" / METADATA_NAME, 100)
     flip(nodes[1].root / "step-1" / MANIFEST_NAME, 60)
-    flip(nodes[1].root / "step-1" / shard(0))
+    flip(nodes[1].root / "step-1" / shard(0), 1000)
     with agents(nodes, *PATIENT):
         done = command("repair", nodes[0].root)
         assert done.returncode == ExitCode.OK, done.stdout
@@ -131,7 +132,7 @@ def test_a_damaged_copy_beyond_those_wanted_is_mended(tmp_path: Path) -> None:
     nodes = stores(tmp_path, 3)
     checkpointed(nodes, 1, RING)
     shutil.copy(nodes[0].root / "step-1" / shard(0), nodes[2].root / "step-1" / shard(0))
-    flip(nodes[2].root / "step-1" / shard(0))
+    flip(nodes[2].root / "step-1" / shard(0), 1000)
     with agents(nodes, *PATIENT) as running:
         wait_for(protected(*running), 90, "being at rest, as nobody has read the file yet")
         assert command("repair", nodes[0].root).returncode == ExitCode.OK
@@ -146,7 +147,7 @@ def test_verify_has_the_agents_know_what_it_found(tmp_path: Path) -> None:
     checkpointed(nodes, 1, PAIR)
     with agents(nodes, *PATIENT) as running:
         wait_for(protected(*running), 90, "being at rest")
-        flip(nodes[1].root / "step-1" / shard(1))
+        flip(nodes[1].root / "step-1" / shard(1), 1000)
         assert command("verify", nodes[0].root).returncode == ExitCode.FAILED
         wait_for(lambda: held(nodes[1]) == set(PAIR), 90, "the mended copy")
         wait_for(protected(*running), 90, "being done")
@@ -157,7 +158,7 @@ def test_a_loss_stays_known(tmp_path: Path) -> None:
     """A shard whose last copy is bad: all say so, and still do when the agents were started again."""
     nodes = stores(tmp_path, 1)
     checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
-    flip(nodes[0].root / "step-1" / shard(0))
+    flip(nodes[0].root / "step-1" / shard(0), 1000)
     with agents(nodes) as running:
         assert command("verify", nodes[0].root).returncode == ExitCode.SHARD_LOST
         agree(nodes, running, done=False)

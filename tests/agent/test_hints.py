@@ -40,8 +40,9 @@ from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from tests.agent.agents import HOME, peers_of, running_agent, stop_agent
 from tests.agent.checkpoints import checkpointed, shard
 from tests.agent.test_reprotect import stores
-from tests.agent.test_verify_repair import command, flip
+from tests.agent.test_verify_repair import command
 from tests.cli.commands import MAIN
+from tests.damage import flip
 
 HINT = "Turn the key to the left."
 
@@ -247,7 +248,7 @@ def test_a_corrupt_shard_names_the_node_to_bring_back(tmp_path: Path) -> None:
     checkpointed(nodes, 1, {shard(0): (0, 1), shard(1): (1, 0)})
     away = AgentAddress(nodes[1].node_id(), "127.0.0.1", free_port(), "t", origin="REPLICATED_CKPT_HOST on host1")
     PeerBook(nodes[0].agent_directory()).learn([away])
-    flip(nodes[0].root / "step-1" / shard(0))
+    flip(nodes[0].root / "step-1" / shard(0), 1000)
     done = command("repair", nodes[0].root)
     stop_agent(nodes[0].root)
     assert done.returncode == ExitCode.FAILED

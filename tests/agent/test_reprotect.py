@@ -17,6 +17,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, findings, held, introduced, quarantined, shard
+from tests.damage import flip
 from tests.marks import mark_long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
@@ -194,9 +195,7 @@ def test_two_copies_damaged_in_different_blocks_make_a_good_one(tmp_path: Path) 
     manifest = checkpointed(nodes, 1, {shard(0): (0, 1, 2)}, copies=3, on=(0, 1))
     for store, position in ((nodes[0], 1000), (nodes[1], 600_000)):
         path = store.root / "step-1" / shard(0)
-        raw = bytearray(path.read_bytes())
-        raw[position] ^= 1
-        path.write_bytes(raw)
+        flip(path, position)
     with agents(nodes) as running:
         wait_for(lambda: held(nodes[2]) == {shard(0)}, 30, "the third copy")
         wait_for(lambda: all(held(store) == {shard(0)} for store in nodes), 30, "all three")

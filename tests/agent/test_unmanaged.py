@@ -29,7 +29,8 @@ from tests.agent.agents import RunningAgent, running_agent, wait_for
 from tests.agent.checkpoints import findings, held, introduced, quarantined
 from tests.agent.scattered import ID, Interrupted, loads, loads_by_stock_torch, scattered, state
 from tests.agent.test_reprotect import agents, protected, stores
-from tests.agent.test_verify_repair import flip, tree
+from tests.agent.test_verify_repair import tree
+from tests.damage import flip
 from tests.fault.test_door_limits import peak_kib
 
 pytestmark = [

@@ -16,6 +16,7 @@ from tests.agent.agents import peers_of, running_agent
 from tests.agent.checkpoints import checkpointed, findings, held, introduced, quarantined, shard
 from tests.agent.test_reprotect import PAIR, RING, agents, stores
 from tests.cli import commands
+from tests.damage import flip
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
 
@@ -39,12 +40,6 @@ def tree(root: Path) -> dict[str, bytes]:
     }
 
 
-def flip(path: Path, position: int = 1000) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[position] ^= 1
-    path.write_bytes(raw)
-
-
 def test_an_intact_store_is_said_to_be_intact(tmp_path: Path) -> None:
     """Exit code 0, no finding, and every byte of both nodes was read."""
     nodes = stores(tmp_path, 2)
@@ -61,7 +56,7 @@ def test_verify_names_every_bad_file_and_changes_nothing(tmp_path: Path) -> None
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     checkpointed(nodes, 2, PAIR, checkpoint_id="run/step-2")
-    flip(nodes[0].root / "step-1" / shard(0))
+    flip(nodes[0].root / "step-1" / shard(0), 1000)
     (nodes[0].root / "run/step-2" / ".metadata").unlink()
     (nodes[1].root / "run/step-2" / shard(1)).write_bytes(b"")
     (nodes[1].root / "step-1" / ".manifest.json").write_text("{}")
@@ -97,7 +92,7 @@ def test_repair_does_what_its_dry_run_says(tmp_path: Path) -> None:
     """The plan is printed and nothing touched; then it is carried out, nothing is left to do, the bad files are kept."""
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
-    flip(nodes[0].root / "step-1" / shard(0))
+    flip(nodes[0].root / "step-1" / shard(0), 1000)
     (nodes[1].root / "step-1" / ".metadata").write_bytes(b"bad")
     before = [tree(store.root) for store in nodes]
     with running_agent(nodes[1].root, "--lost-after-s", "600") as other:
@@ -123,7 +118,7 @@ def test_the_last_copy_is_never_taken_away(tmp_path: Path) -> None:
     nodes = stores(tmp_path, 2)
     checkpointed(nodes, 1, PAIR)
     for store in nodes:
-        flip(store.root / "step-1" / shard(0))
+        flip(store.root / "step-1" / shard(0), 1000)
     with agents(nodes):
         assert command("verify", nodes[0].root).returncode == ExitCode.FAILED  # two damaged ones may be whole together
         done = command("repair", nodes[0].root)

@@ -21,6 +21,7 @@ from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ObjectCorr
 from replicated_ckpt.stores.files import durable
 from replicated_ckpt.stores.output import local as output_local
 from tests.convert.states import assert_equal, blank, checkpoint, contents, scheduled, tensors_of
+from tests.damage import flip
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Saved = tuple[Path, dict[str, Any]]
@@ -227,9 +228,7 @@ def test_a_damaged_store_exports_nothing(tmp_path: Path) -> None:
     root = tmp_path / "root"
     checkpoint(root, {"weight": torch.arange(300_000)})
     shard = root / "step-1" / "__0_0.distcp"
-    raw = bytearray(shard.read_bytes())
-    raw[1_000_000] ^= 1
-    shard.write_bytes(raw)
+    flip(shard, 1_000_000)
     with pytest.raises(ShardLost):
         export_checkpoint("step-1", tmp_path / "out", format="torch", root=root)
     assert main(["export", "step-1", "--to", "torch", str(tmp_path / "out"), "--root", str(root)]) == 4

@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from replicated_ckpt import export_checkpoint
 from replicated_ckpt.dcp.convert.entries import items_source
 from replicated_ckpt.errors import ReplicatedCkptWarning, ShardLost
+from tests.damage import flip
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 
@@ -34,9 +35,7 @@ def test_a_flipped_bit_is_not_exported(tmp_path: Path) -> None:
     """The CRC32 that torch.save left in the item finds it; nothing is written."""
     stock(tmp_path / "root")
     shard = tmp_path / "root" / "step-1" / "__0_0.distcp"
-    raw = bytearray(shard.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    shard.write_bytes(raw)
+    flip(shard)
     with pytest.warns(ReplicatedCkptWarning), pytest.raises(ShardLost, match="__0_0"):
         export_checkpoint("step-1", tmp_path / "model.pt", format="torch", root=tmp_path / "root")
     assert not (tmp_path / "model.pt").exists()

@@ -10,6 +10,7 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.state.damage import DamageBook
 from replicated_ckpt.core.inventory import Holding, SaveFound
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.damage import flip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -24,9 +25,7 @@ def test_latest_is_an_older_checkpoint_where_the_newest_is_known_to_be_damaged(t
         saved = {"x": torch.full((1000,), float(step))}
         dcp.save(saved, checkpoint_id=f"step-{step}", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     store = LocalStore(tmp_path)
-    raw = bytearray((tmp_path / "step-2" / SHARD).read_bytes())
-    raw[100] ^= 1
-    (tmp_path / "step-2" / SHARD).write_bytes(raw)
+    flip(tmp_path / "step-2" / SHARD, 100)
     DamageBook(store).mark("step-2", store.catalog.manifest("step-2").save_id, SHARD)
     found = {"x": torch.zeros(1000)}
     dcp.load(found, checkpoint_id="latest", storage_reader=ReplicatedReader(tmp_path))

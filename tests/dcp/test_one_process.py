@@ -42,6 +42,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.damage import flip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -174,9 +175,7 @@ def test_a_flipped_bit_never_reaches_a_tensor(tmp_path: Path) -> None:
     """Damage in a shard is found before the tensors are touched, and named."""
     dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     path = tmp_path / "step-1" / "__0_0.distcp"
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
+    flip(path)
     target = zeroed(state())
     with pytest.raises(CheckpointException) as raised:
         dcp.load(target, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))
@@ -190,9 +189,7 @@ def test_damaged_metadata_or_manifest_is_not_believed(tmp_path: Path, name: str)
     """The load fails with a reason instead of guessing."""
     dcp.save(state(), checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path, copies=1))
     path = tmp_path / "step-1" / name
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
+    flip(path)
     with pytest.raises((ShardLost, CheckpointException), match=r"CRC32C|manifest of .*step-1.* is damaged"):
         loaded(tmp_path, "step-1", state())
 

@@ -17,6 +17,7 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES
 from replicated_ckpt.core.reading.windows import LOCAL_WINDOW_BYTES
 from replicated_ckpt.stores.files.address import address_of
+from tests.damage import flip
 
 ROWS, COLUMNS = 3000, 501  # 6 MB: several windows, rows that end in the middle of blocks
 
@@ -106,9 +107,7 @@ def test_no_wrong_byte_reaches_a_tensor(tmp_path: Path, at: float) -> None:
     """
     saved(tmp_path, numbered() + 1)
     path = tmp_path / "step-1" / "__0_0.distcp"
-    raw = bytearray(path.read_bytes())
-    raw[int(len(raw) * at)] ^= 1
-    path.write_bytes(raw)
+    flip(path, int(path.stat().st_size * at))
     target = torch.full((ROWS, COLUMNS), -7.0)
     with pytest.raises(CheckpointException, match="ShardLost"):
         dcp.load({"t": target}, checkpoint_id="step-1", storage_reader=ReplicatedReader(tmp_path))

@@ -14,6 +14,7 @@ import pytest
 from replicated_ckpt import failpoints
 from replicated_ckpt.dcp.memory.root import measure_memory
 from replicated_ckpt.stores.local.store import LocalStore
+from tests.damage import flip
 from tests.marks import mark_long
 from tests.multiprocess.cluster import Cluster, call
 from tests.multiprocess.node import Node
@@ -155,12 +156,10 @@ def test_a_step_that_memory_cannot_give_is_loaded_from_the_disk(cluster: Cluster
 
 
 def damage(cluster: Cluster, checkpoint_id: str) -> None:
-    """Flips bits in the middle of every shard's every copy, in memory."""
+    """Flips a bit in the middle of every shard's every copy, in memory."""
     for tier in tiers_of(cluster):
         for path in (tier.root / checkpoint_id).glob("*.distcp"):
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 255
-            path.write_bytes(content)
+            flip(path)
 
 
 def test_a_step_by_its_number_falls_back_to_the_disk(cluster: Cluster) -> None:

@@ -148,7 +148,7 @@ class Launch:
             raise AssertionError(f"exit codes {self._codes()}\n{self._report()}")
 
     def attempt(self, timeout_s: float, grace_s: float, awaited: Sequence[int] | None) -> Attempt:
-        """Waits for the ranks; once one failed, the others have `grace_s` to end by themselves, or only the awaited ones."""
+        """Waits for the ranks; once one failed, the others (or only those awaited) have `grace_s` to end by themselves."""
         if not self._has_ended(timeout_s, grace_s, awaited) and not any(self._codes()):
             self._raise_hung()
         self._await_ending()

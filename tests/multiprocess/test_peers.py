@@ -1,8 +1,11 @@
 """Copies on peers: made when promised, on another node when a peer fails, and said to be missing when there is none."""
 
+import os
+
 import pytest
 
 from tests.agent.agents import wait_for
+from tests.damage import flip
 from tests.marks import mark_long
 from tests.multiprocess.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
@@ -45,10 +48,11 @@ def test_a_damaged_copy_is_passed_over_for_a_peers(cluster_of: ClusterOf, damage
     cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=COUNT)], nodes=[0, 1])
     path = cluster.nodes[0].disk / "step-1" / "__0_0.distcp"
     saved = path.read_bytes()
-    raw = bytearray(saved)
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw if damage == "flip" else raw[:-1])
-    if damage == "remove":
+    if damage == "flip":
+        flip(path)
+    elif damage == "truncate":
+        os.truncate(path, len(saved) - 1)
+    else:
         path.unlink()
     results = cluster.launch([load("step-1", 2)], nodes=[0, 1])
     here, there = results.of(0)

@@ -2,12 +2,12 @@
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from tests.agent.test_verify_repair import command
+from tests.damage import flip
 from tests.multiprocess.cluster import Call, Cluster, call
 from tests.multiprocess.conftest import ClusterOf
 from tests.multiprocess.launch import Digests
@@ -31,12 +31,6 @@ def scattered(cluster: Cluster, checkpoint_id: str, seed: int = 0) -> Digests:
 
 def load(checkpoint_id: str, kinds: Sequence[str] = SAVED) -> Call:
     return call("state.load", kinds=kinds, checkpoint_id=checkpoint_id)
-
-
-def damage(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
 
 
 def test_what_stock_torch_scattered_loads_as_it_lies_and_is_adopted(cluster_of: ClusterOf) -> None:
@@ -76,7 +70,7 @@ def test_what_is_missing_or_contradicts_itself_is_said_on_every_rank(cluster_of:
         assert len(failure["searched"]) == 3
     (cluster.nodes[2].disk / "aside").rename(cluster.nodes[2].disk / "step-10")
     shutil.copytree(cluster.nodes[0].disk / "step-10", cluster.nodes[2].disk / "step-10", dirs_exist_ok=True)
-    damage(cluster.nodes[2].disk / "step-10" / ".metadata")
+    flip(cluster.nodes[2].disk / "step-10" / ".metadata")
     for failure in cluster.launch([fails], nodes=[2, 0, 1]).of(0):
         assert failure["types"] == ["CheckpointAmbiguous"]
         assert ".metadata" in failure["message"]

@@ -35,6 +35,7 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
+from tests.damage import flip
 
 SHARD = "__0_0.distcp"
 METADATA = b"metadata"
@@ -353,9 +354,7 @@ def test_undamaged_blocks_of_a_damaged_file_are_still_read(tmp_path: Path) -> No
     saved = staged(store, 1, data)
     store.commit(saved)
     path = tmp_path / "step-1" / SHARD
-    raw = bytearray(path.read_bytes())
-    raw[600_000] ^= 1
-    path.write_bytes(raw)
+    flip(path, 600_000)
     entry = store.catalog.manifest("step-1").shards[SHARD]
     open_file = partial(store.open_file, "step-1", saved, SHARD)
     shard = ShardFile(open_file, "here", SHARD, Expected(entry.size_bytes, entry.crc32c)).open()
