@@ -28,7 +28,7 @@ from benchmarks.suites.results import Results, Row, from_json
 from benchmarks.suites.saving import repeat_suite, save_suite, small_suite
 from benchmarks.suites.setup import TMPFS, Unavailable
 from benchmarks.training_stall import stall_suite
-from tests.multiprocess.zygote import stop_the_zygotes
+from tests.harness.zygote import stop_the_zygotes
 
 RUN: Mapping[str, Callable[[Options], list[Row]]] = {
     "save": save_suite,

@@ -18,8 +18,8 @@ from benchmarks.options import parsed
 from benchmarks.suites.emulated import limit_link
 from benchmarks.suites.saving import our_case
 from benchmarks.suites.setup import scratch_folder
-from tests.multiprocess.cluster import Cluster, call
-from tests.multiprocess.network import network_of, why_no_network
+from tests.harness.cluster import Cluster, call
+from tests.harness.network import network_of, why_no_network
 
 NODES = 2
 PLAIN, TLS = "plain", "TLS"

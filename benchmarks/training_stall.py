@@ -13,7 +13,7 @@ from benchmarks.options import Options
 from benchmarks.suites.results import Row
 from benchmarks.suites.saving import Case
 from benchmarks.suites.setup import Setup, cluster_on
-from tests.multiprocess.cluster import call
+from tests.harness.cluster import call
 
 SHARE = 0.1  # of the time for all suites
 ALONE, STOCK = "no saves", "stock, async_save"

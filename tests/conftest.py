@@ -12,9 +12,9 @@ import pytest
 from hypothesis import settings
 
 from replicated_ckpt.agent.start import launch
-from tests.multiprocess.forked import spawner
-from tests.multiprocess.processes import end, processes_of, wait_until_gone
-from tests.multiprocess.zygote import stop_the_zygotes, the_light_zygote
+from tests.harness.forked import spawner
+from tests.harness.processes import end, processes_of, wait_until_gone
+from tests.harness.zygote import stop_the_zygotes, the_light_zygote
 from tests.stopwatch import Stopwatch
 
 pytest_plugins = ["tests.buckets.fixtures"]
@@ -28,23 +28,23 @@ LONGEST = (
     "fault/test_torture.py",
     "docs/test_wheel_alone.py",
     "fault/test_bad_peers.py",
-    "fault/test_kill_at_every_step.py",
+    "fault/killed/test_kill_at_every_step.py",
     "fuzz/test_fuzz.py",
-    "multiprocess/test_resharding.py",
-    "dcp/test_hostile_metadata.py",
-    "object_tier/test_kill_at_every_upload_step.py",
+    "multiprocess/loads/test_resharding.py",
+    "dcp/metadata/test_hostile_metadata.py",
+    "object_tier/faults/test_kill_at_every_upload_step.py",
     "fault/power_loss/test_power_loss.py",
-    "object_tier/test_bucket_faults.py",
-    "fault/test_two_histories.py",
-    "multiprocess/test_node_loss.py",
-    "object_tier/test_loads_with_bucket_faults.py",
-    "object_tier/test_half_uploaded.py",
-    "multiprocess/test_peers.py",
-    "agent/test_retention.py",
-    "agent/test_healing.py",
-    "multiprocess/test_saving.py",
-    "multiprocess/test_endurance.py",
-    "stores/test_exchange.py",
+    "object_tier/faults/test_bucket_faults.py",
+    "fault/combined/test_two_histories.py",
+    "multiprocess/loads/test_node_loss.py",
+    "object_tier/faults/test_loads_with_bucket_faults.py",
+    "object_tier/faults/test_half_uploaded.py",
+    "multiprocess/saves/test_peers.py",
+    "agent/repair/test_retention.py",
+    "agent/repair/test_healing.py",
+    "multiprocess/saves/test_saving.py",
+    "multiprocess/saves/test_endurance.py",
+    "stores/node_cache/test_exchange.py",
     "multiprocess/test_examples.py",
 )
 """Files that take longest, in `make test`, the longest first. Then come those that wait for processes, then all others."""
@@ -53,33 +53,33 @@ IDLE_AGENTS_WITHIN_S = 15.0
 
 WAITING = (
     "fault/test_bad_peers.py",
-    "fault/test_hand_over.py",
-    "agent/test_told_to_stop.py",
+    "fault/killed/test_hand_over.py",
+    "agent/life/test_told_to_stop.py",
     "agent/test_hand_over.py",
-    "object_tier/test_bucket_faults.py",
-    "fault/test_two_histories.py",
-    "object_tier/test_loads_with_bucket_faults.py",
-    "object_tier/test_half_uploaded.py",
-    "agent/test_retention.py",
-    "cli/test_removal.py",
-    "fault/test_saves_over_another_run.py",
+    "object_tier/faults/test_bucket_faults.py",
+    "fault/combined/test_two_histories.py",
+    "object_tier/faults/test_loads_with_bucket_faults.py",
+    "object_tier/faults/test_half_uploaded.py",
+    "agent/repair/test_retention.py",
+    "cli/removal/test_removal.py",
+    "fault/combined/test_saves_over_another_run.py",
     "agent/test_agent.py",
     "stores/test_peer_sink.py",
     "cli/test_status.py",
-    "multiprocess/test_peers.py",
-    "multiprocess/test_hung_agent.py",
-    "object_tier/test_takeover.py",
-    "fault/test_greetings.py",
-    "fault/test_front_door.py",
-    "dcp/test_silent_peers.py",
-    "stores/test_object_body.py",
-    "object_tier/test_frozen_share.py",
-    "fault/test_hostile_connections.py",
-    "agent/test_reprotect.py",
-    "fault/test_ack_levels.py",
-    "dcp/test_job_secret.py",
-    "stores/test_patience.py",
-    "fault/test_peers_token.py",
+    "multiprocess/saves/test_peers.py",
+    "multiprocess/loads/test_hung_agent.py",
+    "object_tier/faults/test_takeover.py",
+    "fault/hostile/test_greetings.py",
+    "fault/hostile/test_front_door.py",
+    "dcp/load/test_silent_peers.py",
+    "stores/bucket/test_object_body.py",
+    "object_tier/faults/test_frozen_share.py",
+    "fault/hostile/test_hostile_connections.py",
+    "agent/repair/test_reprotect.py",
+    "fault/killed/test_ack_levels.py",
+    "dcp/ranks/test_job_secret.py",
+    "stores/node_cache/test_patience.py",
+    "fault/hostile/test_peers_token.py",
 )
 """Files that mostly wait for time-outs: of several workers, half take these first, while the others compute."""
 

@@ -26,8 +26,8 @@ from ml_flashpoint.replication.transfer_service import transfer_service_ext
 from benchmarks.rank.losing import is_of_last_node
 from benchmarks.rank.state import State
 from benchmarks.rank.ways import context_nodes, is_first_of_node, shared_directory
-from tests.multiprocess.context import Context
-from tests.multiprocess.namespaces import mount_privately
+from tests.harness.namespaces import mount_privately
+from tests.steps.context import Context
 
 _BUFFER_BYTES = 128 << 20  # of one rank; what is not used is cut off
 _REPLICATED_WITHIN_S = 90.0

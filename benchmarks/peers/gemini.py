@@ -9,7 +9,7 @@ from lm_resiliency.experimental import InMemoryCheckpointManager
 
 from benchmarks.rank.state import State
 from benchmarks.rank.ways import shared_directory
-from tests.multiprocess.context import Context
+from tests.steps.context import Context
 
 _NEVER_BY_ITSELF = 1 << 30
 

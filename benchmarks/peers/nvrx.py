@@ -19,7 +19,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import Cli
 from benchmarks.rank.losing import is_of_last_node
 from benchmarks.rank.state import State
 from benchmarks.rank.ways import is_first_of_node, shared_directory
-from tests.multiprocess.context import Context
+from tests.steps.context import Context
 
 
 class CpuStateDict(BasicTensorAwareStateDict):  # type: ignore[misc]  # it has no types

@@ -7,7 +7,7 @@ from torchsnapshot import Snapshot, StateDict
 
 from benchmarks.rank.state import State
 from benchmarks.rank.ways import cool_files, shared_directory
-from tests.multiprocess.context import Context
+from tests.steps.context import Context
 
 
 class Torchsnapshot:

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.rank.ways import Ours, OursBucket, OursKeepingOne, Stock, StockBucket, Way
 from replicated_ckpt import CachedSavePlanner
-from tests.multiprocess.context import Context
+from tests.steps.context import Context
 
 
 def way_of(context: Context, kind: str, options: Mapping[str, Any]) -> Way:

@@ -13,7 +13,7 @@ from benchmarks.rank.probes import Probes
 from benchmarks.rank.rounds import Case, Taken, all_agree, built, loaded, shuffled, slug, take, total
 from benchmarks.rank.state import State
 from benchmarks.rank.ways import Way, agent_root
-from tests.multiprocess.context import Context
+from tests.steps.context import Context
 
 
 def compare(

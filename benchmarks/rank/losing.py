@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from benchmarks.rank.ways import Ours, is_first_of_node
-from tests.multiprocess.context import Context
-from tests.multiprocess.processes import end
+from tests.harness.processes import end
+from tests.steps.context import Context
 
 _AGENT_START_S = 20.0
 

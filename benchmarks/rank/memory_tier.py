@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks.rank.rounds import built, total
 from replicated_ckpt import CheckpointManager, SaveReport
 from replicated_ckpt.dcp.memory.root import measure_used
-from tests.multiprocess.context import Context
+from tests.steps.context import Context
 
 
 def save_every_step(

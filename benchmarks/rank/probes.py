@@ -15,7 +15,7 @@ from benchmarks.rank.cost import Sample, measured
 from benchmarks.rank.state import State
 from benchmarks.rank.ways import cool_files, shared_directory
 from replicated_ckpt.core.integrity.checksum import crc32c
-from tests.multiprocess.context import Context
+from tests.steps.context import Context
 
 PIECE_BYTES = 4 << 20
 _SLICE_BYTES = 1 << 20

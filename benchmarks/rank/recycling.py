@@ -14,7 +14,7 @@ from benchmarks.rank.rounds import Taken, built, shuffled, take, total
 from benchmarks.rank.ways import agent_root, is_first_of_node, write_back
 from replicated_ckpt import CachedSavePlanner, ReplicatedWriter, Retention
 from replicated_ckpt.core.layout import RECYCLED_DIR
-from tests.multiprocess.context import Context
+from tests.steps.context import Context
 
 RECYCLED, NEW = "recycled files", "new files"
 _WARM_SAVES = 2

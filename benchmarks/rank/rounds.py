@@ -12,7 +12,7 @@ from benchmarks.rank.cost import Sample, as_json, measured
 from benchmarks.rank.probes import Probes, is_one_medium
 from benchmarks.rank.state import BUILDERS, State
 from benchmarks.rank.ways import Ours, Way, agent_root, is_first_of_node, write_back
-from tests.multiprocess.context import Context
+from tests.steps.context import Context
 
 _WARM_BYTES = 1 << 20
 Case = Mapping[str, Any]  # name, way, options

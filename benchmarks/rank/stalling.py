@@ -18,7 +18,7 @@ from benchmarks.rank.rounds import Case, Taken, all_agree, built, loaded, shuffl
 from benchmarks.rank.state import State
 from benchmarks.rank.ways import Ours, Stock, agent_root, shared_directory
 from replicated_ckpt import CachedSavePlanner, Retention
-from tests.multiprocess.context import Context
+from tests.steps.context import Context
 
 _WARM_BYTES = 1 << 20
 _WIDTH = 384  # of the matrices that a step multiplies: some 10 ms on one core

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 from benchmarks.rank.state import State
 from replicated_ckpt import CachedSavePlanner, ReplicatedReader, ReplicatedWriter, Retention
-from tests.multiprocess.context import Context
+from tests.steps.context import Context
 
 _SETTLE_TIMEOUT_S = 90.0
 _POLL_S = 0.01

@@ -10,8 +10,8 @@ from benchmarks.suites.paced import paced_disk, why_no_pace
 from benchmarks.suites.results import Row
 from benchmarks.suites.saving import Case, our_case, rows_in
 from benchmarks.suites.setup import Setup, Unavailable, scratch_folder
-from tests.multiprocess.cluster import Cluster
-from tests.multiprocess.network import AGENTS, network_of, why_no_network
+from tests.harness.cluster import Cluster
+from tests.harness.network import AGENTS, network_of, why_no_network
 
 SHARE = 0.13  # of the time for all suites
 NODES, RANKS = 2, 1

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.suites.paced import THROTTLE
-from tests.multiprocess.namespaces import NETWORKS
-from tests.multiprocess.processes import end, is_running, processes_of
+from tests.harness.namespaces import NETWORKS
+from tests.harness.processes import end, is_running, processes_of
 
 _NAME = re.compile(r"rckpt-(?:bench-(\d+)-|(\d+)-[0-9a-f]{8}(?:-|$))")  # of directories, and of networks
 _COMMAND_TIMEOUT_S = 60

@@ -12,7 +12,7 @@ from benchmarks.suites.limits import limits_of
 from benchmarks.suites.results import Row, Sample
 from benchmarks.suites.saving import STOCK, Case
 from benchmarks.suites.setup import Setup, cluster_on, setups
-from tests.multiprocess.cluster import Cluster, Results, call
+from tests.harness.cluster import Cluster, Results, call
 
 SHARE = 0.22  # of the time for all suites
 ALL_LOCAL = "ours, all local"

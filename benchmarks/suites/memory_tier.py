@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.options import parsed
 from benchmarks.suites.setup import Setup, cluster_on, scratch_folder
-from tests.multiprocess.cluster import call
-from tests.multiprocess.node import Node
+from tests.harness.cluster import call
+from tests.harness.node import Node
 
 _TIMEOUT_S = 900.0
 _GENERATIONS = 4

@@ -9,7 +9,7 @@ from benchmarks.suites.limits import limits_of
 from benchmarks.suites.results import Row
 from benchmarks.suites.saving import STOCK, Case, our_case, stock_case
 from benchmarks.suites.setup import Setup, cluster_on
-from tests.multiprocess.cluster import call
+from tests.harness.cluster import call
 
 SHARE = 0.1  # of the time for all suites
 _SIZE_BYTES_MAX = 256 << 20

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.options import Options, parsed
 from benchmarks.rank.recycling import NEW, RECYCLED
 from benchmarks.suites.setup import Setup, cluster_on
-from tests.multiprocess.cluster import call
+from tests.harness.cluster import call
 
 _TIMEOUT_S = 900.0
 _GENERATIONS = 2

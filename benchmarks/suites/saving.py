@@ -7,7 +7,7 @@ from benchmarks.options import Options
 from benchmarks.suites.limits import limits_of
 from benchmarks.suites.results import Row, Work
 from benchmarks.suites.setup import Setup, cluster_on, setups
-from tests.multiprocess.cluster import Cluster, call
+from tests.harness.cluster import Cluster, call
 
 STOCK = "stock FileSystemWriter"
 SHARE_OF_SAVE, SHARE_OF_SMALL, SHARE_OF_REPEAT = 0.24, 0.07, 0.15  # of the time for all suites

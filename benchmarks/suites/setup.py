@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.options import Options
-from tests.multiprocess.cluster import Cluster
+from tests.harness.cluster import Cluster
 
 TMPFS = Path("/dev/shm")
 HEADROOM_BYTES = 256 << 20

@@ -20,9 +20,9 @@ from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.throttle import Pace
-from tests.multiprocess.forked import Forked
-from tests.multiprocess.processes import is_running
-from tests.multiprocess.zygote import the_light_zygote
+from tests.harness.forked import Forked
+from tests.harness.processes import is_running
+from tests.harness.zygote import the_light_zygote
 
 T = TypeVar("T")
 HOME = Path(__file__).resolve().parents[2]

@@ -38,9 +38,9 @@ from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_p
 from replicated_ckpt.stores.peer.copy import PeerShard, PeerSink
 from replicated_ckpt.stores.verified import Expected
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
-from tests.multiprocess.processes import wait_until_gone
+from tests.harness.processes import wait_until_gone
 from tests.stopwatch import Stopwatch
-from tests.stores.test_local import METADATA, SHARD, save_id, staged
+from tests.stores.local.test_local import METADATA, SHARD, save_id, staged
 
 DATA = os.urandom(3 << 20)
 

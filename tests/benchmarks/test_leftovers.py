@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.suites.leftovers import remove_leftovers
 from benchmarks.suites.paced import why_no_pace
-from tests.multiprocess.namespaces import NETWORKS
-from tests.multiprocess.network import why_no_network
+from tests.harness.namespaces import NETWORKS
+from tests.harness.network import why_no_network
 
 
 def _gone() -> int:

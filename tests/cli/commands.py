@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.agent.agents import HOME
-from tests.multiprocess.forked import run_command
-from tests.multiprocess.zygote import the_light_zygote
+from tests.harness.forked import run_command
+from tests.harness.zygote import the_light_zygote
 
 MAIN = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "  # a test run may ignore it

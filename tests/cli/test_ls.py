@@ -11,7 +11,7 @@ from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import stop_agent
 from tests.agent.checkpoints import checkpointed, introduced, shard
-from tests.agent.test_reprotect import PAIR, RING, agents, stores
+from tests.agent.repair.test_reprotect import PAIR, RING, agents, stores
 from tests.cli.commands import as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]

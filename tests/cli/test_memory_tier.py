@@ -13,7 +13,7 @@ from replicated_ckpt.dcp.memory.root import SHARED_MEMORY
 from replicated_ckpt.stores.local.memory_tier import find_memory_tier, note_memory_tier
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import checkpointed
-from tests.agent.test_reprotect import PAIR, agents
+from tests.agent.repair.test_reprotect import PAIR, agents
 from tests.cli.commands import as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]

@@ -6,7 +6,7 @@ import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from tests.agent.checkpoints import checkpointed, shard
-from tests.agent.test_reprotect import RING, agents, stores
+from tests.agent.repair.test_reprotect import RING, agents, stores
 from tests.cli.commands import as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]

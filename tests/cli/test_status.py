@@ -14,7 +14,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import HOME, running_agent, wait_for
 from tests.agent.checkpoints import checkpointed, shard
-from tests.agent.test_reprotect import PAIR, agents, stores
+from tests.agent.repair.test_reprotect import PAIR, agents, stores
 from tests.cli.commands import MAIN, as_json, command
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]

@@ -26,7 +26,7 @@ from replicated_ckpt.errors import (
     StoreError,
 )
 from tests.convert.states import assert_equal, blank, contents, scheduled, tensors_of
-from tests.fault.test_hostile_peers import memory_at_most
+from tests.fault.hostile.test_hostile_peers import memory_at_most
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Saved = tuple[Path, dict[str, Any]]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
-from tests.multiprocess.cluster import Call, Cluster, call
-from tests.multiprocess.launch import COLLECTIVE_TIMEOUT_ENV
-from tests.multiprocess.network import AGENTS, RANKS, Network, network_of, why_no_network
+from tests.harness.cluster import Call, Cluster, call
+from tests.harness.launch import COLLECTIVE_TIMEOUT_ENV
+from tests.harness.network import AGENTS, RANKS, Network, network_of, why_no_network
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 
@@ -69,7 +69,7 @@ def test_copies_go_over_the_interface_of_the_agents_addresses(site: Site) -> Non
     """Ranks have one network and agents another: all of an asynchronous save's copies go over the agents'."""
     sent = partial(site.network.sent_bytes, 0)
     before = sent(RANKS), sent(AGENTS)
-    save = call("async.footprint_of_saves", saves=1, mebibytes=COPIED_MIB, ack="peer")
+    save = call("async_saves.footprint_of_saves", saves=1, mebibytes=COPIED_MIB, ack="peer")
     site.cluster.launch([save], nodes=[0, 1])
     assert sent(AGENTS) - before[1] > COPIED_MIB << 20
     assert sent(RANKS) - before[0] < COPIED_MIB << 19

@@ -17,7 +17,7 @@ from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.checkpoints import checkpointed, findings, shard
-from tests.multiprocess.cluster import Cluster, call
+from tests.harness.cluster import Cluster, call
 
 pytestmark = [
     pytest.mark.fault,

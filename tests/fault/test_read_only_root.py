@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.cluster import Call, Cluster, call
 from tests.marks import mark_long
-from tests.multiprocess.cluster import Call, Cluster, call
 
 pytestmark = [
     pytest.mark.fault,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.frameworks.running import ENVIRONMENT
-from tests.multiprocess.processes import end, processes_of
+from tests.harness.processes import end, processes_of
 
 PROGRAMS = Path(__file__).parent / "programs"
 Line = dict[str, Any]

@@ -12,7 +12,7 @@ from replicated_ckpt.cli.main import main
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import findings
 from tests.frameworks.running import EVERY, STEPS, contents, lines, require, run
-from tests.multiprocess.processes import end, processes_of
+from tests.harness.processes import end, processes_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -14,7 +14,7 @@ import pytest
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import findings
 from tests.frameworks.running import ENVIRONMENT, EVERY, EXAMPLES, STEPS, contents, lines, require
-from tests.multiprocess.processes import end, processes_of
+from tests.harness.processes import end, processes_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(600)]
 

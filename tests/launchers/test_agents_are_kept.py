@@ -24,12 +24,12 @@ from replicated_ckpt.config import HOST_ENV, LEAVE_WITHIN_S
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import findings
+from tests.harness.cluster import call
+from tests.harness.hosts import Hosts, hosts_of, why_no_hosts
+from tests.harness.launch import Results, base_environment, inside
+from tests.harness.node import Node
+from tests.harness.processes import end
 from tests.launchers.test_launchers import LAUNCHERS, containers, pods
-from tests.multiprocess.cluster import call
-from tests.multiprocess.hosts import Hosts, hosts_of, why_no_hosts
-from tests.multiprocess.launch import Results, base_environment, inside
-from tests.multiprocess.node import Node
-from tests.multiprocess.processes import end
 
 pytestmark = [pytest.mark.long, pytest.mark.fault, pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

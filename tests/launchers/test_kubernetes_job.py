@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.processes import end, processes_of
 from tests.launchers.test_launchers import LAUNCHERS, ROOT, containers, documents
-from tests.multiprocess.processes import end, processes_of
 
 JOBS = ("kubernetes-job.yaml", "kubernetes-sidecar.yaml")
 RESTARTS_MAX = 20

@@ -19,7 +19,7 @@ from replicated_ckpt.config import DRAIN_S, HOST_ENV, LEAVE_WITHIN_S
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import findings
-from tests.multiprocess.processes import end, processes_of
+from tests.harness.processes import end, processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ROOT / "examples" / "launchers"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.hosts import Hosts, hosts_of, why_no_hosts
+from tests.harness.launch import base_environment, inside, tail
+from tests.harness.network import ranks_address
+from tests.harness.processes import end, processes_of
 from tests.launchers.test_launchers import LAUNCHERS, ROOT
-from tests.multiprocess.hosts import Hosts, hosts_of, why_no_hosts
-from tests.multiprocess.launch import base_environment, inside, tail
-from tests.multiprocess.network import ranks_address
-from tests.multiprocess.processes import end, processes_of
 
 pytestmark = [pytest.mark.long, pytest.mark.fault, pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiprocess.cluster import Cluster
+from tests.harness.cluster import Cluster
 
 HERE = Path(__file__).parent
 ClusterOf = Callable[..., Cluster]

@@ -1,7 +1,7 @@
 """A node that others are told a wrong address of."""
 
 from replicated_ckpt.config import HOST_ENV
-from tests.multiprocess.cluster import call
+from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
 WRONG = "no-such-host.invalid"

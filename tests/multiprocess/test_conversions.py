@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.multiprocess.cluster import call
+from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
 KINDS = ["plain", "meshes", "fsdp2"]

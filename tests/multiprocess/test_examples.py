@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.multiprocess.cluster import Call, call
+from tests.harness.cluster import Call, call
 from tests.multiprocess.conftest import ClusterOf
-from tests.multiprocess.states import digests
+from tests.steps.states import digests
 
 
 def example(script: str, *arguments: str, leave_at: str | None = None) -> Call:

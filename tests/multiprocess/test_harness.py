@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from tests.agent.agents import wait_for
+from tests.harness.cluster import Launcher, call
+from tests.harness.forked import Forked
+from tests.harness.launch import base_environment
+from tests.harness.node import Node
+from tests.harness.processes import is_ending, is_running, processes_of, wait_until_gone
+from tests.harness.zygote import the_light_zygote
 from tests.marks import mark_long
-from tests.multiprocess.cluster import Launcher, call
 from tests.multiprocess.conftest import ClusterOf
-from tests.multiprocess.forked import Forked
-from tests.multiprocess.launch import base_environment
-from tests.multiprocess.node import Node
-from tests.multiprocess.processes import is_ending, is_running, processes_of, wait_until_gone
-from tests.multiprocess.zygote import the_light_zygote
 
 AGENT = [sys.executable, "-m", "replicated_ckpt.agent"]
 HARNESS_THAT_IS_KILLED = """
 import json, pathlib, sys, time
-from tests.multiprocess.zygote import Zygote, the_light_zygote
+from tests.harness.zygote import Zygote, the_light_zygote
 folder = pathlib.Path(sys.argv[1])
 spec = {"calls": [["harness.sleep", {}]], "roots": [str(folder)], "quick_exit": False}
 (folder / "spec.json").write_text(json.dumps(spec))

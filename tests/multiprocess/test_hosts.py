@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from replicated_ckpt.config import HOST_ENV, PORT_ENV
+from tests.harness.cluster import Results, call
+from tests.harness.hosts import Hosts, hosts_of, why_no_hosts
+from tests.harness.network import ranks_address
 from tests.marks import mark_long
-from tests.multiprocess.cluster import Results, call
-from tests.multiprocess.hosts import Hosts, hosts_of, why_no_hosts
-from tests.multiprocess.network import ranks_address
 
 PORT = 29600
 SAVE = call("state.save", kinds=["plain"], checkpoint_id="step-1")

@@ -1,6 +1,6 @@
 """RankState over real ranks: each gets its own back, also on a blank node; other worlds meet the stated rule."""
 
-from tests.multiprocess.cluster import call
+from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
 

@@ -1,7 +1,7 @@
 """What is told of saves and loads of several ranks: to the user's functions on every rank, and to the log of rank 0."""
 
 from replicated_ckpt.dcp.save.report import PHASES
-from tests.multiprocess.cluster import call
+from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 
 SHARD_BYTES = 8 << 18

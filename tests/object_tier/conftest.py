@@ -11,7 +11,7 @@ import pytest
 from tests.agent.agents import stop_agent
 from tests.buckets.faulty_bucket import faulty_bucket
 from tests.buckets.servers import Server
-from tests.multiprocess.cluster import Cluster
+from tests.harness.cluster import Cluster
 from tests.object_tier.sites import Site
 
 SiteOf = Callable[..., Site]

@@ -14,7 +14,7 @@ from replicated_ckpt.stores.peer.client import AgentClient
 from tests.agent.agents import wait_for
 from tests.buckets.faulty_bucket import FaultyBucket
 from tests.buckets.servers import Server
-from tests.multiprocess.cluster import Call, Cluster, call
+from tests.harness.cluster import Call, Cluster, call
 
 PREFIX = "runs/one"
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.buckets.servers import Server
-from tests.multiprocess.cluster import call
+from tests.harness.cluster import call
 from tests.object_tier.conftest import SiteOf
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]

@@ -6,7 +6,7 @@ from replicated_ckpt.stores.bucket_client.client import PART_BYTES
 from tests.agent.agents import wait_for
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
-from tests.multiprocess.cluster import call
+from tests.harness.cluster import call
 from tests.object_tier.conftest import SiteOf
 from tests.object_tier.sites import Site
 

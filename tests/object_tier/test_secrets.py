@@ -10,8 +10,8 @@ import pytest
 from tests.agent.agents import wait_for
 from tests.buckets.faults import Fault
 from tests.buckets.servers import Server
+from tests.harness.cluster import call
 from tests.marks import mark_long
-from tests.multiprocess.cluster import call
 from tests.object_tier.conftest import SiteOf
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]

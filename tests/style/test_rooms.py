@@ -10,6 +10,7 @@ from tests.style.package_source import Source, imported_names, sources_of
 
 FILES_MAX = 13
 FOLDERS = ("replicated_ckpt", "benchmarks")
+FOUND_BY_CALL = "tests/steps"  # call("saving.save") is `save` of saving.py
 Graph = Mapping[str, set[str]]
 
 
@@ -43,14 +44,14 @@ def circle_in(graph: Graph) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", [*FOLDERS, "tests"])
 def test_no_folder_is_crowded(folder: str) -> None:
-    """About a dozen files, so that what is looked for is found by the folders' names."""
+    """About a dozen files, so that what is looked for is found by the folders' names. A step is found by its call."""
     counts: dict[str, int] = {}
     for source in sources_of(folder):
         room, name = str(PurePath(source.path).parent), PurePath(source.path).name
         counts[room] = counts.get(room, 0) + (name != "__init__.py")
-    assert {room: count for room, count in counts.items() if count > FILES_MAX} == {}
+    assert {room for room, count in counts.items() if count > FILES_MAX} <= {FOUND_BY_CALL}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

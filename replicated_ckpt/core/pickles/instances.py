@@ -1,6 +1,6 @@
 """What a pickle of DCP metadata says a million times, an instance of up to four simple fields, followed in one step.
 
-Opcode by opcode it would come to the same: `tests/core/test_pickle_follower.py` compares the two.
+Opcode by opcode it would come to the same: `tests/core/formats/test_pickle_follower.py` compares the two.
 """
 
 import re

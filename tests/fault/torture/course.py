@@ -15,11 +15,11 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     ShardLost,
 )
-from tests.fault.torture.cluster import Cluster
 from tests.fault.torture.disks import Disks
-from tests.fault.torture.jobs import FirstError, Job, Policy, Saved
-from tests.fault.torture.network import Killed
 from tests.fault.torture.oracle import MAIN, Attempt, Oracle, Violation
+from tests.fault.torture.simulated.cluster import Cluster
+from tests.fault.torture.simulated.jobs import FirstError, Job, Policy, Saved
+from tests.fault.torture.simulated.network import Killed
 
 HANDING_SHARE = 0.4
 """Of so many schedules the jobs hand their saves over to agents, as asynchronous saves do."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from tests.fault.torture.course import SIMULATION, Backend, Course
-from tests.fault.torture.processes import REAL
+from tests.fault.torture.real.processes import REAL
 from tests.fault.torture.schedule import STEP_COUNT, Schedule
 
 REAL_STEPS = 5

@@ -10,7 +10,7 @@ from replicated_ckpt.agent.saves.pins import PIN_S
 from tests.fault.torture.course import Course
 from tests.fault.torture.damage import damage
 from tests.fault.torture.disks import MANIFEST, METADATA, Lying
-from tests.fault.torture.faults import Outage
+from tests.fault.torture.simulated.faults import Outage
 from tests.fault.torture.steps import lose_trainers
 
 SEED = 25

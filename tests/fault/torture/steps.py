@@ -8,7 +8,7 @@ from replicated_ckpt.failpoints import POINTS
 from tests.fault.torture.course import Course, SlowLoad, SlowSave
 from tests.fault.torture.damage import choose, damage
 from tests.fault.torture.disks import MANIFEST
-from tests.fault.torture.faults import Outage
+from tests.fault.torture.simulated.faults import Outage
 
 RANK_POINTS = sorted(name for name in POINTS if name.startswith(("rank.", "coordinator.", "store.")))
 AGENT_POINTS = sorted(name for name in POINTS if name.startswith(("agent.", "commit.", "store.", "abort.", "restore.")))

@@ -1,0 +1,80 @@
+"""Releases that cannot talk to each other: each is told which one runs where, and what to do."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.state.endpoint import Endpoint, read_endpoint
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
+from replicated_ckpt.version import PROTOCOL, __version__
+from tests.agent.agents import HOME, stop_agent, wait_for
+from tests.harness.cluster import Cluster, call
+
+NEWER, OLDER = (PROTOCOL + 1, "9.0.0"), (PROTOCOL - 1, "0.0.1")
+WHAT_TO_DO = "Install the newer release where the older one is"
+
+
+@contextmanager
+def agent_of(root: Path, release: tuple[int, str], *arguments: str) -> Iterator[Endpoint]:
+    """A real agent that says it is of another release."""
+    command = [sys.executable, "-m", "tests.agent.pretending", *map(str, release), "--root", str(root), *arguments]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(HOME)}, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield wait_for(lambda: _endpoint(root, process.pid), 20, "the agent")
+        finally:
+            process.kill()
+
+
+def _endpoint(root: Path, pid: int) -> Endpoint | None:
+    found = read_endpoint(root / ".agent") if (root / ".agent").is_dir() else None
+    return found if found is not None and found.pid == pid else None
+
+
+@pytest.mark.parametrize("release", [NEWER, OLDER], ids=["newer", "older"])
+def test_an_agent_refuses_another_protocol(tmp_path: Path, release: tuple[int, str]) -> None:
+    """The error names the node, both releases and what to do; the agent can still be looked at, and told to leave."""
+    with agent_of(tmp_path / "a", release) as endpoint, AgentClient(endpoint.local_address()) as client:
+        assert client.call("GET", "/v1/status")["version"] == release[1]
+        named = f"node {endpoint.node_id} at .*runs replicated_ckpt {release[1]} "
+        with pytest.raises(ConfigInvalid, match=named) as caught:
+            client.call("GET", "/v1/holdings")
+        assert f"runs {__version__} (protocol {PROTOCOL})" in caught.value.message
+        assert WHAT_TO_DO in caught.value.hint
+        client.call("POST", "/v1/shutdown")
+
+
+def test_an_older_agent_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank replaces the agent of its node by one of its own release, whatever the older one speaks."""
+    monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "30")
+    with agent_of(tmp_path / "a", OLDER) as older:
+        try:
+            new = ensure_agent(LocalStore(tmp_path / "a"), "127.0.0.1")
+            assert (new.version, new.protocol, new.node_id) == (__version__, PROTOCOL, older.node_id)
+        finally:
+            stop_agent(tmp_path / "a")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(300)
+def test_a_save_says_which_node_runs_what(tmp_path: Path) -> None:
+    """The agent of one node is newer: every rank raises the same error, and nothing of the save is left."""
+    with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
+        with agent_of(cluster.nodes[1].root, NEWER) as newer:
+            save = call("state.save", kinds=["plain"], checkpoint_id="step-1")
+            attempt = cluster.attempt([save], nodes=[0, 1], grace_s=30.0)
+        assert attempt.codes == [1, 1]
+        for said in attempt.failures:
+            assert f"The agent of node {newer.node_id} on " in said
+            assert (
+                f"runs replicated_ckpt {NEWER[1]} (protocol {NEWER[0]}), and this rank there runs {__version__}" in said
+            )
+            assert WHAT_TO_DO in said
+        assert [node.checkpoints() | set(node.staging()) for node in cluster.nodes] == [set(), set()]

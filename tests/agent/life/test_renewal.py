@@ -1,0 +1,149 @@
+"""A certificate from files is renewed while agents and jobs run: nothing is restarted, and nobody is cut off."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.stores.peer.tls import fingerprint
+from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
+from tests.agent.door.test_tls import certificate, needs_openssl
+from tests.harness.cluster import Cluster, call
+
+pytestmark = needs_openssl
+
+WITHIN_S = 20.0
+
+
+class Secret:
+    """A directory as kubelet mounts a Secret: files are links through `..data`, which is renamed over at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._count = 0
+        folder.mkdir()
+        self.renew()
+        for name in ("tls.crt", "tls.key"):
+            (folder / name).symlink_to(f"..data/{name}")
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return "--tls-cert", str(self.folder / "tls.crt"), "--tls-key", str(self.folder / "tls.key")
+
+    def renew(self) -> str:
+        """Another certificate and its key; its fingerprint."""
+        found = self.prepare()
+        (self.folder / "..new").rename(self.folder / "..data")
+        return found
+
+    def prepare(self) -> str:
+        """Another pair in `..new`: all but the renaming; the fingerprint."""
+        self._count += 1
+        version = self.folder / f"..{self._count}"
+        version.mkdir()
+        cert, key = certificate(version, "node")
+        Path(cert).rename(version / "tls.crt")
+        Path(key).rename(version / "tls.key")
+        (self.folder / "..new").symlink_to(version.name)
+        return fingerprint(str(version / "tls.crt"))
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Secret:
+    return Secret(tmp_path / "secret")
+
+
+@pytest.fixture
+def pair(tmp_path: Path, secret: Secret) -> Iterator[tuple[RunningAgent, RunningAgent]]:
+    """Two agents that know each other; the first one's certificate is the secret's."""
+    with ExitStack() as stack:
+        first = stack.enter_context(running_agent(tmp_path / "a", *secret.arguments))
+        second = stack.enter_context(running_agent(tmp_path / "b"))
+        for agent in (first, second):
+            with agent.client() as client:
+                client.call("POST", "/v1/peers", {"peers": peers_of(first, second), "session": "s"})
+        yield first, second
+
+
+def shown(root: Path) -> str:
+    endpoint = read_endpoint(root / ".agent")
+    return "" if endpoint is None else endpoint.tls_sha256
+
+
+def known_of(agent: RunningAgent, to: RunningAgent) -> AgentAddress:
+    """Where `to` believes the agent to be."""
+    return PeerBook(to.root / ".agent").address_of(agent.endpoint.node_id)
+
+
+def answers(address: AgentAddress) -> bool:
+    with AgentClient(address) as client:
+        return bool(client.call("GET", "/v1/hello")["node_id"] == address.node_id)
+
+
+def test_a_renewed_certificate_is_taken_up(secret: Secret, pair: tuple[RunningAgent, RunningAgent]) -> None:
+    """Who pins the one before is answered as before; peers learn of the new one, and believe it after a restart."""
+    first, second = pair
+    new = secret.renew()
+    wait_for(lambda: shown(first.root) == new, WITHIN_S, "the new certificate")
+    assert answers(first.endpoint.address())
+    assert answers(replace(first.endpoint.address(), tls_sha256=new))
+    wait_for(lambda: known_of(first, second).tls_sha256 == new, WITHIN_S, "the peer's knowledge")
+    first.process.kill()
+    first.process.wait()
+    with running_agent(first.root, *secret.arguments) as again:
+        incarnation = again.endpoint.incarnation
+        wait_for(lambda: known_of(again, second).incarnation == incarnation, WITHIN_S, "the hello of the next agent")
+
+
+def test_files_that_are_no_pair_change_nothing(tmp_path: Path) -> None:
+    """A certificate without its key yet is not shown; the pair is, once both are there."""
+    cert, key = certificate(tmp_path, "node")
+    new_cert, new_key = certificate(tmp_path, "new")
+    new = fingerprint(new_cert)
+    with running_agent(tmp_path / "a", "--tls-cert", cert, "--tls-key", key) as agent:
+        Path(new_cert).replace(cert)
+        log = tmp_path / "a" / "agent.out"
+        wait_for(lambda: "the one before is kept" in log.read_text(), WITHIN_S, "the agent's look")
+        assert shown(agent.root) == agent.endpoint.tls_sha256
+        assert answers(agent.endpoint.address())
+        Path(new_key).replace(key)
+        wait_for(lambda: shown(agent.root) == new, WITHIN_S, "the new certificate")
+        assert answers(replace(agent.endpoint.address(), tls_sha256=new))
+
+
+def test_a_certificate_is_announced_by_its_agent_alone(tmp_path: Path, pair: tuple[RunningAgent, RunningAgent]) -> None:
+    """Whoever has a node's token cannot give it another certificate: the agent with the known one is asked."""
+    first, second = pair
+    other = fingerprint(certificate(tmp_path, "thief")[0])
+    said = replace(first.endpoint.address(), tls_sha256=other, host="")
+    with second.peer() as client, pytest.raises(StoreDenied, match="does not say so"):
+        client.call("POST", "/v1/hello", {"peer": said.to_json()})
+    assert known_of(first, second).tls_sha256 == first.endpoint.tls_sha256
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(300)
+def test_a_job_notices_nothing(tmp_path: Path, secret: Secret) -> None:
+    """Between two saves of a running job all nodes get a new certificate: no warning, and a lost node's shards load."""
+    _, cert, _, key = secret.arguments
+    environment = {"REPLICATED_CKPT_TLS_CERT": cert, "REPLICATED_CKPT_TLS_KEY": key}
+    before, save = fingerprint(cert), "state.save"
+    secret.prepare()
+    with Cluster(tmp_path / "cluster", 2, environment=environment, quick_exit=True) as cluster:
+        calls = [
+            call(save, kinds=["plain"], checkpoint_id="step-1"),
+            call("renewal.renew", secret=str(secret.folder), before=before, within_s=WITHIN_S),
+            call(save, kinds=["plain"], checkpoint_id="step-2"),
+        ]
+        saved = cluster.launch(calls, nodes=[0, 1])
+        assert saved.agreed(1) == fingerprint(cert) != before
+        assert saved.all_warnings == []
+        cluster.nodes[0].lose()
+        loaded = cluster.launch([call("state.load", kinds=["plain"], checkpoint_id="latest")], nodes=[0, 1])
+        assert loaded.digests(0) == saved.of(2)

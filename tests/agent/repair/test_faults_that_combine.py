@@ -1,0 +1,340 @@
+"""Faults that combine at one node: what it may not drop, although each of its rules alone would let it."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from replicated_ckpt.agent.peers.manifests import ManifestBook
+from replicated_ckpt.agent.saves.leftover import Leftover
+from replicated_ckpt.agent.saves.pins import PIN_S, Pins
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.settling import settle as settling
+from replicated_ckpt.agent.settling.outlived import drop_outlived
+from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME, REPLACED_DIR
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
+from replicated_ckpt.core.upkeep.repair import NodeView, Presence
+from replicated_ckpt.errors import PeerProtocolError
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.agent.agents import running_agent
+from tests.damage import flip
+
+OTHER = "0" * 11 + "a"
+RUN, ANOTHER = "a" * 16, "b" * 16
+OLD, NEW, NEWEST = ("1" * 32, "2" * 32, "3" * 32)
+SHARDS = ("__0_0.distcp", "__1_0.distcp")
+METADATA = b"metadata"
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> NodeService:
+    return NodeService(LocalStore(tmp_path / "root"))
+
+
+def manifest_of(save_id: str, sequence: int, lineage: str, nodes: Sequence[str]) -> Manifest:
+    return Manifest(
+        save_id,
+        "step-10",
+        sequence,
+        float(sequence),
+        2,
+        2,
+        len(METADATA),
+        crc32c(METADATA),
+        tuple(NodeEntry(node, "host", None, (rank,)) for rank, node in enumerate(nodes)),
+        {shard: ShardEntry(10, 1, 0, nodes[0], tuple(nodes)) for shard in SHARDS},
+        None,
+        lineage,
+    )
+
+
+def decide(store: LocalStore, manifest: Manifest) -> None:
+    store.put_small(manifest.save_id, METADATA_NAME, METADATA)
+    store.put_small(manifest.save_id, MANIFEST_NAME, manifest.encode())
+
+
+def stage(
+    service: NodeService, save_id: str, sequence: int, lineage: str, coordinator: str, *, is_decided: bool = True
+) -> Manifest:
+    """All shards of the save are staged here; so is the decision, if it was made."""
+    nodes = (service.node_id, OTHER)
+    service.store.begin(Intent(save_id, "step-10", "s" + save_id, overwrite=True, nodes=nodes, coordinator=coordinator))
+    service.store.places.note(save_id, lineage, sequence)
+    for shard in SHARDS:
+        (service.store.staging(save_id) / shard).write_bytes(b"x" * 10)
+    manifest = manifest_of(save_id, sequence, lineage, nodes)
+    if is_decided:
+        decide(service.store, manifest)
+    return manifest
+
+
+def look(service: NodeService) -> tuple[NodeView, ...]:
+    """What re-protection sees: this node alone."""
+    return (NodeView(service.node_id, Presence.UP, service.holdings(), None, service.remains.found()),)
+
+
+def is_staged(service: NodeService, save_id: str) -> bool:
+    return service.store.staging(save_id).is_dir()
+
+
+def test_what_another_run_published_lets_nothing_staged_go(service: NodeService) -> None:
+    """A save is in doubt that is to replace another lineage's, which is whole: it may be acknowledged, and stays."""
+    published = stage(service, OLD, 5, RUN, service.node_id)
+    service.commit(OLD)
+    stage(service, NEW, 1, ANOTHER, OTHER, is_decided=False)
+    settle(service, [Leftover(service.store.intent_of(NEW), "its processes are gone")], [])
+    drop_outlived(service, {OLD: published}, look(service))
+    assert is_staged(service, NEW)
+
+
+@pytest.mark.parametrize("sequence", [2, 3], ids=["older", "of another job that counted alike"])
+def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(
+    service: NodeService, sequence: int
+) -> None:
+    """It is not kept for ever: it waits for no node, only for the newer one to be seen."""
+    stage(service, NEW, sequence, RUN, OTHER)
+    newest = stage(service, NEWEST, 3, RUN, service.node_id)
+    service.commit(NEWEST)
+    for _ in range(2):
+        settle(service, service.find_abandoned(0.0), [])
+        drop_outlived(service, {NEWEST: newest}, look(service))
+    assert not is_staged(service, NEW)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "kept_by"),
+    [
+        (2, ""),
+        (4, "it is the newer one"),
+        (2, "a node is silent"),
+        (2, "another node has it"),
+        (2, "a rank works on it"),
+    ],
+)
+def test_a_decided_save_whose_name_another_run_has_taken_goes(
+    service: NodeService, sequence: int, kept_by: str
+) -> None:
+    """Its coordinator's node had decided it, and no node published it: it would be in doubt for ever."""
+    mine = stage(service, NEW, sequence, RUN, service.node_id, is_decided=False)
+    theirs = stage(service, OLD, 3, ANOTHER, service.node_id)
+    service.commit(OLD)
+    decide(service.store, mine)
+    settle(service, service.find_abandoned(0.0), [])
+    assert is_staged(service, NEW)
+    other = () if kept_by != "another node has it" else (Holding(OTHER, "step-10", NEW, mine.sequence, True),)
+    views = (*look(service), NodeView(OTHER, Presence.UP, other, None))
+    with contextlib.ExitStack() as stack:
+        if kept_by == "a rank works on it":
+            stack.callback(service.store.lock_save(NEW).release)
+        drop_outlived(service, {OLD: theirs}, views[:1] if kept_by == "a node is silent" else views)
+    assert is_staged(service, NEW) is bool(kept_by)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, METADATA_NAME])
+def test_a_damaged_decision_is_not_taken_for_none(service: NodeService, name: str) -> None:
+    """Its coordinator's node has decided, cannot read what, and reaches nobody: another node may have published it."""
+    stage(service, NEW, 2, RUN, service.node_id)
+    flip(service.store.staging(NEW) / name, 3 if name == METADATA_NAME else 60)
+    service.recover()
+    settle(service, service.find_abandoned(0.0), [])
+    assert is_staged(service, NEW)
+    assert service.answer_to_settle(NEW, is_over=True, is_left=True)["state"] != "unknown"
+
+
+def test_an_intent_that_cannot_be_read_waits_for_all_known_nodes(service: NodeService) -> None:
+    """Whose save it is cannot be told, so each node that was ever met may have published it."""
+    stage(service, NEW, 2, RUN, OTHER, is_decided=False)
+    service.peers.learn([AgentAddress(OTHER, "127.0.0.1", 1, "token")])
+    flip(service.store.intent_path(NEW), 0)
+    settle(service, service.find_abandoned(0.0), [])
+    assert is_staged(service, NEW)
+
+
+def test_a_decision_that_is_made_while_others_are_asked_counts(service: NodeService) -> None:
+    """Another job's save of the same name begins; before its node has heard of all, the first one decides."""
+    manifest = stage(service, NEW, 2, RUN, service.node_id, is_decided=False)
+
+    def ask(*_: object) -> dict[str, object]:
+        decide(service.store, manifest)
+        return {}
+
+    with mock.patch.object(settling, "_answers", ask):
+        settle(service, [Leftover(service.store.intent_of(NEW), "another save began", is_over=True)], [])
+    assert is_staged(service, NEW) or service.store.path_of("step-10", NEW, METADATA_NAME).exists()
+
+
+def test_a_silent_node_is_asked_once_for_all_leftovers(service: NodeService) -> None:
+    """Not once for each of them, time-out after time-out."""
+    saves = [f"{number:x}" * 32 for number in range(4, 8)]
+    nodes = (service.node_id, OTHER)
+    for save_id in saves:
+        intent = Intent(save_id, f"of-{save_id[0]}", save_id, overwrite=False, nodes=nodes, coordinator=OTHER)
+        service.store.begin(intent)
+    address = AgentAddress(OTHER, "127.0.0.1", 1, "token")
+    with mock.patch.object(settling, "_answers", wraps=settling._answers) as asked:
+        settle(service, service.find_abandoned(0.0), [address])
+    assert [len(call.args[2]) for call in asked.call_args_list] == [1, 0, 0, 0]
+    assert all(is_staged(service, save_id) for save_id in saves)
+
+
+def test_a_save_of_another_job_leaves_one_whose_ranks_still_plan_open(service: NodeService) -> None:
+    """Longer than the grace nobody of this node works on it; nodes of it that are asked say that it goes on."""
+    service.begin(Intent(NEW, "step-10", "one", overwrite=False, nodes=(service.node_id, OTHER), coordinator=OTHER))
+    with mock.patch("replicated_ckpt.agent.saves.service.OPEN_GRACE_S", 0.0):
+        _, leftovers = service.begin(Intent(NEWEST, "step-11", "another", overwrite=False))
+    assert [(found.intent.save_id, found.is_over) for found in leftovers] == [(NEW, False)]
+    service.check_open(NEW)
+
+
+def test_a_save_is_young_until_it_is_open(service: NodeService) -> None:
+    """A disk that takes a minute to open it leaves its ranks the whole grace all the same."""
+    intent, seen = Intent(NEW, "step-10", "one", overwrite=False), list[bool]()
+
+    def open_slowly(_: Intent) -> None:
+        with mock.patch("replicated_ckpt.agent.saves.service.time.monotonic", return_value=time.monotonic() + 60.0):
+            seen.append(service.was_opened_within(5.0, intent))
+
+    with mock.patch.object(service, "open_in_store", open_slowly):
+        service.begin(intent)
+    assert seen == [True]
+    assert service.was_opened_within(5.0, intent)
+    assert not service.was_opened_within(0.0, intent)
+
+
+def test_a_decision_comes_from_the_first_node_that_gives_it_intact(tmp_path: Path) -> None:
+    """Two nodes have published, and one's `.metadata` has a flipped bit: the node that waits takes the other's."""
+    services = [NodeService(LocalStore(tmp_path / name)) for name in ("bad", "good", "waiting")]
+    nodes, stores = tuple(service.node_id for service in services), [service.store for service in services]
+    manifest = manifest_of(NEW, 2, RUN, nodes)
+    for store in stores:
+        store.begin(Intent(NEW, "step-10", "s" + NEW, overwrite=True, nodes=nodes, coordinator=nodes[0]))
+        for shard in SHARDS:
+            (store.staging(NEW) / shard).write_bytes(b"x" * 10)
+    for service in services[:2]:
+        decide(service.store, manifest)
+        service.commit(NEW)
+    flip(stores[0].root / "step-10" / METADATA_NAME, 3)
+    waiting = services[2]
+    with running_agent(stores[0].root) as bad, running_agent(stores[1].root) as good:
+        peers = [bad.endpoint.address(), good.endpoint.address()]
+        settle(waiting, [Leftover(waiting.store.intent_of(NEW), "its processes are gone")], peers)
+    assert (stores[2].root / "step-10" / METADATA_NAME).read_bytes() == METADATA
+
+
+def test_why_a_save_is_not_settled_is_logged_once(service: NodeService, caplog: pytest.LogCaptureFixture) -> None:
+    """Each round tries again; the log has a line when the reason is another one."""
+    stage(service, NEW, 2, RUN, OTHER, is_decided=False)
+    leftover = Leftover(service.store.intent_of(NEW), "its processes are gone")
+    for why in ("a bad bit", "a bad bit", "no answer"):
+        with mock.patch.object(settling, "_answers", side_effect=PeerProtocolError(why)):
+            settle(service, [leftover], [])
+    said = [record.getMessage() for record in caplog.records if "could not settle" in record.getMessage()]
+    assert [why in line for why, line in zip(("a bad bit", "no answer"), said, strict=True)] == [True, True]
+
+
+AS_ANOTHER_USER = """
+import os, sys
+from replicated_ckpt.stores.local.remains import RemainsReader
+from replicated_ckpt.stores.local.store import LocalStore
+os.setgid(1000); os.setuid(1000)
+store = LocalStore(sys.argv[1])
+print(len(store.catalog.holdings("n")), len(RemainsReader(store, "n").found()), len(list(store.catalog.without_manifest())))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
+def test_what_a_file_system_keeps_for_itself_blinds_nobody(tmp_path: Path) -> None:
+    """A root that is a mount has lost+found, which only root reads: the checkpoints next to it are found."""
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents:
+        if str(parent).startswith("/tmp/"):
+            parent.chmod(0o755)
+    root = tmp_path / "root"
+    (root / "lost+found").mkdir(parents=True)
+    (root / "lost+found").chmod(0o700)
+    (root / "step-1").mkdir()
+    (root / "step-1" / METADATA_NAME).write_bytes(b"stock torch's")
+    for path in (root, root / "step-1", root / "step-1" / METADATA_NAME):
+        os.chown(path, 1000, 1000)
+    command = [sys.executable, "-c", AS_ANOTHER_USER, str(root)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[3]
+    )
+    assert done.stdout.split() == ["0", "1", "1"], done.stderr
+
+
+def test_a_version_that_a_load_was_told_to_read_stays(tmp_path: Path) -> None:
+    """Whatever replaces it, and however sure it is that the newer one is whole: until the pin is over, or the run saves."""
+    now = [0.0]
+    service = NodeService(LocalStore(tmp_path / "root"))
+    service.pins = Pins(lambda: now[0])
+    stage(service, OLD, 1, RUN, service.node_id)
+    service.commit(OLD)
+    service.pin(OLD, "session/1")
+    newest = stage(service, NEW, 2, RUN, service.node_id)
+    service.commit(NEW)
+    for at, is_there in ((0.0, True), (PIN_S - 1, True), (PIN_S + 1, False)):
+        now[0] = at
+        drop_outlived(service, {NEW: newest}, look(service))
+        assert (service.store.catalog.checkpoint_of(OLD) is not None) is is_there
+    service.pin(NEW, "session/1")
+    assert not retire(service.store.root, "step-10", NEW)
+    service.begin(
+        Intent(NEWEST, "step-11", "session", overwrite=False, nodes=(service.node_id,), coordinator=service.node_id)
+    )
+    assert retire(service.store.root, "step-10", NEW)
+
+
+def replace_one(service: NodeService) -> tuple[Manifest, Path]:
+    """A save that a newer one has replaced here, which holds fewer shards: the manifest of the newer, where the old is."""
+    stage(service, OLD, 1, RUN, service.node_id)
+    service.commit(OLD)
+    newer = stage(service, NEW, 2, RUN, service.node_id)
+    (service.store.staging(NEW) / SHARDS[1]).unlink()
+    service.commit(NEW)
+    return newer, service.store.root / REPLACED_DIR / OLD
+
+
+def test_the_manifest_of_a_replaced_version_is_found_where_it_lies(service: NodeService) -> None:
+    """Where this node alone has it: else no plan counts or keeps it, and no policy removes it."""
+    replace_one(service)
+    manifests = ManifestBook(service.store, service.node_id, service.peers).of(look(service))
+    assert manifests.keys() == {OLD, NEW}
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_replaced_version_that_no_manifest_tells_of_goes_when_all_is_done(
+    service: NodeService, *, is_done: bool
+) -> None:
+    """Its manifest was damaged after it was replaced; while anything is short anywhere it stays."""
+    newer, place = replace_one(service)
+    flip(place / MANIFEST_NAME, 60)
+    drop_outlived(service, {NEW: newer}, look(service), is_done=is_done)
+    assert place.is_dir() is not is_done
+
+
+def test_a_replaced_version_of_a_newer_format_stays(service: NodeService) -> None:
+    """What this version of the package cannot read is not taken for damaged."""
+    newer, place = replace_one(service)
+    body = (
+        (place / MANIFEST_NAME)
+        .read_text()
+        .partition('"manifest":')[2]
+        .strip()[:-1]
+        .replace('"version":1', '"version":99')
+    )
+    (place / MANIFEST_NAME).write_text(f'{{"crc32c":{crc32c(body.encode())},\n"manifest":{body}}}\n')
+    drop_outlived(service, {NEW: newer}, look(service), is_done=True)
+    assert place.is_dir()

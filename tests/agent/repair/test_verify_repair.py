@@ -1,0 +1,194 @@
+"""`verify` finds everything and changes nothing; `repair` plans, and mends exactly what it planned."""
+
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import peers_of, running_agent
+from tests.agent.checkpoints import checkpointed, findings, held, introduced, quarantined, shard
+from tests.agent.repair.test_reprotect import PAIR, RING, agents, stores
+from tests.cli import commands
+from tests.damage import flip
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+
+
+def command(verb: str, root: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    return commands.command(verb, "--root", root, *options)
+
+
+def as_json(verb: str, root: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    done = command(verb, root, "--json", *options)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Everything under a root but the agent's own files."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not {".agent", "agent.out"} & set(path.relative_to(root).parts)
+    }
+
+
+def test_an_intact_store_is_said_to_be_intact(tmp_path: Path) -> None:
+    """Exit code 0, no finding, and every byte of both nodes was read."""
+    nodes = stores(tmp_path, 2)
+    manifest = checkpointed(nodes, 1, PAIR)
+    with agents(nodes):
+        code, found = as_json("verify", nodes[0].root)
+    assert (code, found["findings"], found["unreachable"], found["is_intact"]) == (ExitCode.OK, [], [], True)
+    shards = sum(entry.size_bytes for entry in manifest.shards.values())
+    assert [node["bytes_read"] for node in found["nodes"]] == [shards + manifest.metadata_bytes] * 2
+
+
+def test_verify_names_every_bad_file_and_changes_nothing(tmp_path: Path) -> None:
+    """Node, path, what was expected and what was found, on every node; not a byte and no time stamp is different after."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    checkpointed(nodes, 2, PAIR, checkpoint_id="run/step-2")
+    flip(nodes[0].root / "step-1" / shard(0), 1000)
+    (nodes[0].root / "run/step-2" / ".metadata").unlink()
+    (nodes[1].root / "run/step-2" / shard(1)).write_bytes(b"")
+    (nodes[1].root / "step-1" / ".manifest.json").write_text("{}")
+    with running_agent(nodes[1].root, "--lost-after-s", "600") as other:  # it has met nobody that could help
+        introduced(nodes[0], [other.endpoint.address()])
+        before = [tree(store.root) for store in nodes]
+        done = command("verify", nodes[0].root)
+        code, found = as_json("verify", nodes[0].root)
+        assert [tree(store.root) for store in nodes] == before
+    assert done.returncode == code == ExitCode.FAILED
+    listed = {(finding["node_id"], finding["path"], finding["problem"]) for finding in found["findings"]}
+    ids = [store.node_id() for store in nodes]
+    assert listed == {
+        (ids[0], str(nodes[0].root / "step-1" / shard(0)), "corrupt"),
+        (ids[0], str(nodes[0].root / "run/step-2/.metadata"), "missing"),
+        (ids[1], str(nodes[1].root / "run/step-2" / shard(1)), "corrupt"),
+        (ids[1], str(nodes[1].root / "step-1/.manifest.json"), "corrupt"),
+    }
+    for node, path, _ in listed:
+        assert any(path in line and node in line and "expected" in line for line in done.stdout.splitlines())
+
+
+def test_a_lost_node_that_is_none_is_said(tmp_path: Path) -> None:
+    """A slip in the id after --lost is named, with the ids that are known."""
+    node, gone = stores(tmp_path, 2)
+    checkpointed([node, gone], 1, PAIR)
+    done = command("repair", node.root, "--dry-run", "--lost", "xyz", "--lost", gone.node_id())
+    assert "--lost xyz: no node of that id is known here" in done.stdout
+    assert f"--lost {gone.node_id()}" not in done.stdout
+
+
+def test_repair_does_what_its_dry_run_says(tmp_path: Path) -> None:
+    """The plan is printed and nothing touched; then it is carried out, nothing is left to do, the bad files are kept."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    flip(nodes[0].root / "step-1" / shard(0), 1000)
+    (nodes[1].root / "step-1" / ".metadata").write_bytes(b"bad")
+    before = [tree(store.root) for store in nodes]
+    with running_agent(nodes[1].root, "--lost-after-s", "600") as other:
+        introduced(nodes[0], [other.endpoint.address()])
+        with running_agent(nodes[0].root) as agent, other.client() as client:
+            client.call("POST", "/v1/peers", {"peers": peers_of(agent)})
+        code, plan = as_json("repair", nodes[0].root, "--dry-run")
+        assert code == ExitCode.OK
+        assert [tree(store.root) for store in nodes] == before
+        assert [(entry["shard"], entry["replaces_damaged"]) for entry in plan["plan"]["copy"]] == [(shard(0), True)]
+        assert [entry["node_id"] for entry in plan["plan"]["adopt"]] == [nodes[1].node_id()]
+        done = command("repair", nodes[0].root)
+        assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+        assert "2 of 2 actions done" in done.stdout
+        assert command("verify", nodes[0].root).returncode == ExitCode.OK
+        assert "nothing to do" in command("repair", nodes[0].root).stdout
+    assert [findings(store) for store in nodes] == [[], []]
+    assert [quarantined(store) for store in nodes] == [[shard(0)], [".metadata"]]
+
+
+def test_the_last_copy_is_never_taken_away(tmp_path: Path) -> None:
+    """A shard whose only copies are bad is lost, which has an exit code of its own; what is left of it stays in place."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, PAIR)
+    for store in nodes:
+        flip(store.root / "step-1" / shard(0), 1000)
+    with agents(nodes):
+        assert command("verify", nodes[0].root).returncode == ExitCode.FAILED  # two damaged ones may be whole together
+        done = command("repair", nodes[0].root)
+        assert done.returncode == ExitCode.FAILED
+        assert "no intact bytes" in done.stdout
+    assert all((store.root / "step-1" / shard(0)).exists() for store in nodes)
+    assert [quarantined(store) for store in nodes] == [[], []]
+    (nodes[1].root / "step-1" / shard(0)).unlink()
+    with agents(nodes):
+        done = command("verify", nodes[0].root)
+    assert done.returncode == ExitCode.SHARD_LOST
+    assert f"lost: step-1/{shard(0)}" in done.stdout
+
+
+def test_a_node_that_is_not_reached_is_neither_lost_nor_intact(tmp_path: Path) -> None:
+    """Its copies are not made anew until somebody says that it is gone: then `repair --lost` makes them."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, RING)
+    with agents(nodes, "--lost-after-s", "600") as running:
+        gone = nodes[2].node_id()
+        running[2].signal(signal.SIGKILL)
+        running[2].process.wait()
+        shutil.rmtree(nodes[2].root)
+        code, found = as_json("verify", nodes[0].root)
+        assert code == ExitCode.UNREACHABLE
+        assert any(gone in line for line in found["unreachable"])
+        assert command("repair", nodes[0].root, "--dry-run").returncode == ExitCode.UNREACHABLE
+        assert command("repair", nodes[0].root, "--lost", gone).returncode == ExitCode.OK
+    assert [held(store) for store in nodes[:2]] == [set(RING), set(RING)]
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    """No such root and no such checkpoint have an exit code of their own."""
+    store = LocalStore(tmp_path / "node")
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1)
+    assert command("verify", tmp_path / "nowhere").returncode == ExitCode.NOT_FOUND
+    assert command("repair", store.root, "step-9").returncode in (ExitCode.OK, ExitCode.NOT_FOUND)
+    assert command("verify", store.root, "step-9").returncode == ExitCode.NOT_FOUND
+    assert command("verify", store.root, "step-1").returncode == ExitCode.OK
+    assert not (store.root / ".agent" / "endpoint.json").exists(), "verify starts no agent"
+
+
+def test_the_agents_hear_only_what_they_can_use(tmp_path: Path) -> None:
+    """A plan, a suspect or a greeting with nonsense in it is refused and changes nothing."""
+    nodes = stores(tmp_path, 1)
+    checkpointed(nodes, 1, {shard(0): (0,)}, copies=1)
+    with running_agent(nodes[0].root) as agent:
+        before = tree(nodes[0].root)
+        copy: dict[str, Any] = {
+            "node_id": nodes[0].node_id(),
+            "checkpoint_id": "../x",
+            "save_id": "1" * 32,
+            "shard": shard(0),
+        }
+        copy |= {"size_bytes": 1, "sources": ["x"], "replaces_damaged": False}
+        adopt = {"node_id": nodes[0].node_id(), "checkpoint_id": "..", "save_id": "../../x", "sources": ["x"]}
+        bad: list[tuple[str, dict[str, Any], bool]] = [
+            ("repair", {"plan": {"adopt": [], "copy": 5, "set_aside": []}}, True),
+            ("repair", {"plan": {"adopt": [adopt], "copy": [copy], "short": []}}, False),
+            ("suspects", {"checkpoint_id": "..", "save_id": "1" * 32, "name": shard(0)}, True),
+            ("suspects", {"checkpoint_id": "step-1", "save_id": "1" * 32, "name": "../../etc/passwd"}, True),
+            ("hello", {"peer": {**peers_of(agent)[0], "node_id": "../x"}}, True),
+            ("verify", {"checkpoint_id": "../.."}, True),
+        ]
+        for verb, document, is_refused in bad:
+            with agent.client() as client:
+                if is_refused:
+                    with pytest.raises((ConfigInvalid, PeerProtocolError)):
+                        client.call("POST", f"/v1/{verb}", document)
+                else:
+                    results = client.call("POST", f"/v1/{verb}", document)["results"]
+                    assert all(result["error"] for result in results)
+        assert tree(nodes[0].root) == before

@@ -1,0 +1,81 @@
+"""`drain` makes copies elsewhere first, and says that a node may be taken down only when it may."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from tests.agent.checkpoints import checkpointed, held, shard
+from tests.agent.repair.test_reprotect import RING, agents, stores
+from tests.cli.commands import as_json, command
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
+PATIENT = ("--lost-after-s", "600")
+
+
+def test_a_drained_node_can_vanish(tmp_path: Path) -> None:
+    """A dry run changes nothing; then the others have two copies of each shard, also of one that it alone held."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, RING)
+    checkpointed(nodes, 2, {shard(0): (2,)}, checkpoint_id="alone", copies=1)
+    with agents(nodes, *PATIENT):
+        before = [held(store) for store in nodes]
+        code, found = as_json("drain", "--root", nodes[2].root, "--dry-run")
+        assert (code, found["may_be_taken_down"]) == (ExitCode.FAILED, False)
+        assert {copy["shard"] for copy in found["plan"]["copy"]} == {shard(0), shard(1), shard(2)}
+        assert [held(store) for store in nodes] == before
+        done = command("drain", "--root", nodes[2].root)
+        assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
+        assert f"host2 (node {nodes[2].node_id()}) may be taken down" in done.stdout
+        assert [held(store) for store in nodes[:2]] == [set(RING), set(RING)]
+        assert held(nodes[0], "alone") | held(nodes[1], "alone") == {shard(0)}
+    shutil.rmtree(nodes[2].root)
+    with agents(nodes[:2], *PATIENT):
+        for store in nodes[:2]:
+            assert command("forget", "host2", "--root", store.root).returncode == ExitCode.OK
+        assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
+
+
+def test_without_room_elsewhere_it_must_stay(tmp_path: Path) -> None:
+    """The only other node does not answer: nothing counts as elsewhere, and the next step names that node."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)})
+    with agents(nodes, *PATIENT):
+        pass
+    with agents(nodes[:1], *PATIENT):
+        done = command("drain", "--root", nodes[0].root)
+    assert done.returncode == ExitCode.FAILED
+    assert "must stay up" in done.stdout
+    assert "too few nodes answered to hold the copies: step-1" in done.stdout
+    assert "no room" not in done.stdout
+    assert "next step: on host1" in done.stdout
+
+
+def test_a_node_that_is_alone_is_told_so(tmp_path: Path) -> None:
+    """There is no other node, which is no lack of room; the next step is to have one."""
+    nodes = stores(tmp_path, 1)
+    checkpointed(nodes, 1, {shard(0): (0,)})
+    with agents(nodes, *PATIENT):
+        done = command("drain", "--root", nodes[0].root)
+    assert done.returncode == ExitCode.FAILED
+    assert "no room" not in done.stdout
+    assert "no other node for a copy: step-1" in done.stdout
+    assert "next step: run a job with ranks on another node" in done.stdout
+
+
+def test_the_only_copy_of_what_another_node_removed_keeps_it_up(tmp_path: Path) -> None:
+    """Nobody copies it any more, so it is named, and the node stays up until its own user has removed it, too."""
+    nodes = stores(tmp_path, 3)
+    for number in (1, 2):
+        checkpointed(nodes, number, {shard(0): (0, 1)}, checkpoint_id=f"step-{number}", on=(0, 1))
+    with agents(nodes, *PATIENT):
+        assert "still on host1" in command("rm", "step-1", "--root", nodes[0].root).stdout
+        done = command("drain", "--root", nodes[1].root)
+        assert done.returncode == ExitCode.FAILED, done.stdout
+        said = "step-1 was removed on host0, so gets no copies; `rm` it here, too, or copy it first"
+        assert f"not drained: {said}" in done.stdout
+        assert "must stay up" in done.stdout
+        assert as_json("drain", "--root", nodes[1].root)[1]["stays"] == [said]
+        command("rm", "step-1", "--root", nodes[1].root)
+        assert command("drain", "--root", nodes[1].root).returncode == ExitCode.OK

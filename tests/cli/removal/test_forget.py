@@ -1,0 +1,94 @@
+"""`forget` takes a node out of the address book, not without saying what is lost with it."""
+
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.nodes.forget import find_node
+from replicated_ckpt.errors import ConfigInvalid
+from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.agent.agents import wait_for
+from tests.agent.checkpoints import checkpointed, held, shard
+from tests.agent.repair.test_reprotect import RING, agents, stores
+from tests.agent.scattered import ID, scattered
+from tests.cli.commands import as_json, command
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
+PATIENT = ("--lost-after-s", "600")
+
+
+def test_a_node_that_never_comes_back_is_not_waited_for(tmp_path: Path) -> None:
+    """One that answers is refused; the other's copies are made anew once it is forgotten, and nothing asks for it."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes, 1, RING)
+    with agents(nodes, *PATIENT) as running:
+        done = command("forget", nodes[1].node_id(), "--root", nodes[0].root)
+        assert (done.returncode, "answers" in done.stderr) == (ExitCode.USAGE, True)
+        gone = nodes[2].node_id()
+        running[2].signal(signal.SIGKILL)
+        running[2].process.wait()
+        shutil.rmtree(nodes[2].root)
+        for store in nodes[:2]:
+            done = command("forget", "host2", "--root", store.root)
+            assert (done.returncode, done.stderr) == (ExitCode.OK, ""), done.stdout
+            assert f"forgotten: host2 (node {gone}) is not waited for any more" in done.stdout
+            assert gone not in {peer.node_id for peer in PeerBook(store.root / ".agent").read_all()}
+        wait_for(lambda: all(held(store) == set(RING) for store in nodes[:2]), 30, "the copies")
+        assert command("verify", "--root", nodes[0].root).returncode == ExitCode.OK
+        done = command("forget", "host2", "--root", nodes[0].root)
+        assert (done.returncode, "is no node of this node's address book" in done.stderr) == (ExitCode.USAGE, True)
+
+
+def test_a_host_that_several_nodes_share_names_none(tmp_path: Path) -> None:
+    """It is said to be ambiguous, not unknown, though one of them is this node itself."""
+    nodes = stores(tmp_path, 2)
+    ids = [store.node_id() for store in nodes]
+    manifest = checkpointed(nodes, 1, {shard(0): (0, 1)})
+    same = replace(manifest, nodes=tuple(replace(node, host="vm") for node in manifest.nodes))
+    seen = NodesSeen(ids[0], {}, {ids[1]: AgentAddress(ids[1], "127.0.0.1", 1, "token")}, {}, {same.save_id: same})
+    with pytest.raises(ConfigInvalid, match="'vm' names several nodes") as raised:
+        find_node(seen, "vm")
+    assert raised.value.hint == f"Name one by its id. In the book: vm/{ids[1]}."
+    assert find_node(seen, f"vm/{ids[1]}") == ids[1]
+
+
+def test_what_would_be_lost_keeps_it_in_the_book(tmp_path: Path) -> None:
+    """A shard that it alone may hold is named, and nothing is changed without --force."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1), shard(1): (1,)}, copies=1)
+    with agents(nodes, *PATIENT):
+        pass
+    gone = nodes[1].node_id()
+    done = command("forget", gone, "--root", nodes[0].root)
+    assert done.returncode == ExitCode.FAILED
+    assert (
+        f"would be lost: step-1: {shard(1)}: no node that answers has a copy, and host1 (node {gone}) may"
+        in done.stdout
+    )
+    assert gone in {peer.node_id for peer in PeerBook(nodes[0].root / ".agent").read_all()}
+    code, found = as_json("forget", gone, "--root", nodes[0].root, "--force")
+    assert (code, found["is_forgotten"], found["losses"]) == (ExitCode.OK, True, {"step-1": [shard(1)]})
+    assert PeerBook(nodes[0].root / ".agent").read_all() == ()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_has_no_manifest_may_be_lost_with_it(tmp_path: Path) -> None:
+    """The one good manifest may lie on the silent node, and so may shards of stock torch's: both are named."""
+    nodes = stores(tmp_path, 2)
+    checkpointed(nodes, 1, {shard(0): (0, 1)})
+    contents = scattered(nodes, tmp_path)
+    with agents(nodes, *PATIENT):
+        pass
+    (nodes[0].root / "step-1" / ".manifest.json").write_bytes(b"torn")
+    done = command("forget", nodes[1].node_id(), "--root", nodes[0].root)
+    assert done.returncode == ExitCode.FAILED, done.stdout
+    assert "would be lost: step-1: .manifest.json: no node that answers has a copy" in done.stdout
+    missing = sorted(name for name in contents if not (nodes[0].root / ID / name).exists())
+    assert f"would be lost: {ID}: {', '.join(missing)}: no node" in done.stdout
+    assert nodes[1].node_id() in {peer.node_id for peer in PeerBook(nodes[0].root / ".agent").read_all()}

@@ -1,0 +1,330 @@
+"""`rm` and `prune` remove on the user's own node, for good; other nodes hear of it and keep what they have."""
+
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt import Retention
+from replicated_ckpt.agent.repair.retire import Retirer
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.state.removals import REMOVALS_MAX, RemovalBook
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaced import lock_version
+from replicated_ckpt.stores.local.versions.retire import retire
+from tests.agent.agents import peers_of, running_agent, wait_for
+from tests.agent.checkpoints import checkpointed, findings, held, shard
+from tests.agent.repair.test_reprotect import PAIR, agents, stores
+from tests.agent.repair.test_retention import meet, stays, tell, there
+from tests.cli.commands import as_json, command
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
+SMALL = 3000
+OTHER_SAVE = "f" * 32
+QUICK = ("--lost-after-s", "1.5", "--round-every-s", "1")
+
+
+def saved(nodes: Sequence[LocalStore], numbers: Sequence[int]) -> list[str]:
+    return [
+        checkpointed(nodes, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=SMALL).save_id
+        for number in numbers
+    ]
+
+
+def saved_alone(store: LocalStore) -> list[str]:
+    """Two checkpoints that no other node holds."""
+    return [
+        checkpointed(
+            [store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL
+        ).save_id
+        for number in (1, 2)
+    ]
+
+
+def test_each_nodes_user_removes_there_and_nothing_comes_back(tmp_path: Path) -> None:
+    """The first node says who has it still; it is not brought back, also after a restart; the second ends it."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2))
+    with agents(nodes, *QUICK) as running:
+        done = command("rm", "step-1", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.FAILED
+        assert "removed on this node: step-1 (" in done.stdout
+        assert f"still on host1 (node {nodes[1].node_id()}): step-1" in done.stdout
+        assert "next step: run the same command on each of these nodes" in done.stdout
+        assert [there(store) for store in nodes] == [[2], [1, 2]]
+        stays(nodes, *running)
+        assert "removed on host0" in command("ls", "--root", nodes[1].root).stdout
+        assert command("status", "--root", nodes[1].root).returncode == ExitCode.OK
+        assert command("verify", "--root", nodes[1].root).returncode == ExitCode.OK
+        running[0].signal(signal.SIGKILL)
+        running[0].process.wait()
+        with running_agent(nodes[0].root, *QUICK) as again:
+            meet(again, running[1])
+            stays(nodes, again, running[1])
+            done = command("rm", "step-1", "--root", nodes[1].root)
+            assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+            assert [there(store) for store in nodes] == [[2], [2]]
+            stays(nodes, again, running[1])
+            assert command("rm", "step-1", "--root", nodes[1].root).returncode == ExitCode.NOT_FOUND
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_the_last_good_one_is_refused(tmp_path: Path) -> None:
+    """Nothing is changed without --force; a newer one with a lost file does not count as good."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2))
+    for store in nodes:
+        (store.root / "step-2" / shard(0)).unlink()
+    with agents(nodes, *QUICK):
+        done = command("rm", "step-1", "--root", nodes[0].root)
+        assert (done.returncode, there(nodes[0])) == (ExitCode.FAILED, [1, 2])
+        assert "step-1 is the last good checkpoint of its run; nothing was changed" in done.stdout
+        assert command("rm", "step-2", "--root", nodes[0].root, "--dry-run").returncode == ExitCode.OK
+        assert there(nodes[0]) == [1, 2]
+        assert "still on" in command("rm", "step-2", "--root", nodes[0].root).stdout
+        assert there(nodes[0]) == [1]
+        code, found = as_json("rm", "step-1", "--root", nodes[0].root, "--force")
+        assert (code, found["removed"], there(nodes[0])) == (ExitCode.FAILED, ["step-1"], [])
+        assert there(nodes[1]) == [1, 2]
+
+
+def test_what_a_load_reads_stays(tmp_path: Path) -> None:
+    """It is said, and nothing was noted: it does not go when the load ends. --force removes it."""
+    store = LocalStore(tmp_path / "node0")
+    first, _ = saved_alone(store)
+    with running_agent(store.root) as agent:
+        with agent.client() as client:
+            client.call("POST", "/v1/sequence", {"lineage": "", "sequence": 1, "save_id": first, "reader": "a load"})
+        done = command("rm", "step-1", "--root", store.root)
+        assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
+        assert "kept: step-1: a load reads it" in done.stdout
+        assert "--force" in done.stdout
+        assert RemovalBook(store.root / ".agent").read_all() == frozenset()
+        assert command("rm", "step-1", "--root", store.root, "--force").returncode == ExitCode.OK
+        assert there(store) == [2]
+
+
+def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
+    """The agent died between its note and the removal: the next one removes it, and only that."""
+    store = LocalStore(tmp_path / "node0")
+    first, _ = saved_alone(store)
+    RemovalBook(store.agent_directory()).take(first)
+    with running_agent(store.root):
+        wait_for(lambda: there(store) == [2], 20, "the removal")
+    assert findings(store) == []
+
+
+def test_prune_removes_by_the_rule_and_says_it(tmp_path: Path) -> None:
+    """A dry run tells what goes and changes nothing; run on both nodes it leaves the newest two, and they are whole."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2, 3, 4))
+    with agents(nodes, *QUICK) as running:
+        done = command("prune", "--keep-last", "2", "--root", nodes[0].root, "--dry-run")
+        assert (done.returncode, done.stdout.count(" goes: "), done.stdout.count(" stays: ")) == (0, 2, 2)
+        assert there(nodes[0]) == [1, 2, 3, 4]
+        assert command("prune", "--keep-last", "2", "--root", nodes[0].root).returncode == ExitCode.FAILED
+        assert [there(store) for store in nodes] == [[3, 4], [1, 2, 3, 4]]
+        stays(nodes, *running)
+        code, found = as_json("prune", "--keep-last", "2", "--root", nodes[1].root)
+        assert (code, found["removed"], found["still_on"]) == (ExitCode.OK, ["step-1", "step-2"], {})
+        assert [there(store) for store in nodes] == [[3, 4], [3, 4]]
+        assert "nothing to remove" in command("prune", "--keep-last", "2", "--root", nodes[1].root).stdout
+        for wrong in ("0", "-1", "all"):
+            done = command("prune", f"--keep-last={wrong}", "--root", nodes[1].root)
+            assert (done.returncode, f"--keep-last: it is a whole number from 1, not '{wrong}'" in done.stderr) == (
+                2,
+                True,
+            )
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_a_silent_node_is_said_to_hold_it_still(tmp_path: Path) -> None:
+    """Exit code 5: this node's part is done; which node to go to. When it is back nothing is brought from it."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2))
+    with agents(nodes, "--lost-after-s", "600") as running:
+        running[1].signal(signal.SIGSTOP)
+        done = command("rm", "step-1", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.UNREACHABLE, done.stdout
+        assert f"host1 (node {nodes[1].node_id()}) was not reached, and may hold step-1" in done.stdout
+        running[1].signal(signal.SIGCONT)
+        with running[0].client() as client:
+            client.call("POST", "/v1/peers", {"peers": peers_of(*running), "session": "again"})
+        time.sleep(1)
+        stays(nodes, *running)
+        assert [there(store) for store in nodes] == [[2], [1, 2]]
+
+
+def test_a_peers_word_removes_nothing_also_not_what_it_has_brought(tmp_path: Path) -> None:
+    """A spare node got its copies from others: they stay there until its own user removes them."""
+    nodes = stores(tmp_path, 3)
+    checkpointed(nodes[:2], 1, PAIR, checkpoint_id="step-1", size_bytes=SMALL)
+    checkpointed(nodes[:2], 2, PAIR, checkpoint_id="step-2", size_bytes=SMALL)
+    with agents(nodes, *QUICK) as running:
+        running[1].signal(signal.SIGKILL)
+        running[1].process.wait()
+        spare = nodes[2]
+        wait_for(lambda: held(spare, "step-1") == held(spare, "step-2") == {shard(0), shard(1)}, 30, "the copies")
+        assert command("rm", "step-1", "--root", nodes[0].root).returncode == ExitCode.FAILED
+        assert there(nodes[0]) == [2]
+        stays([nodes[0], spare], running[0], running[2])
+        assert held(spare, "step-1") == {shard(0), shard(1)}
+
+
+def test_what_the_user_puts_back_stays(tmp_path: Path) -> None:
+    """Removed by mistake and restored from a backup under the same save id: it is not deleted, and is protected again."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2))
+    for store in nodes:
+        shutil.copytree(store.root / "step-1", tmp_path / "backup" / store.root.name)
+    with agents(nodes, *QUICK) as running:
+        for store in nodes:
+            command("rm", "step-1", "--root", store.root)
+        assert [there(store) for store in nodes] == [[2], [2]]
+        for store in nodes:
+            shutil.copytree(tmp_path / "backup" / store.root.name, tmp_path / "coming" / store.root.name)
+            (tmp_path / "coming" / store.root.name).rename(store.root / "step-1")
+        (nodes[0].root / "step-1" / shard(1)).unlink()
+        meet(*running)
+        wait_for(lambda: held(nodes[0], "step-1") == {shard(0), shard(1)}, 30, "the copy of what was put back")
+        stays(nodes, *running)
+        assert [there(store) for store in nodes] == [[1, 2], [1, 2]]
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_a_removal_ends_once_it_is_done(tmp_path: Path) -> None:
+    """It is pending until nothing lies here; others are told of it for longer, also by the agent after this one."""
+    book = RemovalBook(tmp_path)
+    for number in (1, 2):
+        book.take(f"{number:032x}")
+    book.finish(f"{1:032x}")
+    for again in (book, RemovalBook(tmp_path)):
+        assert again.read_pending() == {f"{2:032x}"}
+        assert again.read_all() == {f"{1:032x}", f"{2:032x}"}
+    book.forget(f"{2:032x}")
+    book.forget(f"{1:032x}")
+    assert RemovalBook(tmp_path).read_all() == RemovalBook(tmp_path).read_pending() == {f"{2:032x}"}
+    for number in range(REMOVALS_MAX + 5):
+        book.take(f"{number + 3:032x}")
+    assert len(book.read_all()) == len(book.read_pending()) == REMOVALS_MAX
+
+
+def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays told, whenever the note, the move and the end of it come: else other nodes would bring the save back."""
+    store = LocalStore(tmp_path / "a")
+    save_id = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=SMALL).save_id
+    service = NodeService(store)
+    book, find_here, looks = service.removals, Retirer._find_here, iter((None, service.removals.take))
+
+    def move_on(read: Callable[[RemovalBook], Any]) -> Callable[[RemovalBook], Any]:
+        """A request for the removal gets one step further before the second time that the book is read."""
+
+        def reading(self: RemovalBook) -> Any:
+            step = next(looks, None)
+            if step is not None:
+                step(save_id)
+            return read(self)
+
+        return reading
+
+    def scan(self: Retirer) -> Mapping[str, str]:
+        for step in filter(None, looks):
+            step(save_id)
+        found = find_here(self)
+        assert retire(store.root, "step-1", save_id)
+        book.finish(save_id)
+        return found
+
+    book.take(OTHER_SAVE)  # without a note there is no look
+    for name in ("read_all", "read_pending", "read_pending_and_done"):
+        if hasattr(RemovalBook, name):
+            monkeypatch.setattr(RemovalBook, name, move_on(getattr(RemovalBook, name)))
+    monkeypatch.setattr(Retirer, "_find_here", scan)
+    Retirer(service, threading.Event())._finish_removals()
+    assert save_id in RemovalBook(store.root / ".agent").read_all()
+
+
+def test_what_a_process_of_this_node_reads_is_refused_before_anything_goes(tmp_path: Path) -> None:
+    """The agent says so when it is asked, before a bucket's copy goes; with --force it goes when the process has ended."""
+    store = LocalStore(tmp_path / "node0")
+    saves = [
+        checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL)
+        for number in (1, 2)
+    ]
+    with running_agent(store.root, *QUICK):
+        lock = lock_version(store.catalog, "step-1", saves[0].save_id)
+        assert lock is not None
+        try:
+            code, found = as_json("rm", "step-1", "--root", store.root)
+            assert (code, found["removed"], there(store)) == (ExitCode.FAILED, [], [1, 2])
+            assert found["kept"] == {"step-1": "a process of this node reads it; wait for it to end, or use --force"}
+            assert RemovalBook(store.root / ".agent").read_all() == frozenset()
+            done = command("rm", "step-1", "--root", store.root, "--force")
+            assert (done.returncode, there(store)) == (ExitCode.FAILED, [1, 2])
+            assert "kept: step-1: a process of this node reads it; it goes when that has ended" in done.stdout
+            assert "removed on this node" not in done.stdout
+        finally:
+            lock.release()
+        wait_for(lambda: there(store) == [2], 20, "the removal")
+
+
+def test_what_is_not_here_is_not_said_to_be_removed(tmp_path: Path) -> None:
+    """The same command again on the same node removes nothing there, and says so; the other node has it still."""
+    nodes = stores(tmp_path, 2)
+    saved(nodes, (1, 2))
+    with agents(nodes, *QUICK):
+        assert "removed on this node: step-1 (" in command("rm", "step-1", "--root", nodes[0].root).stdout
+        done = command("rm", "step-1", "--root", nodes[0].root)
+        assert done.returncode == ExitCode.FAILED
+        assert "removed on this node" not in done.stdout
+        assert "not on this node, and not brought here any more: step-1" in done.stdout
+        assert f"still on host1 (node {nodes[1].node_id()}): step-1" in done.stdout
+
+
+def test_one_nodes_removal_hides_no_lost_file(tmp_path: Path) -> None:
+    """`status`, `show` and `verify` end with 4 and name it, until each node has removed the checkpoint."""
+    nodes = stores(tmp_path, 3)
+    layout = {shard(0): (0, 1), shard(1): (1, 2)}
+    for number in (1, 2):
+        checkpointed(nodes, number, layout, checkpoint_id=f"step-{number}", size_bytes=SMALL)
+    for store in nodes[1:]:
+        (store.root / "step-1" / shard(1)).unlink()
+    with agents(nodes, *QUICK):
+        assert command("rm", "step-1", "--root", nodes[0].root).returncode == ExitCode.FAILED
+        done = command("status", "--root", nodes[1].root)
+        assert done.returncode == ExitCode.SHARD_LOST, done.stdout
+        assert "files are lost: step-1: 1 file lost; removed on host0" in done.stdout
+        assert command("show", "step-1", "--root", nodes[1].root).returncode == ExitCode.SHARD_LOST
+        done = command("verify", "--root", nodes[1].root)
+        assert done.returncode == ExitCode.SHARD_LOST, done.stdout
+        assert f"lost: step-1/{shard(1)}" in done.stdout
+        assert command("rm", "step-1", "--root", nodes[1].root).returncode == ExitCode.FAILED
+        assert command("rm", "step-1", "--root", nodes[2].root).returncode == ExitCode.OK
+        assert command("verify", "--root", nodes[1].root).returncode == ExitCode.OK
+
+
+def test_prune_keeps_what_the_runs_own_policy_keeps(tmp_path: Path) -> None:
+    """The best checkpoint by the run's metric, and each of its `keep_every`, stay beside the newest; the rule is said."""
+    store = LocalStore(tmp_path / "node0")
+    for number, loss in enumerate((0.5, 0.1, 0.4, 0.3, 0.2), 1):
+        layout = {shard(0): (0,)}
+        saved = checkpointed([store], number, layout, checkpoint_id=f"step-{number}", copies=1, size_bytes=SMALL)
+        noted = replace(saved, notes={"metrics": {"loss": loss}})
+        (store.root / f"step-{number}" / ".manifest.json").write_bytes(noted.encode())
+    with running_agent(store.root, *QUICK) as agent:
+        tell(agent, Retention(keep_last=9, keep_every=3, keep_best="loss"), revision=1)
+        done = command("prune", "--keep-last", "1", "--root", store.root)
+        assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+        assert "stays: it has the best 'loss' (0.1)" in done.stdout
+        assert there(store) == [2, 3, 5]
+        assert command("prune", "--keep-last", "1", "--keep-every", "2", "--root", store.root).returncode == ExitCode.OK
+        assert there(store) == [2, 3, 5]

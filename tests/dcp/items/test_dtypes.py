@@ -1,0 +1,86 @@
+"""Every dtype of torch: what stock torch saves is saved, and what it loads is loaded."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.dcp.tensors.tensor_writer import TensorWriter
+from tests.dcp.items.test_container import Stream
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions.*"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+DTYPES = sorted((found for found in vars(torch).values() if isinstance(found, torch.dtype)), key=str)
+SMALL, LARGE = 256, 3 << 20  # within a window, and over several
+
+
+def numbers_as(dtype: torch.dtype, size_bytes: int, *, fill: int | None = None) -> torch.Tensor:
+    raw = torch.randint(0, 2 if dtype == torch.bool else 255, (size_bytes,), dtype=torch.uint8)
+    return (raw if fill is None else torch.full_like(raw, fill)).view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.view(torch.uint8).tolist())
+
+
+def is_saved(tensor: torch.Tensor, writer: ReplicatedWriter | FileSystemWriter) -> bool:
+    try:
+        dcp.save({"t": tensor}, checkpoint_id="a", storage_writer=writer)
+    except (CheckpointException, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def loaded(target: torch.Tensor, reader: ReplicatedReader | FileSystemReader) -> bytes | None:
+    try:
+        dcp.load({"t": target}, checkpoint_id="a", storage_reader=reader)
+    except (CheckpointException, RuntimeError, TypeError):
+        return None
+    return bits(target)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_stock_saves_is_saved_and_loads(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that are seen as any type, quantized ones too: ours takes what stock takes, and gives it back."""
+    monkeypatch.chdir(tmp_path)
+    tensor = numbers_as(dtype, SMALL)
+    stock = is_saved(tensor, FileSystemWriter("a"))
+    assert is_saved(tensor, ReplicatedWriter(tmp_path / "ours")) == stock
+    if stock:
+        by_stock = loaded(numbers_as(dtype, SMALL, fill=0), FileSystemReader("a"))
+        by_ours = loaded(numbers_as(dtype, SMALL, fill=0), ReplicatedReader(tmp_path / "ours"))
+        assert by_ours == bits(tensor) or (by_ours, by_stock) == (None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32], ids=str)
+@pytest.mark.parametrize("size_bytes", [SMALL, LARGE])
+def test_numbers_seen_as_quantized_load_into_such(dtype: torch.dtype, size_bytes: int, tmp_path: Path) -> None:
+    """Stock saves a `tensor.view(torch.qint8)` and cannot load it; ours does both, and the file is what stock writes."""
+    tensor = numbers_as(dtype, size_bytes)
+    dcp.save({"t": tensor}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path))
+    assert loaded(numbers_as(dtype, size_bytes, fill=0), ReplicatedReader(tmp_path)) == bits(tensor)
+    stream, stock = Stream(), io.BytesIO()
+    TensorWriter().write(tensor, stream)
+    torch.save(tensor, stock)
+    ours = torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
+    assert ours.dtype == torch.load(io.BytesIO(stock.getvalue()), weights_only=True).dtype == dtype
+    assert bytes(ours.int_repr().view(torch.uint8).tolist()) == bits(tensor)
+
+
+def test_a_quantized_tensor_gets_no_numbers_without_their_scale(tmp_path: Path) -> None:
+    """What was saved without a scale fills no tensor that has one: that is an error, as with stock."""
+    dcp.save({"t": numbers_as(torch.qint8, SMALL)}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path))
+    target = torch.quantize_per_tensor(torch.zeros(SMALL), 0.5, 0, torch.qint8)
+    with pytest.raises(CheckpointException, match="uantized"):
+        dcp.load({"t": target}, checkpoint_id="a", storage_reader=ReplicatedReader(tmp_path))
+    assert not target.int_repr().any()

@@ -1,0 +1,403 @@
+"""Objects in shards: what people save comes back equal, nothing in a shard runs, and a refusal says how to allow it."""
+
+import argparse
+import collections
+import dataclasses
+import datetime as dt
+import enum
+import io
+import os
+import pathlib
+import pickle
+import random
+import re
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt import CheckpointManager, ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.dcp.objects import unloadable
+from replicated_ckpt.dcp.objects.weights_only import load_object, save_again
+from replicated_ckpt.errors import ObjectUnsafe, ReplicatedCkptWarning
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.*will not be loaded by default"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+]
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Settings:
+    rate: float = 0.5
+
+
+def scheduler(kind: Any, *arguments: Any) -> Any:
+    model = torch.nn.Linear(2, 2)
+    return kind(torch.optim.AdamW(model.parameters()), *arguments).state_dict()
+
+
+LR = torch.optim.lr_scheduler
+LOADED: dict[str, Any] = {
+    "plain": {"a": [1, (2.0, "x", None, True)]},
+    "bytes": b"x",
+    "no bytes": b"",
+    "a large number": 1 << 100,
+    "a cosine": scheduler(LR.CosineAnnealingLR, 3),
+    "milestones": scheduler(LR.MultiStepLR, [2, 4]),
+    "a function in a schedule": scheduler(LR.LambdaLR, lambda _: 1),
+    "a scaler": torch.amp.GradScaler("cpu").state_dict(),
+    "torch's random state": torch.get_rng_state(),
+    "Python's random state": random.getstate(),
+    "numpy's random state": np.random.get_state(),
+    "a generator's state": np.random.default_rng(1).bit_generator.state,
+    "another generator's state": np.random.SFC64(1).state,
+    "a scalar": np.float64(1.5),
+    "a truth": np.bool_(1),
+    "a moment": np.datetime64("2020-01-01T00:00:01", "ns"),
+    "an array": np.arange(6, dtype=">i4").reshape(2, 3),
+    "an array in columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "an array without elements": np.empty((0, 4), np.float16),
+    "an array of texts": np.array(["ab", "c"]),
+    "an array of days": np.array(["2020-01-01", "NaT"], "M8[D]"),
+    "torch's values": [torch.float32, torch.Size([1]), torch.device("cpu"), torch.strided],
+    "a set": {1, "a"},
+    "an ordered dictionary": collections.OrderedDict(a=1),
+    "a counter": collections.Counter("abca"),
+    "a complex number": 1j,
+    "an array of bytes": bytearray(b"x\xff"),
+    "a parameter": torch.nn.Parameter(torch.ones(2)),
+    "views": [torch.arange(4.0)[:2], torch.arange(4.0)[2:]],
+    "tensors of rare types": [torch.arange(3).to(torch.uint16), torch.ones(2).to(torch.float8_e4m3fn)],
+    "a sparse tensor": torch.eye(3).to_sparse(),
+    "a compressed tensor": torch.eye(3).to_sparse_csr(),
+    "a quantized tensor": torch.quantize_per_tensor(torch.ones(3), 0.1, 1, torch.quint8),
+    "a lazy conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+}
+PATHS_HOME = pathlib.PosixPath.__module__
+"""`pathlib._local` in Python 3.13 alone."""
+
+ALLOWED: dict[str, tuple[Any, str]] = {
+    "defaultdict": (collections.defaultdict(int, a=1), "import collections; {}([int, collections.defaultdict])"),
+    "deque": (collections.deque([1, 2], 5), "import collections; {}([collections.deque])"),
+    "datetime": (dt.datetime(2020, 1, 1), "import datetime; {}([datetime.datetime])"),  # noqa: DTZ001
+    "Path": (pathlib.PosixPath("/x/y"), f"import {PATHS_HOME}; {{}}([{PATHS_HOME}.PosixPath])"),
+    "Namespace": (argparse.Namespace(a=1), "import argparse; {}([argparse.Namespace])"),
+    "Enum": ([Color.RED, Color.RED], "import tests.dcp.items.test_objects; {}([tests.dcp.items.test_objects.Color])"),
+    "dataclass": (Settings(0.1), "import tests.dcp.items.test_objects; {}([tests.dcp.items.test_objects.Settings])"),
+    "slice": (slice(1), "{}([slice])"),
+    "range": (range(3), "{}([range])"),
+    "frozenset": (frozenset({1}), "{}([frozenset])"),
+}
+
+
+def saved(value: Any) -> memoryview:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return memoryview(buffer.getvalue())
+
+
+def container(pickled: bytes, **records: bytes) -> memoryview:
+    """A container with this pickle, as torch.save would write it, and elements."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n", **records}.items():
+            archive.writestr(f"archive/{name}", data)
+    return memoryview(buffer.getvalue())
+
+
+def again(value: Any) -> Any:
+    """What the planner's own load gives."""
+    return torch.load(save_again(saved(value), "key", "shard"), weights_only=False)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert type(found) is type(wanted)
+    if isinstance(wanted, torch.Tensor):
+        assert (found.dtype, found.layout, found.requires_grad) == (wanted.dtype, wanted.layout, wanted.requires_grad)
+        plain = [one.dequantize() if one.is_quantized else one.to_dense() for one in (found.detach(), wanted.detach())]
+        assert torch.equal(*(one.resolve_conj().view(torch.uint8) if one.dim() else one for one in plain))
+    elif isinstance(wanted, np.ndarray | np.generic):
+        assert (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        for key in wanted:
+            assert_same(found[key], wanted[key])
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize("value", LOADED.values(), ids=LOADED)
+def test_what_people_save_comes_back(value: Any) -> None:
+    """Type and value, by default, as torch's own load would have it."""
+    assert_same(again(value), torch.load(io.BytesIO(saved(value)), weights_only=False))
+
+
+def test_what_is_shared_stays_shared() -> None:
+    """Two views of one storage, and one list in two places."""
+    storage, items = torch.arange(8.0), [1]
+    found = again({"whole": storage, "part": storage[2:4], "one": items, "other": items})
+    found["whole"][2] = 9
+    assert found["part"][0] == 9
+    assert found["one"] is found["other"]
+
+
+@pytest.fixture
+def safe_globals() -> Iterator[None]:
+    """What a test adds to them is gone afterwards."""
+    before = torch.serialization.get_safe_globals()
+    yield
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(before)
+
+
+@pytest.mark.parametrize(("value", "line"), ALLOWED.values(), ids=ALLOWED)
+def test_other_classes_are_allowed_by_one_line(value: Any, line: str, safe_globals: None) -> None:
+    """The error names the entry, the class, the shard and the line, and with that very line the object loads."""
+    line = line.format("torch.serialization.add_safe_globals")
+    with pytest.raises(ObjectUnsafe) as raised:
+        save_again(saved(value), "app.state", "shard __0_0.distcp")
+    assert "'app.state' in shard __0_0.distcp" in raised.value.message
+    assert f"`{line}`" in raised.value.hint
+    assert pickle.loads(pickle.dumps(raised.value)).args == raised.value.args
+    exec(line, {"torch": torch})
+    assert again(value) == value
+
+
+class Planted:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def load(root: Path, **options: Any) -> dict[str, Any]:
+    state = {"w": torch.zeros(8), "sched": None}
+    dcp.load(
+        state, checkpoint_id="step-1", storage_reader=ReplicatedReader(root, no_dist=True, **options), no_dist=True
+    )
+    return state
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> tuple[Path, Path]:
+    """A store with a checkpoint whose object runs code, and what that code would make."""
+    flag = tmp_path / "executed"
+    state = {"w": torch.arange(8.0), "sched": Planted(flag)}
+    dcp.save(state, checkpoint_id="step-1", storage_writer=ReplicatedWriter(tmp_path / "root", copies=1), no_dist=True)
+    return tmp_path / "root", flag
+
+
+def test_a_load_runs_nothing_that_a_shard_holds(planted: tuple[Path, Path]) -> None:
+    """`dcp.load` raises ObjectUnsafe, which names the entry, the function and the shard; with trust it runs, as said."""
+    root, flag = planted
+    with pytest.raises(CheckpointException) as raised:
+        load(root)
+    ((error, _),) = raised.value.failures.values()
+    assert isinstance(error, ObjectUnsafe)
+    assert re.search(r"'sched' in shard __0_0\.distcp .* names posix\.mkdir", error.message)
+    assert not flag.exists()
+    load(root, trust_pickles=True)
+    assert flag.exists()
+
+
+def test_a_manager_trusts_no_pickles_unless_it_is_told_to(planted: tuple[Path, Path]) -> None:
+    """`restore_latest`, too."""
+    root, flag = planted
+    with CheckpointManager(root, writer_options={"copies": 1}) as manager, pytest.raises(CheckpointException):
+        manager.restore_latest({"w": torch.zeros(8), "sched": None})
+    assert not flag.exists()
+    with CheckpointManager(root, trust_pickles=True, writer_options={"copies": 1}) as manager:
+        assert manager.restore_latest({"w": torch.zeros(8), "sched": None}) == 1
+    assert flag.exists()
+
+
+def test_no_command_runs_what_a_shard_holds(planted: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each verb that reads checkpoints, with the object in it; `--trust-pickles` is what the operator has to write."""
+    root, flag = planted
+    out = tmp_path / "out"
+    out.mkdir()
+    assert main(["ls", "--root", str(root)]) == 0
+    assert main(["verify", "--root", str(root)]) == 0
+    assert main(["export", "step-1", str(out / "a.pt"), "--to", "torch", "--root", str(root)]) == 1
+    assert main(["export", "step-1", str(out / "hf"), "--to", "safetensors", "--root", str(root)]) == 0
+    assert main(["export", "step-1", str(out / "dcp"), "--to", "dcp", "--root", str(root)]) == 0
+    assert main(["import", str(out / "dcp"), "step-2", "--from", "dcp", "--root", str(tmp_path / "other")]) == 0
+    assert not flag.exists()
+    command = ["export", "step-1", str(out / "a.pt"), "--to", "torch", "--root", str(root), "--trust-pickles"]
+    assert main(command) == 0
+    assert flag.exists()
+
+
+def test_a_save_warns_once_of_what_a_load_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each class in a process, with the line that allows it; never of what loads."""
+    for name in ("_seen", "_warned"):
+        monkeypatch.setattr(unloadable, name, set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, path in enumerate("ab"):
+            refused = {"path": pathlib.PosixPath(path), "deep": {"deque": collections.deque([1])}}
+            state = {**refused, "text": "cposix\nsystem\n", "values": tuple(LOADED.values())}
+            writer = ReplicatedWriter(tmp_path, copies=1)
+            dcp.save(state, checkpoint_id=f"step-{number}", storage_writer=writer, no_dist=True)
+    said = sorted(str(one.message) for one in caught if one.category is ReplicatedCkptWarning)
+    assert len(said) == 2
+    assert "names collections.deque" in said[0]
+    assert f"names {PATHS_HOME}.PosixPath" in said[1]
+    assert f"`import {PATHS_HOME}; torch.serialization.add_safe_globals([{PATHS_HOME}.PosixPath])`" in said[1]
+
+
+# Bytes that only somebody hostile writes ------------------------------------------------------------------------------
+
+
+def named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def fetched(at: int) -> bytes:
+    return b"h" + bytes([at])
+
+
+def stored(kind: str, key: str, elements: int) -> bytes:
+    return b"(" + text("storage") + named("torch", kind) + text(key) + text("cpu") + number(elements) + b"tQ"
+
+
+def number(value: int) -> bytes:
+    raw = value.to_bytes(9, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def rebuilt(storage: bytes, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
+    sizes, strides = (b"(" + b"".join(map(number, numbers)) + b"t" for numbers in (shape, stride))
+    hooks = named("collections", "OrderedDict") + b")R"
+    return (
+        named("torch._utils", "_rebuild_tensor_v2")
+        + b"("
+        + storage
+        + number(offset)
+        + sizes
+        + strides
+        + b"\x89"
+        + hooks
+        + b"tR"
+    )
+
+
+DTYPE = named("numpy", "dtype")
+DOUBLED = b")q\x00" + b"".join(fetched(at) + b"\x86q" + bytes([at + 1]) for at in range(60))
+HOSTILE: dict[str, bytes] = {
+    "os.system": named("os", "system") + text("true") + b"\x85R",
+    "a function by its old name": named("__builtin__", "eval") + text("1") + b"\x85R",
+    "torch.load": named("torch", "load") + text("x") + b"\x85R",
+    "memory of any size": named("__builtin__", "bytearray") + number(1 << 40) + b"\x85R",
+    "a tensor of any size": named("torch", "FloatTensor") + number(1 << 40) + b"\x85R",
+    "a storage of any size": named("torch.storage", "UntypedStorage") + number(1 << 40) + b"\x85R",
+    "a tensor of any size by another's call": named("torch._tensor", "_rebuild_from_type_v2")
+    + b"("
+    + named("torch", "FloatTensor")
+    + named("torch", "Tensor")
+    + number(1 << 40)
+    + b"\x85}tR",
+    "a text encoded for hours": named("_codecs", "encode") + text("x") + text("punycode") + b"\x86R",
+    "a storage that is not there": rebuilt(stored("FloatStorage", "1", 4), 0, (4,), (1,)),
+    "a storage beyond its record": rebuilt(stored("FloatStorage", "0", 1 << 20), 0, (4,), (1,)),
+    "a tensor beyond its storage": rebuilt(stored("FloatStorage", "0", 4), 0, (1 << 20,), (1,)),
+    "a tensor before its storage": rebuilt(stored("FloatStorage", "0", 4), -1, (1,), (1,)),
+    "a storage of two kinds": b"(" + stored("FloatStorage", "0", 4) + stored("IntStorage", "0", 4) + b"t",
+    "a persistent id that is no storage": b"K\x01Q",
+    "a key of shared tuples": b"}" + DOUBLED + b"Ns",
+    "an element of shared tuples": named("__builtin__", "set") + b"](" + DOUBLED + b"e\x85R",
+    "a tuple in a tuple, without end": b")" + b"\x85" * 200_000,
+    "a list in itself": b"]q\x00h\x00a",
+    "a state that steers picklers": named("collections", "OrderedDict")
+    + b")R}"
+    + text("__reduce_ex__")
+    + named("torch", "Size")
+    + b"sb",
+    "a state for a value of torch's": named("torch", "Size") + b")\x85R}b",
+    "addresses for objects of Python's": named("numpy._core.multiarray", "_reconstruct")
+    + (named("numpy", "ndarray") + b"K\x00\x85C\x01b\x87R(K\x01K\x01\x85")
+    + (DTYPE + text("V8") + b"\x89\x88\x87R(K\x03" + text("|") + b"N" + text("a") + b"\x85}" + text("a"))
+    + (DTYPE + text("O8") + b"\x89\x88\x87RK\x00\x86sK\x08K\x01K\x00tb\x89C\x08AAAAAAAAtb"),
+    "an array of objects of Python's": pickle.dumps(np.array([1, "a"], object), 2)[2:-1],
+    "an array beyond its bytes": pickle.dumps(np.arange(4, dtype="i8"), 2)[2:-1].replace(b"K\x04\x85", b"K\x09\x85"),
+    "a sparse tensor with an index outside": b"",
+    "a frame": b"\x95" + struct.pack("<Q", 1) + b"N",
+    "no pickle": b"R",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_bytes_are_refused(body: bytes, request: pytest.FixtureRequest) -> None:
+    """Nothing is called, no memory is asked for and nothing hangs: ObjectUnsafe, whatever it would have been."""
+    raw = container(b"\x80\x02" + body + b".", **{"data/0": bytes(16)})
+    if "index outside" in request.node.name:
+        outside = torch.sparse_coo_tensor(torch.tensor([[0, 9]]), torch.ones(2), (3,), check_invariants=False)
+        raw = saved(outside)
+    if request.node.name.endswith("[a frame]"):
+        assert load_object(raw, "key", "shard") is None, "a frame by itself is none"
+        return
+    with pytest.raises(ObjectUnsafe, match="'key' in shard"):
+        load_object(raw, "key", "shard")
+
+
+def deflated(raw: memoryview) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as to:
+        for entry in source.infolist():
+            to.writestr(entry.filename, source.read(entry))
+    return buffer.getvalue()
+
+
+def twice(raw: memoryview) -> bytes:
+    """With another pickle under a name that torch's reader of zips takes for the same."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(buffer, "w") as to:
+        for entry in source.infolist():
+            to.writestr(entry.filename, source.read(entry))
+        to.writestr("archive/DATA.PKL", b"N.")
+    return buffer.getvalue()
+
+
+CONTAINERS: dict[str, Callable[[memoryview], bytes]] = {
+    "compressed records": deflated,
+    "two records of one name": twice,
+    "an early end": lambda raw: bytes(raw[:-1]),
+    "bytes behind it": lambda raw: bytes(raw) + b"\0",
+    "no container": lambda raw: b"some planner's own bytes",
+    "nothing": lambda raw: b"",
+    "the other order of bytes": lambda raw: bytes(raw).replace(b"little", b"bigbig"),
+}
+
+
+@pytest.mark.parametrize("change", CONTAINERS.values(), ids=CONTAINERS)
+def test_only_containers_of_torch_save_are_read(change: Callable[[memoryview], bytes]) -> None:
+    """A container that others would unpack, or read in another way, is refused."""
+    with pytest.raises(ObjectUnsafe):
+        load_object(memoryview(change(saved({"a": torch.ones(100)}))), "key", "shard")

@@ -1,0 +1,126 @@
+"""Saves of one writer never mix: whatever their states are made of, and whichever call of DCP makes them."""
+
+import resource
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt import CheckpointManager, ReplicatedWriter
+from replicated_ckpt.dcp.staging import segment, stager
+from replicated_ckpt.dcp.staging.segment import StagingMemoryShort, lease_segment
+from replicated_ckpt.dcp.staging.state_copy import StateCopy
+from tests.dcp.save.test_async_staging import TIMEOUT_S, Gated, loaded, start, verified
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _without_idle_segments() -> Iterator[None]:
+    segment.drop_idle_segments()
+    yield
+    segment.drop_idle_segments()
+
+
+@pytest.mark.parametrize("has_tensors", [True, False], ids=["no memory for a copy", "no tensors to copy"])
+def test_a_second_save_waits_although_the_first_has_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_tensors: bool
+) -> None:
+    """The first has written and is not over: a second one of the same writer would take its place in the middle."""
+    monkeypatch.setattr(stager, "share_of_rank", lambda: 1000 if has_tensors else 1 << 30)
+    gate, saved = threading.Event(), list[str]()
+
+    def on_save(report: Any) -> None:
+        saved.append(report.checkpoint_id)
+        assert gate.wait(TIMEOUT_S)
+
+    writer, futures = ReplicatedWriter(tmp_path, on_save=on_save), list[Future[Any]]()
+    state: dict[str, Any] = {"t": torch.full((5000,), 1.0)} if has_tensors else {"step": 1}
+    futures.append(start(state, writer, "step-1"))
+    thread = threading.Thread(target=lambda: futures.append(start(state, writer, "step-2")))
+    thread.start()
+    thread.join(1.0)
+    assert thread.is_alive()
+    assert saved == ["step-1"]
+    gate.set()
+    thread.join(TIMEOUT_S)
+    for future in futures:
+        future.result(TIMEOUT_S)
+    assert saved == ["step-1", "step-2"]
+    for step in saved:
+        verified(tmp_path, step)
+
+
+def test_a_synchronous_save_waits_for_the_asynchronous_one(tmp_path: Path) -> None:
+    """The last save of a run, by the same writer, while one is under way: each has its own state under its own name."""
+    writer, state, planner = ReplicatedWriter(tmp_path), {"t": torch.full((1000,), 1.0)}, Gated()
+    first = start(state, writer, "step-1", planner)
+    state["t"].fill_(2.0)
+    threading.Timer(0.5, planner.gate.set).start()
+    dcp.save(state, checkpoint_id="last", storage_writer=writer)
+    assert first.done()
+    first.result()
+    for name, value in (("step-1", 1), ("last", 2)):
+        assert bool((loaded(tmp_path, name, state["t"]) == value).all())
+        verified(tmp_path, name)
+    start(state, writer, "step-3").result(TIMEOUT_S)
+
+
+def test_memory_that_the_system_refuses_counts_as_short() -> None:
+    """For a new segment and for one that grows. An error of another kind would be this rank's alone; nothing leaks."""
+    lease_segment(4096, lambda: 1 << 30).release()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for _ in range(2):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+        try:
+            with pytest.raises(StagingMemoryShort, match="the system gives none"):
+                lease_segment(1 << 20, lambda: 1 << 30)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(lease_segment(1 << 20, lambda: 1 << 30)) == 1 << 20
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_the_default_device_is_not_where_copies_lie(has_memory: bool) -> None:
+    """They are on the CPU, whatever `torch.set_default_device` says."""
+    state = {"t": torch.arange(10.0), "empty": torch.empty(0, 3)}
+    with torch.device("meta"):
+        copied = StateCopy(state).make(memoryview(bytearray(4096)) if has_memory else None)
+    assert copied["t"].tolist() == state["t"].tolist()
+    assert copied["empty"].device.type == "cpu"
+
+
+def test_a_manager_whose_save_failed_frees_its_memory(tmp_path: Path) -> None:
+    """`close` raises what the save raised, and keeps no idle segment."""
+    manager = CheckpointManager(tmp_path, preempt_on=())
+    manager.async_save(1, {"t": torch.ones(10)})
+    manager.wait()
+    lease_segment(4096, lambda: 1 << 30).release()
+    manager.async_save(2, {"lock": threading.Lock()})
+    with pytest.raises(CheckpointException):
+        manager.close()
+    assert segment._idle == []
+
+
+def test_what_a_collective_still_writes_is_waited_for() -> None:
+    """A tensor that torch hands out before its collective is over has its result in the copy."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        reduced: Any = all_reduce(torch.ones(1000), "sum", [0])
+        assert not reduced.completed
+        copied = StateCopy({"t": reduced}).make(memoryview(bytearray(8192)))["t"]
+        assert reduced.completed
+        assert copied.sum().item() == 1000
+    finally:
+        dist.destroy_process_group()

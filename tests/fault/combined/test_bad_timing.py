@@ -1,0 +1,151 @@
+"""Bad timing: two at once, a load in the middle, clocks that disagree, an agent that is replaced while it is needed."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import running_agent
+from tests.agent.checkpoints import findings
+from tests.harness.cluster import Cluster, Results, call
+from tests.harness.processes import end
+
+pytestmark = [pytest.mark.fault, pytest.mark.multiprocess, pytest.mark.timeout(240)]
+KINDS = ["plain"]
+COUNT = 6  # MiB for each rank
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Any:
+    with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
+        yield cluster
+
+
+def at_once(*launches: Any) -> list[Results]:
+    """Worlds that run at the same time."""
+    found: list[Results | BaseException] = [AssertionError("it did not run")] * len(launches)
+
+    def run(index: int) -> None:
+        try:
+            found[index] = launches[index]()
+        except BaseException as exc:  # noqa: BLE001 - raised below, in the test's own thread
+            found[index] = exc
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(launches))]
+    for thread in threads:
+        thread.start()
+        thread.join(0.3)
+    for thread in threads:
+        thread.join(180)
+    for outcome in found:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return [outcome for outcome in found if isinstance(outcome, Results)]
+
+
+def assert_whole(cluster: Cluster) -> None:
+    assert [finding for node in cluster.nodes for finding in findings(LocalStore(node.disk))] == []
+
+
+@pytest.mark.long
+def test_a_load_leaves_the_save_in_the_background_alone(cluster: Cluster) -> None:
+    """A trainer that loads while its own save is under way gets what it asked for, and the save is committed."""
+    calls = [
+        call("state.save", kinds=KINDS, checkpoint_id="step-1"),
+        call("timing.load_while_saving", kinds=KINDS, old="step-1", new="step-2"),
+        call("state.load", kinds=KINDS, checkpoint_id="step-2"),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    first = results.agreed(0)
+    for during, after in zip(results.of(1), results.digests(2), strict=True):
+        assert during["was_in_flight"]
+        assert during["loaded"] == first
+        assert after == during["saving"]
+    assert_whole(cluster)
+
+
+def test_a_checkpoint_that_is_removed_during_a_load_is_still_loaded(cluster: Cluster) -> None:
+    """One node's copy vanishes after the first item: the rest comes from what is open, or from the peer."""
+    calls = [
+        call("peers.save_pieces", checkpoint_id="step-1", count=COUNT),
+        call("timing.load_while_removed", checkpoint_id="step-1", count=COUNT, ranks=2),
+    ]
+    assert cluster.launch(calls, nodes=[0, 1]).of(1) == [True, True]
+    assert not (cluster.nodes[0].disk / "step-1").exists()
+
+
+def test_clocks_decide_nothing(cluster: Cluster) -> None:
+    """Nodes five hours apart, and a coordinator whose clock goes back a day between two saves: the later one is latest."""
+    calls = [
+        call("timing.save_with_wrong_clocks", kinds=KINDS, checkpoint_id="b", seed=1, shift_h=20.0),
+        call("timing.save_with_wrong_clocks", kinds=KINDS, checkpoint_id="a", seed=2, shift_h=-4.0),
+        call("state.load", kinds=KINDS, checkpoint_id="latest"),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    assert results.digests(2) == results.of(1)
+    assert_whole(cluster)
+
+
+@pytest.mark.long
+def test_two_jobs_on_the_same_stores(cluster: Cluster) -> None:
+    """Two worlds that save different checkpoints to the same nodes at the same time do not disturb each other."""
+    ids = [["a-1", "a-2", "a-3"], ["b-1", "b-2", "b-3"]]
+    saved = at_once(
+        *(
+            lambda own=own, seed=seed: cluster.launch(
+                [call("timing.save_many", kinds=KINDS, checkpoint_ids=own, seed=seed)], nodes=[0, 1]
+            )
+            for seed, own in enumerate(ids)
+        )
+    )
+    calls = [call("state.load", kinds=KINDS, checkpoint_id=name) for own in ids for name in own]
+    results = cluster.launch(calls, nodes=[0, 1])
+    for index in range(6):
+        outcome = saved[index // 3].of(0)[0][index % 3]
+        assert isinstance(outcome, dict), outcome
+        assert results.digests(index) == [outcome, outcome]
+    assert_whole(cluster)
+
+
+def test_two_saves_of_the_same_checkpoint_at_once(cluster: Cluster) -> None:
+    """Whoever wins, wins wholly: what loads is exactly one of the two, and a loser is told."""
+    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="x", seed=9)], nodes=[0, 1])
+    saved = at_once(
+        *(
+            lambda seed=seed: cluster.launch(
+                [call("timing.save_many", kinds=KINDS, checkpoint_ids=["x"] * 4, seed=seed, overwrite=True)],
+                nodes=[0, 1],
+            )
+            for seed in (1, 2)
+        )
+    )
+    outcomes = [outcome for results in saved for outcome in results.of(0)[0]]
+    won = [outcome for outcome in outcomes if isinstance(outcome, dict)]
+    lost = [outcome for outcome in outcomes if not isinstance(outcome, dict)]
+    assert won
+    assert all(set(types) <= {"SaveAborted", "AckNotReached", "StoreError"} for types in lost), lost
+    results = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="x")], nodes=[0, 1])
+    first, second = results.digests(0)
+    assert first == second
+    assert first in won
+    assert_whole(cluster)
+
+
+def test_an_older_agent_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a newer version has its own agent serve; it has the address and the token of the old one."""
+    monkeypatch.setenv("REPLICATED_CKPT_AGENT_IDLE_S", "1")
+    with running_agent(tmp_path / "a") as old:
+        path = old.root / ".agent" / "endpoint.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "version": "0.0.9"}))
+        new = ensure_agent(LocalStore(old.root), "127.0.0.1")
+        assert old.process.wait(10) == 0
+        assert new.pid != old.process.pid
+        assert (new.port, new.token) == (old.endpoint.port, old.endpoint.token)
+        assert new.incarnation == old.endpoint.incarnation + 1
+        assert ensure_agent(LocalStore(old.root), "127.0.0.1") == new == read_endpoint(old.root / ".agent")
+        end([new.pid])

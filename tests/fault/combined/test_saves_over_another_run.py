@@ -1,0 +1,70 @@
+"""Two runs meet under one name, and decisions that come late: real agents, the ranks' part of a save done by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from replicated_ckpt.dcp.agreement.nodes import AgentCluster
+from tests.agent.agents import wait_for
+from tests.agent.checkpoints import METADATA
+from tests.fault.combined.test_two_histories import OTHER, PAIRS, Nodes, Save, is_whole_everywhere, nodes
+
+__all__ = ["nodes"]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+PAIR = {0: (0, 1), 1: (1, 0)}
+
+
+def test_a_decision_that_another_node_has_brought_first_is_acknowledged(nodes: Nodes) -> None:
+    """A load asks the coordinator's node while the save is about to publish, and completes it: the save has not failed."""
+    nodes.start(0, 1)
+    save = Save(nodes, 1, PAIR).decided_only()
+    save.hold()
+    nodes.meet()
+    nodes.meet()
+    assert nodes.store(1).read_published("last") is not None
+    openers = [nodes.up[index].endpoint.local_address() for index in (0, 1)]
+    cluster = AgentCluster(openers, nodes.store(0).node_id())
+    committed = cluster.commit(save.save_id, METADATA, save.manifest.encode())
+    save.end()
+    assert committed.error_by_node == {}
+    assert {len(committed.holders_of(name)) for name in save.shards} == {2}
+
+
+def test_a_save_over_another_runs_checkpoint_takes_its_place_on_a_node_that_was_away(nodes: Nodes) -> None:
+    """Its shards gave way as the user asked; no node says for ever that they are lost. The opening tells what goes."""
+    nodes.start(0, 1, 2, 3)
+    foreign = Save(nodes, 9, PAIRS, lineage=OTHER).acknowledged()
+    nodes.kill(2, 3)
+    ours = Save(nodes, 1, PAIR)
+    ours.open()
+    named = nodes.call(1, "POST", ours.path, ours.opening())["named"]
+    assert named == {"save_id": foreign.save_id, "lineage": OTHER, "replaces": []}
+    ours.manifest = replace(ours.manifest, replaces=(foreign.save_id,))
+    ours.write()
+    ours.decide()
+    ours.publish(0, 1)
+    nodes.start(2, 3)
+    nodes.meet()
+    wait_for(lambda: is_whole_everywhere(nodes, ours), 30, "the new save on all nodes")
+
+
+def test_a_directory_that_is_renamed_is_a_checkpoint_of_its_own(nodes: Nodes) -> None:
+    """The way out where two runs that never met have one name: the renamed one gets its copies, and no node refuses it."""
+    nodes.start(0)
+    foreign = Save(nodes, 9, {0: (0,)}, lineage=OTHER).acknowledged()
+    nodes.kill(0)
+    nodes.start(1, 2)
+    ours = Save(nodes, 1, {0: (1, 2)}).acknowledged()
+    nodes.start(0)
+    nodes.meet()
+    wait_for(lambda: nodes.status(0)["protection"]["short"] == 1, 30, "the shard that can have no second copy")
+    (nodes.store(0).root / "last").rename(nodes.store(0).root / "other")
+    wait_for(lambda: count_holders(nodes, "other") == 2, 30, "a second copy under the new name")
+    wait_for(lambda: nodes.status(0)["protection"]["is_complete"], 30, "re-protection to be done")
+    assert nodes.versions("last") == {ours.save_id: ours.shards}
+    assert nodes.versions("other") == {foreign.save_id: foreign.shards}
+
+
+def count_holders(nodes: Nodes, checkpoint_id: str) -> int:
+    """The nodes with a shard of the checkpoint."""
+    return sum(bool(nodes.store(index).catalog.shard_sizes(checkpoint_id)) for index in nodes.up)

@@ -1,0 +1,167 @@
+"""Connections that are made to cost: handshakes that stall or begin again, and peers that send a request elsewhere."""
+
+import contextlib
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.errors import PeerProtocolError, StoreDenied, StoreUnavailable
+from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from tests.agent.agents import RunningAgent, running_agent
+from tests.fault.hostile.test_hostile_peers import answering, saying
+from tests.stopwatch import Stopwatch
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningAgent]:
+    """One that speaks TLS alone."""
+    with running_agent(tmp_path_factory.mktemp("tls") / "a", "--host", "0.0.0.0") as running:
+        assert running.endpoint.tls_sha256
+        yield running
+
+
+def hello() -> bytes:
+    """What a client says first in a handshake."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="agent").do_handshake()
+    return outgoing.read()
+
+
+def seconds_open(connection: socket.socket, *, trickle: bytes) -> float:
+    """How long the agent keeps a connection on which a byte comes now and then, or none."""
+    began, rest = time.monotonic(), iter(trickle)
+    connection.settimeout(0.5)
+    while time.monotonic() - began < 60:
+        try:
+            if not connection.recv(1 << 16):
+                break
+        except TimeoutError:
+            with contextlib.suppress(StopIteration, OSError):
+                connection.sendall(bytes([next(rest)]))
+        except OSError:
+            break
+    return time.monotonic() - began
+
+
+def test_a_handshake_that_stalls_ends_and_keeps_nobody_out(agent: RunningAgent, stopwatch: Stopwatch) -> None:
+    """Half a hello, or a byte now and then: the agent answers others meanwhile, and closes after one time-out."""
+    first, address = hello(), ("127.0.0.1", agent.endpoint.port)
+    with contextlib.ExitStack() as held:
+        stalled = [held.enter_context(socket.create_connection(address, 10)) for _ in range(50)]
+        for connection in stalled:
+            connection.sendall(first[:100])
+        began = stopwatch.now()
+        with agent.client(20) as client:
+            client.call("GET", "/v1/hello")
+        assert stopwatch.now() - began < 20
+        assert seconds_open(stalled[0], trickle=first[100:]) < 30
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to ask for another handshake with")
+def test_no_client_has_the_handshake_begin_again(agent: RunningAgent) -> None:
+    """TLS 1.2 lets a client ask for it, at the cost of the server: it is refused, and the connection ends."""
+    command = [
+        "openssl",
+        "s_client",
+        "-connect",
+        f"127.0.0.1:{agent.endpoint.port}",
+        "-tls1_2",
+        "-legacy_renegotiation",
+    ]
+    done = subprocess.run(command, input=b"R\n" * 3, capture_output=True, timeout=60, check=False)
+    assert b"RENEGOTIATING" in done.stdout + done.stderr
+    assert done.returncode != 0
+    assert b"no renegotiation" in done.stderr.lower()
+
+
+@contextmanager
+def greeting_slowly(pieces: Callable[[], Iterator[bytes]]) -> Iterator[AgentAddress]:
+    """A peer that answers a handshake by what it likes, a piece each half second."""
+    stopping = threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    for piece in pieces():
+                        connection.sendall(piece)
+                        if stopping.wait(0.5):
+                            return
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        try:
+            yield AgentAddress("liar", "127.0.0.1", listener.getsockname()[1], "token", tls_sha256="0" * 64)
+        finally:
+            stopping.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+
+
+@pytest.mark.parametrize("says", [b"", b"\x16\x03\x03\x3f\xff\x02"])
+def test_a_peer_that_stalls_in_the_handshake_costs_one_time_out(says: bytes, stopwatch: Stopwatch) -> None:
+    """Silent, or with a byte of a long message every half second: the client gives up as it does of any silence."""
+
+    def pieces() -> Iterator[bytes]:
+        yield says
+        while True:
+            yield b"\0" if says else b""
+
+    with greeting_slowly(pieces) as address, AgentClient(address, 2) as client:
+        began = stopwatch.now()
+        with pytest.raises(StoreUnavailable):
+            client.call("GET", "/v1/hello")
+        assert stopwatch.now() - began < 10
+
+
+@pytest.mark.parametrize("status", [300, 301, 302, 303, 307, 308])
+def test_a_peer_sends_no_request_elsewhere(status: int) -> None:
+    """A redirection is a wrong answer: neither token nor shard goes to another place, and nothing comes from there."""
+    asked: list[bytes] = []
+
+    def elsewhere(connection: socket.socket) -> None:
+        asked.append(b"somebody came")
+        saying("200 OK\r\nContent-Length: 2", b"{}")(connection)
+
+    with answering(elsewhere) as other:
+        head = f"{status} Elsewhere\r\nLocation: http://127.0.0.1:{other.port}/v1/status\r\nContent-Length: 0"
+        with answering(saying(head)) as liar:
+            with AgentClient(liar, 2) as client, pytest.raises(PeerProtocolError, match=str(status)):
+                client.call("GET", "/v1/status")
+            with AgentClient(liar, 2) as client, pytest.raises(PeerProtocolError, match=str(status)):
+                client.read_range("/v1/files/x/y", 0, memoryview(bytearray(10)))
+            with AgentClient(replace(liar, incarnation=2), 2) as client, pytest.raises(PeerProtocolError):
+                client.start_upload("/v1/saves/x/y", {}).finish()
+    assert asked == []
+
+
+def test_an_agent_follows_no_redirection_when_it_calls_back(tmp_path: Path) -> None:
+    """A node that says that it has moved is called at its own address, and nowhere else."""
+    asked: list[bytes] = []
+
+    def elsewhere(connection: socket.socket) -> None:
+        asked.append(b"somebody came")
+
+    with answering(elsewhere) as other, running_agent(tmp_path / "a") as running:
+        head = f"307 Elsewhere\r\nLocation: http://127.0.0.1:{other.port}/v1/hello\r\nContent-Length: 0"
+        with answering(saying(head)) as liar:
+            known = replace(liar, node_id="b" * 12, incarnation=1)
+            with running.client() as owner:
+                owner.call("POST", "/v1/peers", {"peers": [known.to_json()], "session": "s"})
+            with running.peer(20) as client, pytest.raises(StoreDenied):
+                client.call("POST", "/v1/hello", {"peer": replace(known, incarnation=9).to_json()})
+    assert asked == []

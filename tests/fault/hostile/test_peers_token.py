@@ -1,0 +1,468 @@
+"""What one agent's peer token allows, sniffed, leaked or another node's: it runs, removes and redirects nothing."""
+
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.requests.checks import CHECKS_MAX, Checks
+from replicated_ckpt.agent.requests.request import Request
+from replicated_ckpt.agent.saves.adoption_locks import ADOPTIONS_MAX
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.manifest import Manifest, NodeEntry, UploadEntry
+from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
+from replicated_ckpt.errors import (
+    ConfigInvalid,
+    ObjectCorrupt,
+    ObjectMissing,
+    PeerProtocolError,
+    ReplicatedCkptError,
+    StoreDenied,
+    StoreUnavailable,
+)
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.stores.unmanaged.adoption import METADATA_BYTES_MAX
+from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
+from tests.agent.checkpoints import checkpointed, held, shard
+from tests.agent.repair.test_verify_repair import tree
+from tests.agent.scattered import ID, scattered
+
+REFUSED = (ConfigInvalid, PeerProtocolError)
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+SAVE = f"{7:032x}"
+QUIET = ("--lost-after-s", "600")
+OPENING = {"checkpoint_id": "step-7", "session": "s", "overwrite": True, "peers": []}
+TICKET = {"ticket": "7" * 32}
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[RunningAgent]:
+    with running_agent(tmp_path / "a", *QUIET) as running:
+        yield running
+
+
+def said_of(agent: RunningAgent, verb: str) -> list[str]:
+    """The lines of the agent's log that are refusals of a verb."""
+    log = (agent.root / "agent.out").read_text().splitlines()
+    return [line for line in log if "refused " in line and f"/v1/{verb}'" in line]
+
+
+# Running something ---------------------------------------------------------------------------------------------------
+
+
+def test_a_token_runs_no_command(agent: RunningAgent, tmp_path: Path) -> None:
+    """A file that arrives through the agent is no configuration of botocore's, neither for a peer nor for the owner."""
+    flag, where = tmp_path / "EXECUTED", agent.root / ".staging" / SAVE / ".metadata"
+    config = f'[profile evil]\ncredential_process = /bin/sh -c "id > {flag}"\nregion = us-east-1\n'
+    environment = {"AWS_CONFIG_FILE": str(where), "AWS_PROFILE": "evil", "AWS_EC2_METADATA_DISABLED": "true"}
+    options = {"endpoint_url": "http://127.0.0.1:9"}
+    target = {"url": "s3://bucket/x", "options": options, "environment": environment}
+    with agent.client() as owner, agent.peer() as peer:
+        with pytest.raises(StoreDenied):
+            peer.call("POST", f"/v1/saves/{SAVE}", OPENING)
+        owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
+        owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", config.encode())
+        assert where.read_text() == config
+        for verb, document in (("target", target), ("probe", {"url": "s3://bucket/x", "checkpoint_id": "x"})):
+            with pytest.raises(StoreDenied):
+                peer.call("POST", f"/v1/object/{verb}", document)
+            assert len(said_of(agent, f"object/{verb}")) == 1
+        with pytest.raises(ConfigInvalid, match="environment"):
+            owner.call("POST", "/v1/object/target", target)
+        for bucket in ({**options, "profile": "evil"}, options):
+            owner.call("POST", "/v1/object/target", {**target, "options": bucket, "environment": {}})
+            owner.call("POST", "/v1/object/probe", {"url": "s3://bucket/x", "checkpoint_id": "x"})
+    assert not flag.exists()
+
+
+@pytest.mark.parametrize("where", ["outside", "root/inside"])
+def test_a_place_that_only_a_peer_names_is_not_written(tmp_path: Path, where: str) -> None:
+    """Neither by an order nor by a manifest: the node's own user has to name a bucket, a directory too."""
+    url, store = f"file://{tmp_path}/{where}", LocalStore(tmp_path / "root")
+    manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=1000, url=url)
+    with running_agent(store.root, *QUIET) as agent:
+        with agent.peer() as peer:
+            with pytest.raises(StoreDenied):
+                peer.call("POST", "/v1/object/target", {"url": url, "options": {}, "environment": {}})
+            with pytest.raises(ConfigInvalid, match="not known"):
+                peer.call("POST", "/v1/object/upload", {"save_id": manifest.save_id, "url": url})
+        with agent.client() as owner:
+
+            def why() -> str:
+                pending = owner.call("GET", "/v1/status")["object_store"]["pending"]
+                return str(pending.get(manifest.save_id, {}).get("error", ""))
+
+            assert "No rank of this node has named" in wait_for(why, 20, "a try")
+        assert not (tmp_path / where).exists()
+        with agent.client() as owner, agent.peer() as peer:
+            owner.call("POST", "/v1/object/target", {"url": url, "options": {}})
+            with pytest.raises(ObjectMissing, match="committed here"):
+                peer.call("POST", "/v1/object/upload", {"save_id": SAVE, "url": url})
+            assert not (agent.root / ".agent" / "orders.json").exists()
+        wait_for((tmp_path / where / "step-1" / ".metadata").exists, 20, "the upload that its user wants")
+
+
+# Addresses -----------------------------------------------------------------------------------------------------------
+
+
+def spoken(of: AgentAddress, **changes: Any) -> dict[str, Any]:
+    return {"peer": {**replace(of, **changes).to_json(), "host": ""}}
+
+
+@pytest.fixture
+def known(agent: RunningAgent) -> AgentAddress:
+    """A node that a job has introduced to the agent."""
+    address = AgentAddress("b" * 12, "127.0.0.2", 4242, "t" * 32, incarnation=5, domain="rack")
+    with agent.client() as client:
+        client.call("POST", "/v1/peers", {"peers": [address.to_json()]})
+    return address
+
+
+def book(agent: RunningAgent) -> Mapping[str, AgentAddress]:
+    return {peer.node_id: peer for peer in PeerBook(agent.root / ".agent").read_all()}
+
+
+@pytest.mark.parametrize("verb", ["hello", "bye"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"token": "x" * 32}, {"token": ""}, {"node_id": "c" * 12}, {"node_id": "c" * 12, "token": "x" * 32}],
+    ids=["another token", "no token", "a stranger", "a stranger with a token"],
+)
+def test_no_node_speaks_for_another(
+    agent: RunningAgent, known: AgentAddress, changes: Mapping[str, Any], verb: str
+) -> None:
+    """Refused, with one line in the log that names the node; the address book is as it was."""
+    before = (agent.root / ".agent" / "peers.json").read_bytes()
+    with agent.peer() as client, pytest.raises(StoreDenied):
+        client.call("POST", f"/v1/{verb}", spoken(known, port=9, incarnation=9, **changes))
+    assert (agent.root / ".agent" / "peers.json").read_bytes() == before
+    (line,) = said_of(agent, verb)
+    assert str(changes.get("node_id", known.node_id)) in line
+
+
+def test_no_list_has_tokens(agent: RunningAgent, known: AgentAddress) -> None:
+    """Neither the address book, nor the answer to a greeting, nor anything else that is answered to a peer or the owner."""
+    with agent.client() as owner, agent.peer() as peer:
+        answers = [owner.fetch("GET", path) for path in ("/v1/peers", "/v1/status", "/v1/holdings", "/metrics")]
+        with pytest.raises(StoreDenied) as raised:
+            peer.call("POST", "/v1/hello", spoken(known, incarnation=6))
+        answers.append(str(raised.value).encode())
+        answers += [peer.fetch("GET", path) for path in ("/v1/hello", "/v1/holdings")]
+    assert b"4242" in answers[0]
+    for token in (known.token, agent.endpoint.token, agent.endpoint.owner_token):
+        assert all(token.encode() not in answer for answer in answers)
+
+
+def test_a_peer_introduces_nobody(agent: RunningAgent, known: AgentAddress) -> None:
+    """Not with an opening, nor as a load; and nothing that it names is connected to."""
+    evil = replace(known, token="x" * 32, host="127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listener, agent.peer() as client:
+        listener.settimeout(1)
+        peers = [replace(evil, port=listener.getsockname()[1]).to_json()]
+        for path, fields in ((f"/v1/saves/{SAVE}", OPENING), ("/v1/peers", {})):
+            with pytest.raises(StoreDenied):
+                client.call("POST", path, {**fields, "peers": peers})
+        with agent.client() as owner:
+            owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
+            pull = {"from": peers[0], "size_bytes": 1, "crc32c": 1}
+            with pytest.raises(ObjectMissing, match="not introduced"):
+                owner.call("POST", f"/v1/saves/{SAVE}/pull", pull)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert book(agent) == {known.node_id: known}
+
+
+def test_one_that_was_away_hears_where_a_node_is_now(tmp_path: Path) -> None:
+    """It was down when the other one moved, and nobody else tells it: the other one greets it when it answers again."""
+    with running_agent(tmp_path / "a", *QUIET) as first, running_agent(tmp_path / "b", *QUIET) as second:
+        for agent in (first, second):
+            with agent.client() as client:
+                client.call("POST", "/v1/peers", {"peers": peers_of(first, second)})
+        for agent in (first, second):
+            agent.process.kill()
+            agent.process.wait()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+    with (
+        running_agent(tmp_path / "b", *QUIET, "--port", str(port)) as moved,
+        running_agent(tmp_path / "a", *QUIET) as back,
+    ):
+        assert moved.endpoint.port != second.endpoint.port
+        wait_for(lambda: book(back)[moved.endpoint.node_id].port == port, 30, "the greeting")
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_has_nothing_replaced(tmp_path: Path) -> None:
+    """A plan that would put a newer save, of which a shard is nowhere, in the place of a whole one is not carried out."""
+    nodes = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
+    pair = {shard(0): (0, 1), shard(1): (1, 0)}
+    checkpointed(nodes[:1], 1, {shard(0): (0,), shard(1): (0,)}, copies=1, size_bytes=1000)
+    newer = checkpointed(nodes, 2, pair, on=(1,), size_bytes=1000)
+    (nodes[1].root / "step-1" / shard(0)).unlink()
+    plan = RepairPlan((RestoreManifest(nodes[0].node_id(), "step-1", newer.save_id, (nodes[1].node_id(),)),))
+    with running_agent(nodes[1].root, *QUIET) as other, running_agent(nodes[0].root, *QUIET) as agent:
+        with agent.client() as client:
+            client.call("POST", "/v1/peers", {"peers": peers_of(other)})
+        before = tree(nodes[0].root)
+        with agent.peer() as client:
+            (result,) = client.call("POST", "/v1/repair", {"plan": plan.to_json()})["results"]
+        assert "own look" in result["error"]
+        assert tree(nodes[0].root) == before
+        assert held(nodes[0]) == {shard(0), shard(1)}
+
+
+def test_a_peer_has_a_node_take_over_what_it_would_itself(tmp_path: Path) -> None:
+    """`repair` of another node works: a checkpoint that is whole elsewhere is taken over, and its shards are copied."""
+    nodes = [LocalStore(tmp_path / f"node{index}") for index in range(2)]
+    with running_agent(nodes[1].root, *QUIET) as other, running_agent(nodes[0].root, *QUIET) as agent:
+        with agent.client() as client:
+            client.call("POST", "/v1/peers", {"peers": peers_of(other)})
+        manifest = checkpointed(nodes, 2, {shard(0): (1, 0)}, on=(1,), size_bytes=1000)
+        plan = RepairPlan((RestoreManifest(nodes[0].node_id(), "step-1", manifest.save_id, (nodes[1].node_id(),)),))
+        with agent.peer() as client:
+            (result,) = client.call("POST", "/v1/repair", {"plan": plan.to_json()})["results"]
+        assert result["error"] == ""
+        assert (nodes[0].root / "step-1" / ".metadata").exists()
+
+
+def adoption(checkpoint_id: str = ID, metadata_bytes: int = 1 << 20) -> dict[str, Any]:
+    announced = {"save_bytes_max": metadata_bytes}
+    return {**OPENING, "checkpoint_id": checkpoint_id, "adopts": True, "announced": announced}
+
+
+def test_an_adoption_by_a_peer_keeps_to_what_lies_there(tmp_path: Path) -> None:
+    """Only files without a manifest; no shard is brought, and its manifest is as old as the files, and of no bucket."""
+    store = LocalStore(tmp_path / "node")
+    contents = scattered([store], tmp_path)
+    saved = checkpointed([store], 5, {shard(0): (0,)}, copies=1, size_bytes=1000)
+    later = time.time() + 30 * 86400
+    os.utime(store.root / ID / ".metadata", (later, later))  # a clock that was wrong is no reason for a newer manifest
+    with running_agent(store.root, *QUIET) as agent:
+        before = tree(store.root)
+        with agent.peer() as client:
+            for checkpoint_id, error in (("nothing-here", StoreDenied), ("step-1", StoreDenied), ("../x", StoreDenied)):
+                with pytest.raises(error):
+                    client.call("POST", f"/v1/saves/{SAVE}", adoption(checkpoint_id))
+            client.call("POST", f"/v1/saves/{SAVE}", adoption())
+            with pytest.raises(REFUSED, match="could be brought"):
+                client.put("PUT", f"/v1/saves/{SAVE}/{shard(9)}", b"x")
+            client.put("PUT", f"/v1/saves/{SAVE}/.metadata", contents[".metadata"])
+            manifest = replace(saved, save_id=SAVE, checkpoint_id=ID, sequence=0)
+            bucket = UploadEntry("s3://bucket/x", False, manifest.metadata_bytes, manifest.metadata_crc32c)
+            wrongs: tuple[dict[str, Any], ...] = (
+                {"sequence": 99},
+                {"created_unix_s": later - 86400},
+                {"created_unix_s": -1.0},
+                {"upload": bucket},
+                {"metadata_bytes": METADATA_BYTES_MAX + 1},
+            )
+            for wrong in wrongs:
+                with pytest.raises(ObjectCorrupt, match=r"manifest says otherwise|does not parse"):
+                    client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", replace(manifest, **wrong).encode())
+            assert len(said_of(agent, f"saves/{SAVE}/.manifest.json")) == len(wrongs)
+            client.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encode())  # shows that the test can fail
+            client.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "that is all"})
+        assert tree(store.root) == before
+
+
+@pytest.mark.parametrize("checkpoint_id", [ID, "step-7"])
+def test_an_adoption_by_a_peer_ends_no_save(tmp_path: Path, checkpoint_id: str) -> None:
+    """Neither under the name of its session, which a load tells all agents, nor under its checkpoint's: it stays open."""
+    store = LocalStore(tmp_path / "node")
+    scattered([store], tmp_path)
+    with running_agent(store.root, *QUIET) as agent, agent.client() as owner, agent.peer() as peer:
+        owner.call("POST", f"/v1/saves/{SAVE}", {**OPENING, "checkpoint_id": checkpoint_id, "session": "of a job"})
+        peer.call("POST", f"/v1/saves/{'8' * 32}", {**adoption(), "session": "of a job"})
+        assert owner.call("GET", f"/v1/saves/{SAVE}")["state"] == "staged"
+        owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", b"still taken")
+
+
+@pytest.mark.parametrize("size", [None, 0, -1, METADATA_BYTES_MAX + 1])
+def test_an_adoption_says_how_large_its_metadata_is(tmp_path: Path, size: int | None) -> None:
+    """Else it is not opened."""
+    store = LocalStore(tmp_path / "node")
+    scattered([store], tmp_path)
+    document = {**adoption(), "announced": {} if size is None else {"save_bytes_max": size}}
+    with running_agent(store.root, *QUIET) as agent:
+        with agent.peer() as client, pytest.raises(REFUSED, match=r"announce|no save has"):
+            client.call("POST", f"/v1/saves/{SAVE}", document)
+        assert not (store.root / ".staging" / SAVE).exists()
+
+
+def test_an_adoption_brings_what_it_announced(tmp_path: Path) -> None:
+    """Neither sized, nor in chunks, nor pulled from another node does more than that lie there afterwards."""
+    store = LocalStore(tmp_path / "node")
+    raw = scattered([store], tmp_path)[".metadata"]
+    with running_agent(store.root, *QUIET) as agent, agent.peer() as client:
+        with agent.client() as owner:
+            other = AgentAddress("b" * 12, "127.0.0.2", 9, "t" * 32)
+            owner.call("POST", "/v1/peers", {"peers": [other.to_json()]})
+        client.call("POST", f"/v1/saves/{SAVE}", adoption(metadata_bytes=len(raw)))
+        with pytest.raises(REFUSED, match="announced"):
+            client.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw + b"x")
+        upload = client.start_upload(f"/v1/saves/{SAVE}/.metadata", {})
+        upload.send(memoryview(raw + b"x"))
+        with pytest.raises(REFUSED, match="announced"):
+            upload.finish()
+        pull = {"from": other.node_id, "size_bytes": len(raw) + 1, "crc32c": 1}
+        with pytest.raises(REFUSED, match="announced"):
+            client.call("POST", f"/v1/saves/{SAVE}/pull", pull)
+        assert not list((store.root / ".staging" / SAVE).iterdir())
+        client.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
+
+
+def test_few_adoptions_are_open_at_once(tmp_path: Path) -> None:
+    """One more is refused, on every connection and after a restart, until one of them is over."""
+    store = LocalStore(tmp_path / "node")
+    scattered([store], tmp_path)
+    names = [ID, *(f"run/copy-{number}" for number in range(ADOPTIONS_MAX))]
+    for name in names[1:]:
+        shutil.copytree(store.root / ID, store.root / name)
+
+    def opened(agent: RunningAgent, number: int) -> bool:
+        with agent.peer(20) as client:
+            try:
+                client.call(
+                    "POST", f"/v1/saves/{number:032x}", {**adoption(names[number]), "session": f"adoption/{number}"}
+                )
+            except StoreUnavailable as exc:
+                return "adoptions are open" not in exc.detail
+        return True
+
+    with running_agent(store.root, *QUIET) as agent:
+        with ThreadPoolExecutor(len(names)) as threads:
+            results = list(threads.map(lambda number: opened(agent, number), range(len(names))))
+        assert sorted(results) == [False] + [True] * ADOPTIONS_MAX
+        last = results.index(False)
+        agent.process.kill()
+        agent.process.wait()
+    with running_agent(store.root, *QUIET) as agent:
+        assert not opened(agent, last)
+        with agent.peer() as client:
+            client.call("POST", f"/v1/saves/{(last + 1) % len(names):032x}/abort", {"why": "it is over"})
+        assert opened(agent, last)
+
+
+# Work ----------------------------------------------------------------------------------------------------------------
+
+
+class Beating:
+    """Stands for the heartbeat of a request."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_checks_go_one_at_a_time() -> None:
+    """However many are asked for; beyond a number that waits they are refused, and room is made when one has ended."""
+    checks, request = Checks(), Request.__new__(Request)
+    object.__setattr__(request, "heartbeat", Beating())
+    going, at_once, most, proceed = threading.Lock(), 0, 0, threading.Event()
+
+    def check() -> None:
+        nonlocal at_once, most
+        with checks.in_turn(request):
+            with going:
+                at_once += 1
+                most = max(most, at_once)
+            proceed.wait(20)
+            with going:
+                at_once -= 1
+
+    with ThreadPoolExecutor(CHECKS_MAX) as threads:
+        under_way = [threads.submit(check) for _ in range(CHECKS_MAX)]
+        wait_for(lambda: checks._places._value == 0, 10, "all of them")
+        with pytest.raises(StoreUnavailable, match="wait"), checks.in_turn(request):
+            pass
+        proceed.set()
+        for future in under_way:
+            future.result(20)
+    assert most == 1
+    check()
+
+
+def test_what_a_peer_says_makes_one_line(agent: RunningAgent) -> None:
+    """Reasons and names with line ends in them forge no line of the log."""
+    forged = "\n2026-01-01 00:00:00,000 INFO replicated_ckpt.agent.process: stopping\r\n\x1b[2J"
+    with agent.client() as owner, agent.peer() as peer:
+        owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
+        owner.call("POST", f"/v1/saves/{SAVE}/abort", {"why": forged})
+        names = {"checkpoint_id": "step-1", "save_id": SAVE, "name": shard(0)}
+        peer.call("POST", "/v1/suspects", {**names, "why": forged})
+        for verb in ("hello", "bye", "repair", "verify", f"saves/{SAVE}/commit", f"saves/{SAVE}/pull"):
+            fields = dict.fromkeys(("peer", "plan", "checkpoint_id", "from", "size_bytes"), forged)
+            with pytest.raises(ReplicatedCkptError):
+                peer.call("POST", f"/v1/{verb}", fields)
+    lines = (agent.root / "agent.out").read_text().splitlines()
+    assert not [line for line in lines if re.match(r"2026-01-01 00:00:00,000 |^\x1b", line)]
+    assert any("stopping" in line for line in lines)
+
+
+def test_a_peer_gives_up_no_save_that_is_decided(tmp_path: Path) -> None:
+    """Its id is known to all once one node has published it, and another may hold what lies nowhere else."""
+    store = LocalStore(tmp_path / "root")
+    raw = b"metadata"
+    with running_agent(store.root, *QUIET) as agent:
+        node = NodeEntry(store.node_id(), "host", None, (0,))
+        manifest = Manifest(SAVE, "step-7", 1, 1.0, 1, 1, len(raw), crc32c(raw), (node,), {}, None, "a" * 16)
+        with agent.client() as owner, agent.peer() as peer:
+            for number in (8, 7):
+                owner.call(
+                    "POST",
+                    f"/v1/saves/{number:032x}",
+                    {**OPENING, **TICKET, "session": str(number), "checkpoint_id": f"step-{number}"},
+                )
+            peer.call("POST", f"/v1/saves/{8:032x}/abort", {"why": "a rank has failed", **TICKET})
+            owner.put("PUT", f"/v1/saves/{SAVE}/.metadata", raw)
+            owner.put("PUT", f"/v1/saves/{SAVE}/.manifest.json", manifest.encode())
+            with pytest.raises(StoreDenied, match="JOB"):
+                peer.call("POST", f"/v1/saves/{SAVE}/abort", {"why": "no reason", **TICKET})
+            owner.call("POST", f"/v1/saves/{SAVE}/commit")
+    assert (store.root / "step-7" / ".metadata").read_bytes() == raw
+
+
+@pytest.mark.parametrize("told", ["", "?ticket=", "?ticket=" + "0" * 32])
+def test_a_peer_ends_no_save_of_a_job(agent: RunningAgent, told: str) -> None:
+    """It knows the id, by a question of another node, say: it brings shards, and does not decide, finish or end it."""
+    ticket = {"ticket": told.partition("=")[2]} if told else {}
+    with agent.client() as owner, agent.peer() as peer:
+        owner.call("POST", f"/v1/saves/{SAVE}", {**OPENING, **TICKET, "coordinator": agent.endpoint.node_id})
+        for verb in ("abort", "commit", "pull"):
+            with pytest.raises(StoreDenied, match="JOB"):
+                peer.call("POST", f"/v1/saves/{SAVE}/{verb}", {"why": "no reason", **ticket})
+        for how in ("left", "over", "working"):
+            with pytest.raises(StoreDenied, match="JOB"):
+                peer.call("GET", f"/v1/saves/{SAVE}{told or '?'}&settle={how}")
+        for name in (".metadata", ".manifest.json", "%2emetadata"):
+            with pytest.raises(StoreDenied, match="JOB"):
+                peer.put("PUT", f"/v1/saves/{SAVE}/{name}", b"x")
+        for rest in ("", "/", "/x/y"):
+            with pytest.raises((StoreDenied, ObjectMissing)):
+                peer.put("PUT", f"/v1/saves/{SAVE}{rest}", b"x")
+        assert peer.call("GET", f"/v1/saves/{SAVE}") == {"state": "staged"}
+        assert TICKET["ticket"] not in str(owner.call("GET", "/v1/status"))
+        assert peer.call("GET", f"/v1/saves/{SAVE}?settle=left&ticket={TICKET['ticket']}") == {"state": "unknown"}
+
+
+def test_no_peer_is_told_of_a_save_under_way(agent: RunningAgent) -> None:
+    """Its id is what shows that a peer takes part in it: no answer to others has it."""
+    with agent.client() as owner, agent.peer() as peer:
+        owner.call("POST", f"/v1/saves/{SAVE}", OPENING)
+        assert SAVE in str(owner.call("GET", "/v1/status"))
+        for path in ("/v1/holdings", "/v1/unmanaged", "/metrics"):
+            assert SAVE.encode() not in peer.fetch("GET", path)

@@ -1,0 +1,117 @@
+"""What each level of acknowledgement promises: every trainer is killed right after it, and the promise holds."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt import failpoints
+from tests.fault.killed.test_hand_over import AGENTS_STAY_S, FILES, KINDS, await_all, has_all, seed
+from tests.harness.cluster import Cluster, call
+from tests.marks import mark_long
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
+SLOW_S = 5
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Two nodes."""
+    with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
+        yield cluster
+
+
+def save_and_die(cluster: Cluster, ack: str, waited: str | None = None, **agents: str) -> None:
+    """All ranks are killed at the acknowledgement. `agents`: failpoints of agents 0 and 1."""
+    points = {node: {failpoints.ENV: agents.get(f"agent{node}", "")} for node in (0, 1)}
+    cluster.start_agents(points, idle_exit_s=AGENTS_STAY_S)
+    step = call("async_saves.save_and_die", kinds=KINDS, ack=ack, waited=waited)
+    attempt = cluster.attempt([step], nodes=[0, 1], grace_s=0.0)
+    assert -signal.SIGKILL in attempt.codes, attempt
+
+
+def seen(cluster: Cluster) -> set[str]:
+    """Whether the checkpoint was published when ranks were killed, as those that came so far have written it down."""
+    return {path.read_text() for path in cluster.base.glob("seen*")}
+
+
+def lone_seed(cluster: Cluster, node: int) -> int:
+    """What the checkpoint loads as on one node alone, the other one being lost with its disk."""
+    cluster.nodes[1 - node].kill_agent()
+    cluster.nodes[1 - node].lose()
+    found = cluster.launch([call("fault.seed_of", kinds=KINDS, checkpoint_id="step-1", seeds=[0])], nodes=[node])
+    return int(found.agreed(0))
+
+
+@pytest.mark.parametrize("slow", mark_long(["agent0", "agent1"], keep=["agent1"]))
+def test_staged(cluster: Cluster, slow: str) -> None:
+    """Agents complete the save, with both copies, though they had not written it when all trainers were killed."""
+    save_and_die(cluster, "staged", **{slow: f"agent.writing=sleep:{SLOW_S}"})
+    assert seen(cluster) == {"False"}, "it was to be acknowledged before it is written"
+    await_all(cluster, has_all)
+    assert seed(cluster) == 0
+
+
+@pytest.mark.parametrize(("ack", "waited"), mark_long([("peer", None), ("staged", "peer")], keep=[("staged", "peer")]))
+def test_peer(cluster: Cluster, ack: str, waited: str | None) -> None:
+    """Both nodes have published it with all shards by then: the node of rank 0 may be lost with its disk as well."""
+    save_and_die(cluster, ack, waited)
+    assert seen(cluster) == {"True"}
+    assert cluster.nodes[1].files("step-1") == FILES
+    assert lone_seed(cluster, 1) == 0
+
+
+@pytest.mark.parametrize("ack", mark_long(["local", "peer-memory"], keep=["local"]))
+def test_local_and_peer_memory(cluster: Cluster, ack: str) -> None:
+    """It is committed on both nodes by then, each with its own shard at least, and needs no more than their disks."""
+    save_and_die(cluster, ack)
+    assert seen(cluster) == {"True"}
+    for rank, node in enumerate(cluster.nodes):
+        assert "step-1" in node.checkpoints()
+        assert node.files("step-1") >= (FILES if ack == "peer-memory" else {".metadata", f"__{rank}_0.distcp"})
+    cluster.stop_agents()
+    assert seed(cluster) == 0
+
+
+def test_a_save_that_falls_behind_is_queued(cluster: Cluster) -> None:
+    """The next save is copied, and opened once agents have published the one before: each is whole, none mixes."""
+    slow = {failpoints.ENV: "agent.writing=sleep:6"}
+    cluster.start_agents({0: slow, 1: slow}, idle_exit_s=AGENTS_STAY_S)
+    ids = ["step-1", "step-2", "step-3"]
+    loads = [call("state.load", kinds=KINDS, checkpoint_id=name) for name in ids]
+    results = cluster.launch([call("async_saves.save_ahead", kinds=KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1])
+    for told in results.of(0):
+        assert not told["seen"][0], "the first save was acknowledged before an agent had written it"
+        assert told["there"] == [True, True, True]
+        assert told["reported"] == ids
+        assert told["copies"] == 2
+    for index in range(len(ids)):
+        assert results.digests(index + 1) == [told["digests"][index] for told in results.of(0)]
+
+
+def test_what_is_looked_for_waits_for_the_commit(cluster: Cluster) -> None:
+    """`find`, `load` and `delete` of the object that saved see a save that was acknowledged as staged, on every rank."""
+    slow = {failpoints.ENV: "agent.writing=sleep:3"}
+    cluster.start_agents({0: slow, 1: slow}, idle_exit_s=AGENTS_STAY_S)
+    for told in cluster.launch(
+        [call("async_saves.save_and_look", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1]
+    ).of(0):
+        assert told == {
+            "was_there": False,
+            "found": "step-1",
+            "loaded": "step-1",
+            "is_same": True,
+            "removed": True,
+            "left": ["step-1"],
+        }
+
+
+def test_what_fails_after_the_acknowledgement_is_raised_by_wait(cluster: Cluster) -> None:
+    """On every rank; nothing is left of that save, and the next one is good."""
+    cluster.start_agents({0: {failpoints.ENV: "agent.writing=raise"}, 1: {}}, idle_exit_s=AGENTS_STAY_S)
+    results = cluster.launch([call("async_saves.save_fails_late", kinds=KINDS)], nodes=[0, 1])
+    for told in results.of(0):
+        assert told["told"][0]
+        assert told["told"][1] == ""
+        assert told["there"] == ["step-2"]

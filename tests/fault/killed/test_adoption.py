@@ -1,0 +1,218 @@
+"""An adoption that is killed at any step leaves what stock torch wrote, or the adopted checkpoint, whole and loadable."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.unmanaged.adopter import Adopter
+from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
+from replicated_ckpt.core.layout import MANIFEST_NAME
+from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
+from replicated_ckpt.errors import CheckpointExists, ReplicatedCkptError, SaveAborted
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentClient
+from tests.agent.agents import HOME
+from tests.agent.checkpoints import findings
+from tests.agent.repair.test_reprotect import agents, stores
+from tests.agent.scattered import ID, loads, loads_by_stock_torch, scattered
+
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+
+STAGING = ["store.intent-written", "store.opened", "adopt.shard-staged", "adopt.staged"]
+COMMITTING = [
+    "commit.checked",
+    "adopt.carried",
+    "commit.staging-fsynced",
+    "commit.named",
+    "commit.durable",
+    "commit.done",
+]
+EXTRA = {"meta.pt": b"Lightning's"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
+    """A store with a checkpoint of stock torch, a file that is none of DCP's, and a shard of another world."""
+    folder = tmp_path_factory.mktemp("written")
+    store = LocalStore(folder / "node0")
+    scattered([store], folder)
+    (store.root / ID / "meta.pt").write_bytes(EXTRA["meta.pt"])
+    (store.root / ID / "__9_0.distcp").write_bytes(b"of another world")
+    return store
+
+
+@pytest.fixture
+def store(written: LocalStore, tmp_path: Path) -> LocalStore:
+    shutil.copytree(written.root, tmp_path / "node0")
+    return LocalStore(tmp_path / "node0")
+
+
+def files(directory: Path) -> Mapping[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+Adopt = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def adopt() -> Iterator[Adopt]:
+    """Does an adoption in a process of its own; returns that one's exit code."""
+    environment = {**os.environ, "PYTHONPATH": str(HOME)}
+    command = [sys.executable, "-m", "tests.fault.killed.adopting"]
+    with subprocess.Popen(
+        command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked, answered = process.stdin, process.stdout
+
+        def adopt(store: LocalStore, failpoint: str = "") -> int:
+            asked.write(json.dumps([str(store.root), ID, uuid.uuid4().hex, failpoint]) + "\n")
+            asked.flush()
+            return int(answered.readline())
+
+        yield adopt
+        asked.close()
+
+
+def is_adopted(store: LocalStore) -> bool:
+    return (store.root / ID / ".manifest.json").exists()
+
+
+@pytest.mark.parametrize("point", [*STAGING, *COMMITTING, "commit.replaced"])
+def test_killed_at_any_step(store: LocalStore, adopt: Adopt, point: str) -> None:
+    """Right after the kill and after the restart every original byte is there and stock torch reads the directory."""
+    before = files(store.root / ID)
+    assert adopt(store, f"{point}=kill") == -signal.SIGKILL
+    now = files(store.root / ID)
+    wanted = before if not is_adopted(store) else {name: raw for name, raw in before.items() if name != "__9_0.distcp"}
+    assert all(now[name].startswith(raw) for name, raw in wanted.items())
+    assert loads_by_stock_torch(store.root / ID)
+    service = NodeService(store)
+    service.recover()
+    store.empty_trash()
+    assert is_adopted(store) == (point not in STAGING)
+    assert loads(store)
+    if point in STAGING:
+        settle(service, service.leftovers(""), ())
+        assert files(store.root / ID) == before
+        assert not store.list_staged()
+        assert adopt(store) == 0
+    assert findings(store) == []
+    now = files(store.root / ID)
+    assert now.keys() == before.keys() - {"__9_0.distcp"} | {".manifest.json"}
+    assert all(now[name].startswith(raw) for name, raw in before.items() if name != "__9_0.distcp")
+    kept = list((store.root / ".quarantine").rglob("__9_0.distcp.*"))
+    assert before["__9_0.distcp"] in [path.read_bytes() for path in kept]
+    assert loads(store)
+    assert loads_by_stock_torch(store.root / ID)
+
+
+@pytest.mark.parametrize("changed", ["__0_1.distcp", ".metadata"])
+def test_what_was_changed_meanwhile_is_not_replaced(store: LocalStore, adopt: Adopt, changed: str) -> None:
+    """A shard or metadata that is written again after it was staged keeps the adoption from being published."""
+    path = store.root / ID / changed
+    adopt(store, "commit.checked=kill")
+    again = path.with_name("again")
+    again.write_bytes(path.read_bytes() + b"more")
+    again.rename(path)
+    before = files(store.root / ID)
+    assert NodeService(store).recover() == ()
+    assert files(store.root / ID) == before
+    with pytest.raises(SaveAborted, match="changed"):
+        store.commit(store.list_staged()[0].save_id)
+
+
+def test_what_was_added_meanwhile_goes_along(store: LocalStore, adopt: Adopt) -> None:
+    """Files that are none of DCP's are taken over as they are when the directory is replaced, not as they were before."""
+    adopt(store, "commit.checked=kill")
+    (store.root / ID / "added").write_bytes(b"later")
+    newer = store.root / ID / "newer"
+    newer.write_bytes(b"replaced")
+    newer.rename(store.root / ID / "meta.pt")
+    assert len(NodeService(store).recover()) == 1
+    now = files(store.root / ID)
+    assert (now["added"], now["meta.pt"]) == (b"later", b"replaced")
+    assert is_adopted(store)
+
+
+def test_nothing_of_ours_is_adopted(store: LocalStore, adopt: Adopt) -> None:
+    """A directory with a manifest is none of stock torch's, and stays."""
+    assert adopt(store) == 0
+    with pytest.raises(CheckpointExists, match="manifest"):
+        store.begin(Intent(uuid.uuid4().hex, ID, "adoption", overwrite=True, adopts=True))
+
+
+class Died(RuntimeError):
+    """Stands for the end of the command's process."""
+
+
+def test_the_command_dies_when_all_have_staged(tmp_path: Path) -> None:
+    """No node has the decision: the checkpoint loads as it lies, on each; the next try adopts it on all."""
+    nodes = stores(tmp_path, 2)
+    scattered(nodes, tmp_path)
+    before = [files(node.root / ID) for node in nodes]
+
+    def die(name: str) -> None:
+        raise Died(name)
+
+    with agents(nodes) as running:
+        auditor = UnmanagedAuditor(nodes[0])
+        (audit,) = auditor.audit(ID)
+        plan = audit.adoption(auditor.node_ids, 2)
+        assert isinstance(plan, AdoptUnmanaged)
+        addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
+        adopter = Adopter(addresses, list(addresses.values()))
+        assert audit.found is not None
+        with failpoints.arm("adopt.accounted", die), pytest.raises(Died):
+            adopter.adopt(plan, audit.found)
+        assert [files(node.root / ID) for node in nodes] == before
+        assert [len(node.list_staged()) for node in nodes] == [1, 1]
+        assert [loads(node) for node in nodes] == [True, True]
+        assert adopter.adopt(plan, audit.found) == {}
+        assert [is_adopted(node) for node in nodes] == [True, True]
+        assert [node.list_staged() for node in nodes] == [(), ()]
+        assert [loads(node) for node in nodes] == [True, True]
+    assert auditor.node_ids == tuple(sorted(addresses))
+
+
+class Overtaken(Adopter):
+    """Each node has the decision, and is asked what became of the adoption before it is told to publish it."""
+
+    def _publish(self, plan: AdoptUnmanaged, save_id: str, raw: bytes) -> Mapping[str, ReplicatedCkptError]:
+        for node in plan.shards_by_node:
+            with AgentClient(self._addresses[node]) as client:
+                client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", raw)
+                assert client.call("GET", f"/v1/saves/{save_id}")["state"] == "committed"
+        return super()._publish(plan, save_id, raw)
+
+
+def test_an_adoption_that_a_load_publishes_first_has_not_failed(tmp_path: Path) -> None:
+    """It is over then, and a peer's word is refused for a save that is open: the command says that it is adopted."""
+    nodes = stores(tmp_path, 2)
+    scattered(nodes, tmp_path)
+    with agents(nodes) as running:
+        auditor = UnmanagedAuditor(nodes[0])
+        (audit,) = auditor.audit(ID)
+        plan = audit.adoption(auditor.node_ids, 2)
+        assert isinstance(plan, AdoptUnmanaged)
+        assert audit.found is not None
+        addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
+        assert Overtaken(addresses, list(addresses.values())).adopt(plan, audit.found) == {}
+        assert [is_adopted(node) for node in nodes] == [True, True]

@@ -1,0 +1,291 @@
+"""SIGKILL at every failpoint of a save, in every role: nothing acknowledged is lost, nothing half is left."""
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.cli.main import main
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.harness.cluster import Attempt, Call, Cluster, call
+from tests.harness.node import Node
+from tests.marks import mark_long
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+
+KINDS = ["plain", "own"]
+OLD, NEW, NEXT = SEEDS = [1, 2, 3]
+GONE = ["CheckpointNotFound"]
+COPIES_WITHIN_S = 20.0
+LITTER_WITHIN_S = 10.0
+ORDER = list(failpoints.POINTS)
+
+
+def is_of_upload(name: str) -> bool:
+    """Whether tests/object_tier kills there."""
+    return name.startswith("upload.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`victim` is killed at `point`: a rank, or the agent of a node. Node and rank 0 are the coordinator's.
+
+    `overwrite`: the save replaces the old checkpoint. `writer`, `others`: how the save is brought to that point.
+    """
+
+    point: str
+    victim: str
+    overwrite: bool = False
+    writer: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.point}-{self.victim}{'-overwrite' if self.overwrite else ''}"
+
+    @property
+    def node(self) -> int:
+        return int(self.victim[-1])
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the decision is durable somewhere when the victim dies."""
+        return ORDER.index("coordinator.decided") <= ORDER.index(self.point) < ORDER.index("abort.trashed")
+
+    def armed(self, who: str) -> dict[str, str]:
+        actions = dict(self.others)
+        points = [f"{self.point}=kill"] if who == self.victim else []
+        points += [actions[who]] if who in actions else []
+        return {failpoints.ENV: ",".join(points)}
+
+
+HANDED_OVER = {"rank.handing-over", "rank.handed-over", "agent.handed-over", "agent.writing", "coordinator.handed-over"}
+HANDED_OVER |= {"agent.finishing", "agent.decided", "agent.finished"}
+RANKS = ["rank0", "rank1"]
+AGENTS = ["agent0", "agent1"]
+COMMIT = [point for point in ORDER if point.startswith("commit.")]
+VICTIMS_BY_POINT: dict[str, list[str]] = {
+    **{point: RANKS for point in ORDER if point.startswith("rank.") and point not in HANDED_OVER},
+    **{point: ["rank0"] for point in ORDER if point.startswith("coordinator.") and point not in HANDED_OVER},
+    **dict.fromkeys(("store.intent-written", "store.opened", "agent.receiving"), AGENTS),
+    **dict.fromkeys(("store.shard-fsynced", "store.shard-named"), RANKS + AGENTS),
+    "agent.decision-staged": ["agent1"],
+    **{point: AGENTS for point in COMMIT if point != "commit.replaced"},
+}
+PUBLISHING = ["coordinator.decided", "agent.decision-staged", *COMMIT, "coordinator.published"]
+NEW_ID = [Case(point, victim) for point, victims in VICTIMS_BY_POINT.items() for victim in victims]
+NEW_ID += [Case("abort.trashed", agent, others={"rank1": "rank.writing=raise"}) for agent in AGENTS]
+NEW_ID += [Case("restore.copied", agent, writer={"ack": "local"}) for agent in AGENTS]
+SAME_ID = [
+    Case(point, victim, overwrite=True) for point in PUBLISHING for victim in VICTIMS_BY_POINT.get(point, AGENTS)
+]
+LOSSES = [
+    (Case("coordinator.metadata-staged", "rank0"), 0),
+    (Case("coordinator.decided", "rank0"), 0),
+    (Case("coordinator.decided", "rank0"), 1),
+    (Case("coordinator.published", "rank0"), 0),
+    (Case("agent.decision-staged", "agent1"), 0),
+    (Case("commit.checked", "agent1"), 0),
+    (Case("commit.named", "agent0"), 1),
+    (Case("commit.replaced", "agent1", overwrite=True), 0),
+]
+DECISIVE = {
+    "coordinator.opened", "rank.writing", "agent.receiving", "store.shard-fsynced", "coordinator.metadata-staged",
+    "coordinator.decided", "agent.decision-staged", "commit.staging-fsynced", "commit.named", "commit.durable",
+    "coordinator.published", "abort.trashed", "restore.copied",
+}  # fmt: skip
+LEFT_TO_A_LOAD = [
+    Case("coordinator.opened", "rank0"),
+    Case("rank.written", "rank1"),
+    Case("coordinator.metadata-staged", "rank0"),
+    Case("coordinator.decided", "rank0"),
+]
+
+
+def one_of_each_point(cases: Sequence[Case]) -> list[Case]:
+    """A case of each failpoint, of one role here and of another there."""
+    by_point = {case.point: [other for other in cases if other.point == case.point] for case in cases}
+    return [of_point[number % len(of_point)] for number, of_point in enumerate(by_point.values())]
+
+
+QUICK = [case for case in one_of_each_point(NEW_ID) if case.point in DECISIVE]
+"""What `make test` kills at; the power-loss tests go through each step of an agent's commit in one process."""
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes whose last acknowledged checkpoint is step-1, its values from the seed OLD."""
+    with Cluster(tmp_path_factory.mktemp("old") / "cluster", 2, quick_exit=True) as cluster:
+        cluster.launch([save("step-1", OLD)], nodes=[0, 1])
+        cluster.stop_agents()
+        yield cluster
+
+
+@pytest.fixture
+def cluster(old: Cluster, tmp_path: Path) -> Iterator[Cluster]:
+    """The same two nodes, to be broken."""
+    with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
+        for source, node in zip(old.nodes, cluster.nodes, strict=True):
+            shutil.copytree(source.disk, node.disk, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".agent"))
+        yield cluster
+
+
+def save(checkpoint_id: str, seed: int, **writer: Any) -> Call:
+    return call("state.save", kinds=KINDS, checkpoint_id=checkpoint_id, seed=seed, **writer)
+
+
+def seed_of(checkpoint_id: str) -> Call:
+    return call("fault.seed_of", kinds=KINDS, checkpoint_id=checkpoint_id, seeds=SEEDS)
+
+
+def killed(cluster: Cluster, case: Case) -> Attempt:
+    """A save in which the victim is killed where it was meant to be, and no other process is."""
+    cluster.start_agents({node: case.armed(f"agent{node}") for node in (0, 1)})
+    for rank in (0, 1):
+        cluster.nodes[rank].environment = case.armed(f"rank{rank}")
+    checkpoint_id = "step-1" if case.overwrite else "step-2"
+    writer = {**case.writer, "overwrite": case.overwrite}
+    attempt = cluster.attempt([save(checkpoint_id, NEW, **writer)], nodes=[0, 1])
+    for node in cluster.nodes:
+        node.environment = {}
+    if case.victim.startswith("rank"):
+        assert attempt.codes[case.node] == -signal.SIGKILL, f"{case.name} was not reached: {attempt}"
+    else:
+        assert cluster.agent_code(case.node) == -signal.SIGKILL, f"{case.name} was not reached: {attempt}"
+        assert -signal.SIGKILL not in attempt.codes
+    return attempt
+
+
+def expected_seed(case: Case, attempt: Attempt) -> int:
+    """What the newest checkpoint holds after the restart: what was acknowledged or decided is never taken back."""
+    return NEW if attempt.codes == [0, 0] or case.is_decided else OLD
+
+
+def assert_nodes_are_alike(cluster: Cluster, checkpoint_ids: set[str]) -> None:
+    """Every node has these checkpoints, of the same saves, each with every copy of it that two copies mean here: all."""
+    deadline = time.monotonic() + COPIES_WITHIN_S
+    names = {".metadata", ".manifest.json", "__0_0.distcp", "__1_0.distcp"}
+    for node in cluster.nodes:
+        assert node.checkpoints() == checkpoint_ids
+        for checkpoint_id in checkpoint_ids:
+            while node.files(checkpoint_id) != names and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert node.files(checkpoint_id) == names
+    for checkpoint_id in checkpoint_ids:
+        first, second = (
+            json.loads((node.disk / checkpoint_id / ".manifest.json").read_text()) for node in cluster.nodes
+        )
+        assert first == second
+
+
+@pytest.mark.parametrize("case", mark_long(NEW_ID, keep=QUICK), ids=lambda case: case.name)
+def test_a_kill_during_a_save(cluster: Cluster, case: Case) -> None:
+    """The old checkpoint loads bit for bit, the killed one is whole or gone, alike everywhere, and the next save works."""
+    expected = expected_seed(case, killed(cluster, case))
+    calls = [
+        seed_of("latest"),
+        seed_of("step-1"),
+        seed_of("step-2"),
+        call("fault.save_next", kinds=KINDS, attempted="step-2", otherwise="step-3"),
+        call("fault.seed_of_next", kinds=KINDS, seeds=SEEDS),
+        seed_of("step-1"),
+        call("fault.litter", within_s=LITTER_WITHIN_S),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    assert results.agreed(0) == expected
+    assert results.agreed(1) == OLD
+    assert results.agreed(2) in ([NEW] if expected == NEW else [GONE, ["CheckpointNotCommitted"]])
+    assert results.agreed(3) == ("step-3" if expected == NEW else "step-2")
+    assert results.agreed(4) == NEXT
+    assert results.agreed(5) == OLD
+    assert results.of(6) == [[], []]
+    assert_nodes_are_alike(cluster, {"step-1", "step-2"} | ({"step-3"} if expected == NEW else set()))
+
+
+@pytest.mark.parametrize("case", mark_long(SAME_ID, keep=[SAME_ID[0], SAME_ID[-1]]), ids=lambda case: case.name)
+def test_a_kill_while_a_checkpoint_is_replaced(cluster: Cluster, case: Case) -> None:
+    """Once a replacement is decided its id means the new values, whole, on every node; and it can be replaced again."""
+    killed(cluster, case)
+    calls = [
+        seed_of("latest"),
+        seed_of("step-1"),
+        save("step-1", NEXT, overwrite=True),
+        seed_of("step-1"),
+        call("fault.litter", within_s=LITTER_WITHIN_S),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    assert (results.agreed(0), results.agreed(1), results.agreed(3)) == (NEW, NEW, NEXT)
+    assert results.of(4) == [[], []]
+    assert_nodes_are_alike(cluster, {"step-1"})
+
+
+@pytest.mark.parametrize("case", mark_long(LEFT_TO_A_LOAD, keep=LEFT_TO_A_LOAD[-1:]), ids=lambda case: case.name)
+def test_a_load_alone_settles_a_killed_job(cluster: Cluster, case: Case) -> None:
+    """Ranks and agents are all killed: the next load leaves the killed save whole or gone, and no litter."""
+    expected = expected_seed(case, killed(cluster, case))
+    for node in cluster.nodes:
+        node.kill_agent()
+    calls = [seed_of("latest"), seed_of("step-1"), call("fault.litter", within_s=LITTER_WITHIN_S)]
+    results = cluster.launch(calls, nodes=[0, 1])
+    assert results.agreed(0) == expected
+    assert results.agreed(1) == OLD
+    assert results.of(2) == [[], []]
+    assert_nodes_are_alike(cluster, {"step-1"} | ({"step-2"} if expected == NEW else set()))
+
+
+@pytest.mark.parametrize(
+    ("case", "lost"), mark_long(LOSSES, keep=LOSSES[-2:]), ids=lambda value: getattr(value, "name", f"lost{value}")
+)
+def test_a_kill_and_then_the_loss_of_a_node(cluster: Cluster, case: Case, lost: int) -> None:
+    """With one node's disk gone as well, what was acknowledged loads bit for bit, and the other is whole or gone.
+
+    Where only the lost node can have the decision, the other's part is in doubt until the operator gives that node up.
+    """
+    attempt = killed(cluster, case)
+    for node in cluster.nodes:
+        node.kill_agent()
+    cluster.nodes[lost].lose()
+    only_decision_is_lost = case.victim == f"rank{lost}" and case.point == "coordinator.decided"
+    expected = OLD if only_decision_is_lost else expected_seed(case, attempt)
+    old_id = NEW if case.overwrite else OLD
+    calls = [seed_of("latest"), seed_of("step-1"), save("step-3", NEXT), seed_of("step-3")]
+    results = cluster.launch([*calls, call("fault.litter", within_s=LITTER_WITHIN_S)], nodes=[0, 1])
+    assert (results.agreed(0), results.agreed(1), results.agreed(3)) == (expected, old_id, NEXT)
+    is_in_doubt = only_decision_is_lost or (case.victim, case.point) == (f"rank{lost}", "coordinator.metadata-staged")
+    if is_in_doubt:
+        give_up(cluster.nodes[1 - lost])
+    assert results.of(4)[lost] == []
+    assert (results.of(4)[1 - lost] == []) != is_in_doubt
+
+
+def give_up(node: Node) -> None:
+    """Has `repair` give up what is in doubt there for nodes that never come back."""
+    store = LocalStore(node.disk)
+    (staged,) = store.list_staged()
+    lost = set(staged.nodes) - {store.node_id()}
+    options = [option for name in sorted(lost) for option in ("--lost", name)]
+    main(
+        ["repair", "--root", str(node.disk), *options]
+    )  # its code tells of the other node's agent, too, which may have left
+    assert store.list_staged() == ()
+
+
+def test_every_failpoint_has_its_kill() -> None:
+    """No step of the design goes without: each failpoint is killed at above, and stands in docs/failpoints.md."""
+    design = (Path(__file__).resolve().parents[3] / "docs" / "failpoints.md").read_text()
+    elsewhere = {"retire.trashed"}  # tests/agent/repair/test_retention.py
+    elsewhere |= {"retire.recycled", "store.recycled"}  # tests/stores/local/test_recycled.py
+    elsewhere |= {
+        name for name in failpoints.POINTS if name.startswith("adopt.")
+    }  # tests/fault/killed/test_adoption.py
+    elsewhere |= HANDED_OVER  # tests/fault/killed/test_hand_over.py
+    killed_at = {case.point for case in NEW_ID + SAME_ID} | elsewhere
+    assert killed_at == {name for name in failpoints.POINTS if not is_of_upload(name)}
+    assert [name for name in failpoints.POINTS if f"| `{name}` |" not in design] == []

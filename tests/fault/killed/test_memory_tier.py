@@ -1,0 +1,237 @@
+"""The memory tier: every checkpoint in the memory of its node and of the buddy, and some of them on disks."""
+
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.dcp.memory.root import measure_memory
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.damage import flip
+from tests.harness.cluster import Cluster, call
+from tests.harness.node import Node
+from tests.marks import mark_long
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
+SPILL_EVERY = 3
+RETAINED_WITHIN_S = 60.0
+AGENTS_STAY_S = 120.0
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A directory in memory, also where the tests' own directory is on a disk."""
+    base = Path(tempfile.mkdtemp(prefix="rckpt-test-", dir="/dev/shm"))
+    yield base
+    shutil.rmtree(base, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster(base: Path, tmp_path: Path) -> Iterator[Cluster]:
+    """Two nodes with a disk each, and their memory tiers behind them."""
+    with Cluster(tmp_path / "cluster", 2, quick_exit=True) as cluster:
+        tiers = [base / f"memory{index}" for index in range(2)]
+        cluster.nodes += [Node(tier, tier) for tier in tiers]
+        yield cluster
+
+
+def tiers_of(cluster: Cluster) -> list[Node]:
+    return cluster.nodes[2:]
+
+
+def disks_of(cluster: Cluster) -> list[Node]:
+    return cluster.nodes[:2]
+
+
+def train_and_die(cluster: Cluster, last: int, first: int = 1, spill_every: int = SPILL_EVERY, **options: Any) -> None:
+    """Each step is in the buddy's memory before the next; after the last one every trainer is killed."""
+    steps = list(range(first, last + 1))
+    train = call("memory.train", steps=steps, spill_every=spill_every, die_after=last, **options)
+    attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
+    assert attempt.codes == [-signal.SIGKILL] * 2, attempt
+
+
+def restore(cluster: Cluster, nodes: tuple[int, ...] = (0, 1), **arguments: Any) -> list[dict[str, Any]]:
+    """What each rank of a new job finds."""
+    found = cluster.launch([call("memory.restore", spill_every=SPILL_EVERY, **arguments)], nodes=nodes)
+    return found.of(0)
+
+
+def lose_node(cluster: Cluster, index: int) -> None:
+    """Its agents are killed, and disk and memory are gone."""
+    for node in (disks_of(cluster)[index], tiers_of(cluster)[index]):
+        node.lose()
+
+
+def test_killed_trainers_restart_from_their_nodes_memory(cluster: Cluster) -> None:
+    """No byte of a disk is read: the newest step is in each node's own memory, and the disks have an older one."""
+    train_and_die(cluster, 5)
+    assert [disk.checkpoints() for disk in disks_of(cluster)] == [{"step-3"}] * 2
+    for disk in disks_of(cluster):
+        disk.kill_agent()
+        shutil.rmtree(disk.root / "step-3")
+    for found in restore(cluster):
+        assert (found["found"], found["values"]) == (5, [5.0])
+        assert found["peer"] == 0
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_resumes_from_its_buddys_memory(cluster: Cluster, lost: int) -> None:
+    """Not one step is lost that was in the buddy's memory, whichever node goes with its disk and its memory."""
+    train_and_die(cluster, 5)
+    lose_node(cluster, lost)
+    assert [(each["found"], each["values"]) for each in restore(cluster)] == [(5, [5.0])] * 2
+
+
+def test_every_nth_is_on_disks_also_after_a_restart(cluster: Cluster) -> None:
+    """With both copies: the count goes on where it was, in whichever process; and memory keeps the last two."""
+    train_and_die(cluster, 4)
+    train_and_die(cluster, 10, first=5)
+    for disk in disks_of(cluster):
+        assert disk.checkpoints() == {"step-3", "step-6", "step-9"}
+        assert disk.files("step-9") == {".metadata", ".manifest.json", "__0_0.distcp", "__1_0.distcp"}
+    await_checkpoints(tiers_of(cluster), {"step-9", "step-10"})
+    for found in restore(cluster):
+        assert (found["steps"], found["latest"]) == ([3, 6, 9, 10], 10)
+
+
+def await_checkpoints(nodes: list[Node], wanted: set[str]) -> None:
+    deadline = time.monotonic() + RETAINED_WITHIN_S
+    while (found := [node.checkpoints() for node in nodes]) != [wanted] * len(nodes):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_a_spill_that_fails_after_its_acknowledgement_is_made_with_the_next_save(cluster: Cluster) -> None:
+    """The agents of both disks fail the shards of one step, once that is acknowledged: the disks get the next one."""
+    fails = {failpoints.ENV: "agent.handed-over=sleep:1,agent.writing=raise"}
+    cluster.start_agents({0: fails, 1: fails}, idle_exit_s=AGENTS_STAY_S)
+    train = call("memory.train_whatever", steps=[1, 2, 3, 4, 5], spill_every=SPILL_EVERY)
+    results = cluster.launch([train], nodes=[0, 1])
+    assert results.of(0)[0] == ["step-3"], "rank 0 follows the save to its end"
+    await_checkpoints(disks_of(cluster), {"step-4"})
+
+
+def test_a_first_save_goes_on_with_the_run_that_another_node_holds(cluster: Cluster) -> None:
+    """Rank 0's node is blank, all memory is gone, and what the other disk holds is not whole: the look fails."""
+    train_and_die(cluster, 2, spill_every=1, copies=1)
+    lose_node(cluster, 0)
+    tiers_of(cluster)[1].lose()
+    before = LocalStore(disks_of(cluster)[1].root).catalog.manifest("step-2").version
+    cluster.launch([call("memory.train_whatever", steps=[3], spill_every=1)], nodes=[0, 1])
+    for node in cluster.nodes:
+        found = LocalStore(node.root).catalog.manifest("step-3").version
+        assert (found.lineage, found.sequence) == (before.lineage, before.sequence + 1)
+
+
+def test_where_all_memory_is_gone_the_disks_newest_loads(cluster: Cluster) -> None:
+    """As after a loss of power: the last spilled step is whole, and what is saved then is newer than what was lost."""
+    train_and_die(cluster, 5)
+    for tier in tiers_of(cluster):
+        tier.lose()
+    for found in restore(cluster):
+        assert (found["found"], found["values"], found["steps"]) == (3, [3.0], [3])
+    train_and_die(cluster, 5, first=4)
+    for found in restore(cluster):
+        assert (found["found"], found["values"]) == (5, [5.0])
+
+
+def test_a_step_that_memory_cannot_give_is_loaded_from_the_disk(cluster: Cluster) -> None:
+    """Both copies of a shard in memory are damaged: the next older step in memory loads; without it the disk's does."""
+    train_and_die(cluster, 5)
+    damage(cluster, "step-5")
+    for found in restore(cluster):
+        assert (found["latest"], found["found"], found["values"]) == (5, 4, [4.0])
+    damage(cluster, "step-4")
+    for found in restore(cluster):
+        assert (found["found"], found["values"]) == (3, [3.0])
+
+
+def damage(cluster: Cluster, checkpoint_id: str) -> None:
+    """Flips a bit in the middle of every shard's every copy, in memory."""
+    for tier in tiers_of(cluster):
+        for path in (tier.root / checkpoint_id).glob("*.distcp"):
+            flip(path)
+
+
+def test_a_step_by_its_number_falls_back_to_the_disk(cluster: Cluster) -> None:
+    """A step that lies in both tiers and is damaged in memory comes from the disk."""
+    train_and_die(cluster, 4)
+    damage(cluster, "step-3")
+    for found in restore(cluster, wanted=3):
+        assert (found["found"], found["values"]) == (3, [3.0])
+
+
+def test_deleting_a_step_removes_it_from_both_tiers(cluster: Cluster) -> None:
+    """It is in neither afterwards, and a second call finds none."""
+    train_and_die(cluster, 4)
+    await_checkpoints(tiers_of(cluster), {"step-3", "step-4"})
+    deleted = cluster.launch([call("memory.delete", spill_every=SPILL_EVERY, wanted=3)], nodes=[0, 1])
+    assert deleted.agreed(0) == [True, False, 4]
+    for node in cluster.nodes:
+        assert "step-3" not in node.checkpoints()
+
+
+def test_what_does_not_fit_is_refused_before_it_is_taken(cluster: Cluster) -> None:
+    """Every rank hears how much is missing on which node; nothing is written, and the steps before stand."""
+    train_and_die(cluster, 2)
+    numbers = measure_memory(tiers_of(cluster)[0].root) // 4 // 3  # one save fits, three do not by far
+    refuse = call("memory.refuse", spill_every=SPILL_EVERY, number=3, numbers=numbers)
+    results = cluster.launch([refuse], nodes=[0, 1])
+    for said, *left in results.of(0):
+        assert "MemoryTierShort" in said
+        assert "3 generations" in said
+        assert left == ["step-1", "step-2"]
+    for tier in tiers_of(cluster):
+        assert tier.staging() == []
+
+
+@pytest.mark.parametrize("seed", mark_long(range(10), keep=[0]))
+def test_a_node_lost_at_any_moment_costs_one_step_at_most(cluster: Cluster, seed: int) -> None:
+    """A node's trainer and agents are killed while saves go on: what the survivor saw acknowledged is there, or newer."""
+    lost = seed % 2
+    delay_s = Random(seed).uniform(0.0, 3.0)
+    train = call("memory.train_on", spill_every=SPILL_EVERY, node=lost, delay_s=delay_s)
+    attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
+    assert -signal.SIGKILL in attempt.codes, attempt
+    lose_node(cluster, lost)
+    acknowledged = int((tiers_of(cluster)[0].root.parent / f"acknowledged{1 - lost}").read_text())
+    found = restore(cluster)
+    assert found[0]["found"] in (acknowledged, acknowledged + 1), acknowledged
+    assert [each["values"] for each in found] == [[float(found[0]["found"])]] * 2
+
+
+@pytest.mark.timeout(6000)
+@pytest.mark.parametrize("kills", mark_long([3, 100], keep=[3]))
+def test_no_acknowledged_step_is_lost_however_often_all_trainers_are_killed(cluster: Cluster, kills: int) -> None:
+    """At random moments of saves that agents complete: each new job restores what was acknowledged, or a newer step."""
+    draw = Random(kills)
+    for _ in range(kills):
+        train = call("memory.train_until_killed", spill_every=SPILL_EVERY, delay_s=draw.uniform(0.1, 2.0))
+        attempt = cluster.attempt([train], nodes=[0, 1], grace_s=30.0)
+        assert -signal.SIGKILL in attempt.codes, attempt  # the other rank may have met that first
+        assert not any("AssertionError" in failure for failure in attempt.failures), attempt
+        await_acknowledged(cluster)
+    for found in restore(cluster):
+        assert found["values"] == [float(found["found"])]
+
+
+def await_acknowledged(cluster: Cluster) -> None:
+    """Agents complete what was acknowledged as staged: then each node has it, or a newer step."""
+    noted = tiers_of(cluster)[0].root.parent.glob("acknowledged?")
+    acknowledged = max((int(path.read_text()) for path in noted), default=0)
+    deadline = time.monotonic() + RETAINED_WITHIN_S
+    while True:
+        found = [{int(name.removeprefix("step-")) for name in tier.checkpoints()} for tier in tiers_of(cluster)]
+        if all(max(steps, default=0) >= acknowledged for steps in found):
+            return
+        assert time.monotonic() < deadline, (acknowledged, found)
+        time.sleep(0.05)

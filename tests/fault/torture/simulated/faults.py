@@ -1,0 +1,133 @@
+"""Faults of a simulation: what is killed where, and that a killed process does nothing more to its disk."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from replicated_ckpt import failpoints
+from tests.fault.torture.simulated.network import Actor, Killed
+from tests.fault.torture.simulated.operations import Operation, Operations
+
+
+@dataclass(frozen=True)
+class Outage:
+    """Several nodes at once: "agents" are killed, machines are "off", or they are "cut" off from the others together.
+
+    "trainers": all ranks are killed, on whatever node; "trainers and agents": and the agents of these nodes, too.
+    """
+
+    nodes: frozenset[int]
+    how: str
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What waits at a failpoint for a process of this kind on this node. `outage` None: it alone is killed there."""
+
+    point: str
+    node: int
+    is_agent: bool
+    outage: Outage | None
+
+
+class Faults:
+    """At most one fault waits at a failpoint at a time. `suffer` carries out an outage."""
+
+    def __init__(self, operations: Operations, base: Path, suffer: Callable[[Outage], None]) -> None:
+        self._operations = operations
+        self._base = base
+        self._suffer = suffer
+        self._plan: _Plan | None = None
+        self._killed: Actor | None = None
+        self._snapshots = 0
+        self.reached: set[str] = set()
+        """Failpoints that processes have come to, by name."""
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name in failpoints.POINTS:
+                stack.enter_context(failpoints.arm(name, self._reach))
+            yield
+
+    def plan_kill(self, name: str, node: int, *, is_agent: bool) -> None:
+        self._plan, self._killed = _Plan(name, node, is_agent, None), None
+
+    def plan_outage(self, name: str, node: int, *, is_agent: bool, outage: Outage) -> None:
+        self._plan, self._killed = _Plan(name, node, is_agent, outage), None
+
+    def settle(self) -> Actor | None:
+        """The process that was killed at a failpoint, None if none was; nothing waits any more."""
+        killed, self._plan, self._killed = self._killed, None, None
+        return killed
+
+    def _reach(self, name: str) -> None:
+        actor = self._operations.running.actors[-1]
+        if not actor.is_dead:
+            self.reached.add(name)
+            self._fire(name, actor)
+            if not actor.is_dead:
+                self._operations.reach(name)
+        if actor.is_dead:
+            raise Killed(name)
+
+    def _fire(self, name: str, actor: Actor) -> None:
+        plan = self._plan
+        if plan is None or (plan.point, plan.node, plan.is_agent) != (name, actor.node, actor.is_agent):
+            return
+        self._plan, self._killed = None, actor
+        if plan.outage is None:
+            self.die(actor)
+        else:
+            self._suffer(plan.outage)
+
+    # Dying -------------------------------------------------------------------------------------------------------
+
+    def die(self, actor: Actor, *, is_undone: bool = True) -> None:
+        """SIGKILL. What the process is in the middle of is unwound here and now, without effect on its disk.
+
+        `is_undone`: also while it waits for another one, which must not change that disk any more.
+        """
+        if actor.is_dead:
+            return
+        actor.is_dead = True
+        operations = self._operations
+        for operation in [paused for paused in operations.paused if _ends_with(actor, paused)]:
+            if operation in operations.paused:
+                actor.undo = self.take_snapshot(actor.node)
+                operations.resume(operation)
+        if actor in operations.running.actors if is_undone else actor is operations.running.actors[-1]:
+            actor.undo = self.take_snapshot(actor.node)
+
+    def take_snapshot(self, node: int) -> Callable[[], None]:
+        root = self._base / f"node{node}"
+        self._snapshots += 1
+        snapshot = root.with_suffix(f".snapshot{self._snapshots}")
+        shutil.copytree(root, snapshot, symlinks=True, copy_function=_same_file)
+
+        def undo() -> None:
+            shutil.rmtree(root)
+            snapshot.rename(root)
+
+        return undo
+
+    def end_all(self) -> None:
+        """The simulation is over: what is paused is killed."""
+        self._plan = None
+        for operation in list(self._operations.paused):
+            for actor in operation.actors:
+                actor.is_dead = True
+            if operation in self._operations.paused:
+                self._operations.resume(operation)
+
+
+def _ends_with(actor: Actor, paused: Operation) -> bool:
+    """Whether it is unwound when the process dies: a thread only where this one waits, and not one that it has called."""
+    return actor is paused.actors[-1] if paused.is_thread else actor in paused.actors
+
+
+def _same_file(source: str, target: str) -> None:
+    os.link(source, target, follow_symlinks=False)

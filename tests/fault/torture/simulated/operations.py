@@ -1,0 +1,151 @@
+"""Operations of a simulation: several can be under way, one runs at a time, and each pauses where the schedule says.
+
+A save with a slow planner, a commit with a slow fsync, a save in the background: all are operations that pause at a
+failpoint while others go on. Each has a thread of its own; a baton goes from one to the other, so a seed replays exactly.
+"""
+
+import fcntl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.fault.torture.simulated.network import Actor
+
+HUNG_AFTER_S = 60.0
+"""Seconds of real time. A simulated operation takes milliseconds."""
+_THREAD = "torture-"
+
+
+class Hung(AssertionError):
+    """An operation waits for something that no other operation will ever give it."""
+
+
+def _taken_lock() -> threading.Lock:
+    """A baton that somebody else has: it is released to hand it over. (A semaphore is Python code, and much slower.)"""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass
+class Operation:
+    """One thing that goes on. `actors`: the simulated processes in it, each called by the one before; the last one runs.
+
+    `is_thread`: of a simulated process; it waits wherever it has to, and goes on from there when it is resumed.
+    `rank` is what the rank that runs sees of its world; it belongs to whoever drives jobs. `result` and `error` are there
+    once it is over.
+    """
+
+    name: str
+    actors: "list[Actor]" = field(default_factory=list)
+    rank: Any = None
+    pauses_at: Callable[[str, "Actor"], bool] | None = None
+    result: Any = None
+    error: BaseException | None = None
+    is_over: bool = False
+    paused_at: str = ""
+    is_thread: bool = False
+    baton: threading.Lock = field(default_factory=_taken_lock)
+    resumed_by: "Operation | None" = None
+
+
+class Operations:
+    """All operations of one simulation. The one that runs holds the baton."""
+
+    def __init__(self, nobody: "Actor") -> None:
+        self.running = Operation("the schedule", [nobody])
+        self.paused: list[Operation] = []
+
+    def start(
+        self, name: str, work: Callable[[], Any], pauses_at: Callable[[str, "Actor"], bool], *, is_thread: bool = False
+    ) -> Operation:
+        """Runs `work` until it pauses or is over."""
+        operation = Operation(name, [self.running.actors[0]], pauses_at=pauses_at, is_thread=is_thread)
+
+        def run() -> None:
+            operation.baton.acquire()
+            try:
+                operation.result = work()
+            except BaseException as exc:  # noqa: BLE001 - the schedule that waits for it gets the error
+                operation.error = exc
+            operation.is_over = True
+            self._give_back(operation)
+
+        threading.Thread(target=run, name=f"{_THREAD}{name}", daemon=True).start()
+        self._run(operation)
+        return operation
+
+    def reach(self, point: str) -> None:
+        """The operation that runs is at a failpoint; it pauses here if it is to, until another one resumes it."""
+        operation = self.running
+        if operation.pauses_at is None or not operation.pauses_at(point, operation.actors[-1]):
+            return
+        operation.pauses_at, operation.paused_at = None, point
+        self.paused.append(operation)
+        self._give_back(operation)
+        operation.baton.acquire()
+
+    def resume(self, operation: Operation) -> None:
+        """Runs a paused operation until it is over."""
+        self.paused.remove(operation)
+        self._run(operation)
+
+    def _run(self, operation: Operation) -> None:
+        operation.resumed_by, self.running = self.running, operation
+        operation.baton.release()
+        if not operation.resumed_by.baton.acquire(timeout=HUNG_AFTER_S):
+            raise Hung(f"{operation.name} hangs")
+
+    def _give_back(self, operation: Operation) -> None:
+        assert operation.resumed_by is not None
+        self.running = operation.resumed_by
+        self.running.baton.release()
+
+    # Waiting for each other --------------------------------------------------------------------------------------
+
+    def wait_until(self, is_free: Callable[[], bool], what: str) -> None:
+        """The operation that runs waits for something that a paused one has: that one is paused no longer."""
+        while not is_free():
+            if not self.paused:
+                raise Hung(f"{self.running.name} waits for {what}, which nobody will give back")
+            self.resume(self.paused[-1])
+
+    def flock(self, real: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+        """Stands in for `fcntl.flock`."""
+
+        def locked(fd: Any, operation: int) -> None:
+            if operation & (fcntl.LOCK_NB | fcntl.LOCK_UN):
+                real(fd, operation)
+                return
+
+            def is_free() -> bool:
+                try:
+                    real(fd, operation | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return False
+                return True
+
+            self.wait_until(is_free, "the lock of a file")
+
+        return locked
+
+
+def is_simulated_thread() -> bool:
+    """Whether the thread that runs is an operation's, and not one that an earlier test has left behind."""
+    return threading.current_thread().name.startswith(_THREAD)
+
+
+class SimulatedLock:
+    """A lock for which an operation waits as a thread would. Stands in for a `threading.Lock` that is held during I/O."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._operations.wait_until(lambda: self._lock.acquire(blocking=False), "a lock of an agent")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

@@ -1,0 +1,234 @@
+"""What a simulation pretends: the network, the clock, chance, threads, and what a rank finds out about its world."""
+
+import fcntl
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from replicated_ckpt.agent.repair import reprotect
+from replicated_ckpt.agent.saves import service
+from replicated_ckpt.agent.start import launch
+from replicated_ckpt.agent.state import targets
+from replicated_ckpt.agent.state.endpoint import Endpoint
+from replicated_ckpt.agent.uploads import uploader as upload
+from replicated_ckpt.cli.checkpoints import repair
+from replicated_ckpt.cli.look import start
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, BlockHasher, tables_of_size
+from replicated_ckpt.core.manifest import Manifest, decode_manifest
+from replicated_ckpt.core.reading.windows import Window
+from replicated_ckpt.dcp.c10d import world
+from replicated_ckpt.dcp.c10d.world import World
+from replicated_ckpt.dcp.load import attempt as load_attempt
+from replicated_ckpt.dcp.load import loading, parts, reader
+from replicated_ckpt.dcp.load.shard_reader import ShardReader
+from replicated_ckpt.dcp.node import local_agent as own_agent
+from replicated_ckpt.dcp.node import node as node_module
+from replicated_ckpt.dcp.node import seen_lineage
+from replicated_ckpt.dcp.node.node import NodePost
+from replicated_ckpt.dcp.save import attempt, shard_writer, writer
+from replicated_ckpt.dcp.save import commit as finish
+from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
+from replicated_ckpt.stores import tee, verified
+from replicated_ckpt.stores.bucket_client.client import ObjectClient
+from replicated_ckpt.stores.bucket_client.opening import open_client
+from replicated_ckpt.stores.bucket_client.retry import RetryingClient
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.directories import catalog, committed
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer import client as agent_client
+from replicated_ckpt.stores.peer import fan_out as fanout
+
+if TYPE_CHECKING:
+    from tests.fault.torture.simulated.cluster import Cluster
+
+BLOCK_BYTES = 512
+Seen = dict[Any, Any]
+
+
+@dataclass
+class RankView:
+    """What one rank sees of its process and its world. `said` are the warnings of the package."""
+
+    world: World
+    post: Callable[[], NodePost]
+    session: str
+    seen_lineages: Seen
+    said: list[str]
+    met: Callable[..., Any] | None = None
+
+
+@dataclass
+class _Now:
+    """The view of the rank that runs now."""
+
+    cluster: "Cluster"
+    alone: Seen = field(default_factory=dict)
+
+    @property
+    def rank(self) -> RankView:
+        view = self.cluster.operations.running.rank
+        assert isinstance(view, RankView), "no rank runs"
+        return view
+
+    @property
+    def name(self) -> str:
+        """Stands in for the session of a process."""
+        return self.rank.session
+
+    def seen(self) -> Seen:
+        """What this process has loaded and saved."""
+        view = self.cluster.operations.running.rank
+        return self.alone if view is None else view.seen_lineages
+
+    def get(self, key: Any) -> Any:
+        return self.seen().get(key)
+
+    def __setitem__(self, key: Any, newest: Any) -> None:
+        self.seen()[key] = newest
+
+    def warn(self, text: str, *_: Any) -> None:
+        """Stands in for `caller.warn`."""
+        self.rank.said.append(text)
+
+    def meet(self, *arguments: Any, **more: Any) -> Any:
+        assert self.rank.met is not None
+        return self.rank.met(*arguments, **more)
+
+
+class FetchInTurn:
+    """Stands in for `FetchAhead`: fetches a window when it is needed, in the one thread that runs."""
+
+    def __init__(self, reader: ShardReader, *_: object) -> None:
+        self._reader = reader.sibling()
+
+    def take(self, window: Window) -> memoryview:
+        return self._reader.read(window.shard, window.offset, window.length)
+
+    def release(self, window: Window) -> None:
+        """Nothing is kept of it."""
+
+    def stop(self) -> None:
+        self._reader.close()
+
+
+def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
+    """The patches, each to be entered for as long as the simulation goes on."""
+    now = _Now(cluster)
+    known_manifests = _KnownManifests()
+    clock = SimpleNamespace(monotonic=cluster.now, sleep=cluster.wait, time=lambda: 1.7e9 + cluster.now())
+    replaced: Sequence[tuple[object, str, object]] = (
+        (agent_client, "open_connection", cluster.network.connection),
+        (agent_client, "give_up_after", _no_deadline),
+        (service, "time", clock),
+        (reprotect, "time", clock),
+        (finish, "time", clock),
+        (uuid, "uuid4", cluster.draw_uuid),
+        (fanout.FanOut, "run", _run_inline),
+        (tee._SinkThread, "start", lambda _: None),
+        (tee._SinkThread, "join", tee._SinkThread.run),
+        (tee, "BlockHasher", partial(BlockHasher, BLOCK_BYTES)),
+        (shard_writer, "Buffers", partial(tee.Buffers, 4, 1 << 16)),
+        (os, "fsync", lambda _: None),  # nothing loses power here
+        (fcntl, "flock", cluster.operations.flock(fcntl.flock)),
+        (verified, "SCRATCH_BYTES", 1 << 16),
+        (verified, "tables_of_size", _tables_of_size),
+        (loading, "FetchAhead", FetchInTurn),
+        (upload, "random", cluster.random),
+        (targets, "open_client", partial(_open_bucket, cluster)),
+        (parts, "open_client", partial(_open_bucket, cluster)),
+        (parts, "RetryingClient", partial(RetryingClient, clock=cluster.now, sleep=cluster.wait)),
+        (catalog, "decode_manifest", known_manifests),
+        (committed, "decode_manifest", known_manifests),
+        (catalog, "leads_out", _never),  # there are no symbolic links here, and it is a fifth of all work
+        (committed, "leads_out", _never),
+        (world, "_SESSION", now),
+        (seen_lineage, "_seen", now),
+        (attempt, "warn", now.warn),
+        (load_attempt, "warn", now.warn),
+        (writer, "world_of_call", lambda *_: now.rank.world),
+        (reader, "world_of_call", lambda *_: now.rank.world),
+        (reader, "calling", lambda: True),
+        (load_attempt, "meet", now.meet),
+        (node_module, "node_post", lambda *_: now.rank.post()),
+        (attempt, "opening_post", lambda *_: now.rank.post()),
+        (own_agent, "ensure_agent", partial(_endpoint_of, cluster)),
+        (repair, "ensure_agent", partial(_endpoint_of, cluster)),
+        (start, "ensure_agent", partial(_endpoint_of, cluster)),
+        (launch, "_start", _start_no_process),
+    )
+    for target, name, stand_in in (*replaced, *cluster.threads.pretences()):
+        yield mock.patch.object(target, name, stand_in)
+
+
+class _KnownManifests:
+    """Stands in for `decode_manifest`: the same bytes are the same manifest, and are parsed once."""
+
+    def __init__(self) -> None:
+        self._by_raw: dict[bytes, Manifest] = {}
+
+    def __call__(self, raw: bytes, source: str) -> Manifest:
+        if raw not in self._by_raw:
+            self._by_raw[raw] = decode_manifest(raw, source)
+        return self._by_raw[raw]
+
+
+class _FaultyBucket:
+    """A bucket that does not answer while it is down."""
+
+    def __init__(self, cluster: "Cluster", client: ObjectClient) -> None:
+        self._cluster = cluster
+        self._client = client
+        self.target = client.target
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            if self._cluster.is_bucket_down:
+                raise StoreUnavailable(self.target.url, name, "", "the bucket is down")
+            return getattr(self._client, name)(*arguments)
+
+        return called
+
+
+def _open_bucket(cluster: "Cluster", target: ObjectTarget) -> _FaultyBucket:
+    return _FaultyBucket(cluster, open_client(target))
+
+
+def _endpoint_of(cluster: "Cluster", store: LocalStore, *_: Any) -> Endpoint:
+    """Stands in for `ensure_agent`: the node's agent, started if it does not run."""
+    node = next(node for node in cluster.nodes if node.root == store.root)
+    node.boot()
+    return node.endpoint
+
+
+def _start_no_process(store: LocalStore, *_: Any) -> Endpoint:
+    raise AssertionError(f"a simulation starts a real agent for {store.root}")
+
+
+def _tables_of_size(tail: bytes, file_bytes: int) -> list[tuple[int, int]]:
+    """A table is made anew with the blocks of the simulation, too, where a footer no longer tells their size."""
+    data_bytes = file_bytes - FOOTER_TAIL_BYTES - 4 * -(-(file_bytes - FOOTER_TAIL_BYTES) // (BLOCK_BYTES + 4))
+    return [*tables_of_size(tail, file_bytes), *[(BLOCK_BYTES, data_bytes)] * (data_bytes >= 0)]
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+@contextmanager
+def _no_deadline(*_: Any) -> Iterator[None]:
+    yield
+
+
+def _run_inline(self: fanout.FanOut[Any, Any], keys: Any, call: Callable[[Any], Any]) -> fanout.FanOut[Any, Any]:
+    for key in keys:
+        try:
+            self.results[key] = call(key)
+        except ReplicatedCkptError as exc:
+            self.errors[key] = exc
+    return self

@@ -1,0 +1,254 @@
+"""Threads of a simulation: each is an operation that has not begun, and runs when another waits for it or all have time."""
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from replicated_ckpt.agent.saves import finish, hand_overs
+from replicated_ckpt.agent.saves.hand_overs import HandedShard
+from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
+from replicated_ckpt.agent.settling import orphans
+from replicated_ckpt.agent.state.endpoint import Endpoint
+from replicated_ckpt.dcp.hand_over import ending, finishing, follower, held_save
+from replicated_ckpt.dcp.save import shard_writer
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.tee import Buffers
+from tests.fault.torture.simulated.network import Actor, Killed
+from tests.fault.torture.simulated.operations import Hung
+
+if TYPE_CHECKING:
+    from tests.fault.torture.simulated.cluster import Cluster, Node
+
+BEGUN = "thread.begun"
+TURNS_MAX = 20_000
+"""So often threads go on for a moment, and none ends: each waits for another."""
+
+
+class Threads:
+    """The threads of all simulated processes. In which order they run is a function of the seed."""
+
+    def __init__(self, cluster: "Cluster", seed: int) -> None:
+        self._cluster = cluster
+        self._operations = cluster.operations
+        self._random = Random(f"threads {seed}")
+        self.acting = cluster.network.acting
+        self._turns = 0
+        self.handed: list[HandedInTurn] = []
+
+    def start(self, work: Callable[..., object], *arguments: Any, name: str) -> None:
+        """Stands in for `start_worker`: a thread of the process that runs now."""
+        actor, view = self._cluster.network.actor, self._operations.running.rank
+
+        def run() -> None:
+            self._operations.running.rank = view
+            with self._cluster.network.acting(actor):
+                self._operations.reach(BEGUN)
+                work(*arguments)
+
+        self._operations.start(name, run, lambda point, _: point == BEGUN, is_thread=True)
+
+    def yield_now(self) -> None:
+        """The thread that runs waits while others go on. Not if its process was killed: then it ends here."""
+        self._check_alive()
+        running = self._operations.running
+        running.pauses_at = lambda point, _: point == BEGUN
+        self._operations.reach(BEGUN)
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        actor = self._cluster.network.actor
+        if actor.is_dead:  # what it still does to its disk, as it is unwound, is undone
+            actor.undo = actor.undo or self._cluster.faults.take_snapshot(actor.node)
+            raise Killed("it was killed while it waited")
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Others run until it is so. A process that was killed meanwhile waits no more."""
+        while not is_so():
+            self._wait(what)
+
+    def _wait(self, what: str) -> None:
+        """A thread gives way to the others; what is none has one of them run."""
+        if self._operations.running.is_thread:
+            self.yield_now()
+        elif not self.run_one():
+            raise Hung(f"{self._operations.running.name} waits for {what}, which no thread brings")
+        self._check_alive()
+
+    def run_one(self) -> bool:
+        """Runs one thread until it is over or waits again; whether there was one."""
+        ready = [operation for operation in self._operations.paused if operation.is_thread]
+        self._turns += 1
+        if self._turns > TURNS_MAX:
+            raise Hung(f"{[operation.name for operation in ready]} wait for each other")
+        if ready:
+            operation = self._random.choice(ready)
+            self._operations.resume(operation)
+            if operation.is_over:
+                self._turns = 0
+                if operation.error is not None and not isinstance(operation.error, Killed):
+                    raise operation.error
+        return bool(ready)
+
+    def sleep(self, seconds: float) -> None:
+        """Stands in for `time.sleep`."""
+        self._cluster.wait(seconds)
+        if any(operation.is_thread for operation in (*self._operations.paused, self._operations.running)):
+            self._wait("time to pass")
+
+    def expect(self) -> None:
+        """A save that is handed over begins."""
+        self._cluster.faults.reached.clear()
+
+    def finish(self) -> None:
+        """Agents, and the ranks that live, do what is left of saves that were handed over."""
+        self.run_all()
+
+    def had_outline(self) -> bool:
+        """Whether the coordinator's agent has had all that it needs for the last one."""
+        return "coordinator.handed-over" in self._cluster.faults.reached
+
+    def run_all(self) -> None:
+        """Every thread has time to end, and every agent to settle what ranks have left it, in any order."""
+        while True:
+            steps: list[Callable[[], object]] = [
+                self.run_one for operation in self._operations.paused if operation.is_thread
+            ]
+            steps += [handed.follow for handed in self.handed if handed.is_orphan]
+            if not steps:
+                break
+            self._random.choice(steps)()
+        self.handed = [handed for handed in self.handed if not handed.is_over]
+
+    def hand_over(
+        self, store: LocalStore, shard: HandedShard, descriptors: Sequence[int], memory: memoryview | None = None
+    ) -> "HandedInTurn":
+        """Stands in for `hand_over`: the agent's local door."""
+        del memory
+        node = next(node for node in self._cluster.nodes if node.root == store.root)
+        if node.agent is None or not node.is_up:
+            raise StoreUnavailable("this node's agent", "hand over", "the shard", "it does not run")
+        copy = HandedShard.from_json(json.loads(json.dumps(shard.to_json())), len(descriptors))
+        rank = self._cluster.network.actor
+        with self._cluster.network.acting(node.agent):
+            node.service.check_open(shard.copies.save_id)
+            future = node.service.hand_overs.take(copy, [os.dup(fd) for fd in descriptors])
+        handed = HandedInTurn(self, node, rank, shard.copies.save_id, future)
+        self.handed.append(handed)
+        if self._random.random() < 0.5:
+            self.run_one()
+        return handed
+
+    def pretences(self) -> Iterator[tuple[object, str, object]]:
+        """What stands in for threads, and for waiting for them, in the modules of a hand-over."""
+        clock = SimpleNamespace(monotonic=self._cluster.now, sleep=self.sleep)
+        for module in (finish, hand_overs, follower, ending):
+            yield module, "start_worker", self.start
+            yield module, "Future", partial(FutureInTurn, self)
+        for module in (finish, finishing, follower):
+            yield module, "time", clock
+        yield orphans, "time", SimpleNamespace(monotonic=self._cluster.now, sleep=lambda _: self.sleep(20.0))
+        yield hand_overs, "Buffers", partial(Buffers, 4, 1 << 16)
+        yield held_save, "wait", self._wait_for_all
+        yield ending, "wait", self._wait_for_all
+        yield ending, "threading", SimpleNamespace(Event=partial(EventInTurn, self), get_ident=threading.get_ident)
+        yield follower, "hand_over", self.hand_over
+        yield shard_writer, "hand_over", self.hand_over
+        yield finishing, "read_endpoint", self._read_endpoint
+
+    def _wait_for_all(self, ends: Sequence["Future[Any]"], timeout_s: float | None = None) -> SimpleNamespace:
+        """Stands in for `concurrent.futures.wait`."""
+        until = self._cluster.now() + (1e9 if timeout_s is None else timeout_s)
+        while not all(end.done() for end in ends) and self._cluster.now() < until:
+            self.sleep(0.0 if timeout_s is None else timeout_s / 10)
+        return SimpleNamespace(done=[end for end in ends if end.done()])
+
+    def _read_endpoint(self, directory: Path) -> Endpoint | None:
+        node = next(node for node in self._cluster.nodes if node.root in directory.parents)
+        return node.endpoint if node.is_up else None
+
+
+class FutureInTurn(Future[Any]):
+    """Whoever asks for its end lets other threads run until it is there."""
+
+    def __init__(self, threads: Threads) -> None:
+        super().__init__()
+        self._threads = threads
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._threads.wait_until(self.done, "an end")
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._threads.wait_until(self.done, "an end")
+        return super().exception(timeout)
+
+
+class EventInTurn:
+    """The acknowledgement of a save: its thread waits where it has set it, and goes on when all have time."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        is_news, self._is_set = not self._is_set, True
+        if is_news:
+            self._threads.yield_now()
+
+    def wait(self) -> None:
+        self._threads.wait_until(self.is_set, "an acknowledgement")
+
+
+class HandedInTurn:
+    """A shard in an agent's hands; stands in for `HandedOver`, and for the thread of the local door."""
+
+    def __init__(self, threads: Threads, node: "Node", rank: Actor, save_id: str, end: "Future[WrittenCopies]") -> None:
+        self._threads, self._node, self._rank, self._save_id, self._end = threads, node, rank, save_id, end
+        self._agent = node.agent
+        self._is_closed = self._is_followed = False
+
+    def wait(self) -> WrittenCopies:
+        self._threads.wait_until(lambda: self._end.done() or self._is_agent_dead, "a shard")
+        if self._is_agent_dead:
+            raise StoreUnavailable("this node's agent", "hand over", "the shard", "it was killed")
+        found: WrittenCopies = self._end.result()
+        return WrittenCopies.from_json(json.loads(json.dumps(found.to_json())))
+
+    def give_up(self, memory: memoryview) -> None:
+        del memory
+        self._is_closed = True
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    @property
+    def _is_agent_dead(self) -> bool:
+        return self._agent is None or self._agent.is_dead
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_followed or self._is_agent_dead
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the rank is gone, and the agent is to settle the save now."""
+        is_left = self._is_closed or self._rank.is_dead
+        return is_left and not self.is_over and self._end.done() and not self._node.service.store.is_held(self._save_id)
+
+    def follow(self) -> None:
+        self._is_followed = True
+        assert self._agent is not None
+        with contextlib.suppress(Killed), self._threads.acting(self._agent):
+            orphans.follow_orphan(self._node.service, self._save_id)

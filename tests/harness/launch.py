@@ -1,0 +1,263 @@
+"""One world of ranks, from start to end: forked from the zygote, or torchruns; watched, and always ended."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from tests.harness.node import Node
+from tests.harness.processes import end, is_ending, processes_of, signal_if_running
+from tests.harness.zygote import REPOSITORY, Rank, the_zygote
+
+FIRST_FAILURE_GRACE_S = 30.0  # how long the other ranks may take to end after the first one failed
+COLLECTIVE_TIMEOUT_ENV = "REPLICATED_CKPT_TEST_COLLECTIVE_S"  # seconds, of the process group of a launch
+_POLL_S = 0.02
+
+Launcher = Literal["direct", "torchrun", "single"]  # ranks from the zygote; torchrun per node; one rank and no group
+Digests = dict[str, str]  # of a state, by the name of the value
+
+
+@dataclass(frozen=True)
+class Call:
+    """One step of every rank: "saving.save" is `save` of tests/steps/saving.py; "benchmarks..." is a full name."""
+
+    step: str
+    arguments: dict[str, Any]
+
+
+def call(step: str, **arguments: Any) -> Call:
+    return Call(step, arguments)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the ranks of one launch returned: `values[rank][step]`, and this package's warnings alike."""
+
+    values: list[list[Any]]
+    warnings: list[list[list[str]]]
+
+    def of(self, step: int) -> list[Any]:
+        """The value of one step, by rank."""
+        return [values[step] for values in self.values]
+
+    def agreed(self, step: int) -> Any:
+        """The value of one step, which must be the same on every rank."""
+        first, *others = self.of(step)
+        assert all(other == first for other in others), f"ranks disagree about step {step}: {self.of(step)}"
+        return first
+
+    def digests(self, step: int) -> list[Digests]:
+        """Of what a step loaded, by rank."""
+        return [value["digests"] for value in self.of(step)]
+
+    @property
+    def all_warnings(self) -> list[str]:
+        return [text for by_step in self.warnings for texts in by_step for text in texts]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of a launch in which ranks may fail or die.
+
+    `codes`: exit codes by rank, -9 after SIGKILL; None where the harness ended the rank, as a launcher does after the
+    first failure. `values` and `failures` are of the steps that a rank ended, and the traceback of the one that it did not:
+    of a rank that failed before its first step, the end of what it printed.
+    """
+
+    codes: list[int | None]
+    values: list[list[Any]]
+    failures: list[str]
+
+
+@dataclass
+class Launch:
+    """The processes of one world. `nodes` are all of the cluster; a launch takes some of them."""
+
+    nodes: Sequence[Node]
+    folder: Path
+    marker: str
+    environment: Mapping[str, str]
+    _processes: "list[subprocess.Popen[bytes] | Rank]" = field(default_factory=list)
+
+    def start(self, nodes: Sequence[int], counts: Sequence[int], launcher: Launcher) -> None:
+        port, master = _free_port(), self.nodes[nodes[0]].address
+        if launcher == "torchrun":
+            for node_rank, (node, count) in enumerate(zip(nodes, counts, strict=True)):
+                self._spawn(node, [*_torchrun(len(nodes), node_rank, count, master, port), *self._worker])
+        elif launcher == "single":
+            self._fork(nodes[0], 0, {})
+        else:
+            ranks = [(node, local) for node, count in zip(nodes, counts, strict=True) for local in range(count)]
+            world = {"WORLD_SIZE": len(ranks), "MASTER_ADDR": master, "MASTER_PORT": port}
+            for rank, (node, local) in enumerate(ranks):
+                local_size = counts[list(nodes).index(node)]
+                place = {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": local_size, **world}
+                self._fork(node, rank, {name: str(value) for name, value in place.items()})
+
+    @property
+    def _worker(self) -> list[str]:
+        return ["tests.harness.worker", str(self.folder / "spec.json")]
+
+    def _environment(self, node: int, env: Mapping[str, str]) -> dict[str, str]:
+        return {
+            "REPLICATED_CKPT_TEST_LAUNCH": self.marker,
+            "REPLICATED_CKPT_TEST_NODE": str(node),
+            **self.environment,
+            **self.nodes[node].environment,
+            **env,
+        }
+
+    def _fork(self, node: int, rank: int, env: Mapping[str, str]) -> None:
+        place = self.nodes[node]
+        self._processes.append(
+            the_zygote().fork(
+                self._environment(node, env),
+                self.folder,
+                self.folder / f"rank{rank}.log",
+                mounts=place.mounts(),
+                hostname=place.hostname,
+                netns=place.netns,
+            )
+        )
+
+    def _spawn(self, node: int, arguments: Iterable[str]) -> None:
+        with (self.folder / f"node{node}.log").open("wb") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    [*inside(self.nodes[node]), sys.executable, "-m", *arguments],
+                    cwd=self.folder,
+                    env=self._environment(node, {}),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._has_ended(timeout_s, FIRST_FAILURE_GRACE_S):
+            self._raise_hung()
+        if any(self._codes()):
+            raise AssertionError(f"exit codes {self._codes()}\n{self._report()}")
+
+    def attempt(self, timeout_s: float, grace_s: float, awaited: Sequence[int] | None) -> Attempt:
+        """Waits for the ranks; once one failed, the others (or only those awaited) have `grace_s` to end by themselves."""
+        if not self._has_ended(timeout_s, grace_s, awaited) and not any(self._codes()):
+            self._raise_hung()
+        self._await_ending()
+        codes = self._codes()
+        self.end_ranks()
+        reports = [self._report_of(rank) for rank in range(len(codes))]
+        failures = [
+            report["failure"] or self._printed(rank, code)
+            for rank, (report, code) in enumerate(zip(reports, codes, strict=True))
+        ]
+        return Attempt(codes, [report["values"] for report in reports], failures)
+
+    def _printed(self, rank: int, code: int | None) -> str:
+        """Of a rank that failed by itself, not of one that was ended."""
+        return tail(self.folder / f"rank{rank}.log") if code is not None and code > 0 else ""
+
+    def _await_ending(self) -> None:
+        """Those that are dying end by themselves: the others may hear of it, and fail, before their exit is known here."""
+        deadline = time.monotonic() + FIRST_FAILURE_GRACE_S
+        while any(process.poll() is None and is_ending(process.pid) for process in self._processes):
+            assert time.monotonic() < deadline, f"the kernel does not end {self._processes}"
+            time.sleep(_POLL_S)
+
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self._processes]
+
+    def _has_ended(self, timeout_s: float, grace_s: float, awaited: Sequence[int] | None = None) -> bool:
+        """Whether every rank (or each that is awaited) ended in time, and, once one failed, the others within `grace_s`."""
+        deadline = time.monotonic() + timeout_s
+        is_failed = False
+        ranks = range(len(self._processes)) if awaited is None else awaited
+        while any((codes := self._codes())[rank] is None for rank in ranks):
+            if any(codes) and not is_failed:
+                is_failed = True
+                deadline = min(deadline, time.monotonic() + grace_s)
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _raise_hung(self) -> NoReturn:
+        when = " after a failure" if any(self._codes()) else ""
+        for path in self.folder.glob("rank*.pid"):
+            signal_if_running(int(path.read_text()), signal.SIGUSR1)
+        time.sleep(1.0)
+        raise AssertionError(f"hung{when}\n{self._report()}")
+
+    def _report_of(self, rank: int) -> dict[str, Any]:
+        path = self.folder / f"rank{rank}.json"
+        report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"values": [], "failure": ""}
+        return report
+
+    def results(self, world_size: int) -> Results:
+        by_rank = [self._report_of(rank) for rank in range(world_size)]
+        return Results([entry["values"] for entry in by_rank], [entry["warnings"] for entry in by_rank])
+
+    def end_ranks(self) -> None:
+        """Kills what is left of this world's ranks, and of torchrun; the agents live on."""
+        agents = {node.agent_pid() for node in self.nodes}
+        left = {process.pid for process in self._processes if process.poll() is None}
+        if left:
+            end([pid for pid in {*left, *processes_of(self.marker)} if pid not in agents])
+        for process in self._processes:
+            process.wait()
+
+    def _report(self) -> str:
+        files = [*self.folder.glob("rank*.json"), *self.folder.glob("*.log"), *self.folder.glob("rank*.stacks")]
+        told = {path: f"{_crash(path)}{tail(path)}" for path in sorted(files) if path.stat().st_size}
+        return "\n".join(f"--- {path.name}\n{text}" for path, text in told.items())
+
+
+def _crash(path: Path, size_bytes: int = 3000) -> str:
+    """Of a rank that died of a signal as SIGSEGV: the stack of the thread that did, which is not the last one."""
+    found = path.read_text(errors="replace") if path.suffix == ".stacks" else ""
+    start = found.find("Fatal Python error")
+    at = max(found.find("Current thread", start), start)
+    return f"{found[start:][:80].splitlines()[0]}\n{found[at : at + size_bytes]}\n[...]\n" if start >= 0 else ""
+
+
+def tail(path: Path, size_bytes: int = 4000) -> str:
+    return path.read_bytes()[-size_bytes:].decode(errors="replace") if path.exists() else ""
+
+
+def base_environment() -> dict[str, str]:
+    """What every process of a cluster is started with: the harness's own environment, but for what names a rank."""
+    paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
+    return {
+        **{key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE"}},
+        "PYTHONPATH": ":".join([*paths, str(REPOSITORY)]),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def inside(node: Node) -> list[str]:
+    """The beginning of a command that runs on a node: with its disk at its root, under its name, in its network."""
+    network = ["ip", "netns", "exec", node.netns] if node.netns else []
+    steps = [f"mount --bind {shlex.quote(source)} {shlex.quote(target)}" for source, target in node.mounts()]
+    if node.hostname:
+        steps.append(f"echo {node.hostname} > /proc/sys/kernel/hostname")
+    if not steps:
+        return network
+    return [*network, "unshare", "--mount", "--uts", "sh", "-c", " && ".join([*steps, 'exec "$@"']), "sh"]
+
+
+def _torchrun(nodes: int, node_rank: int, count: int, master: str, port: int) -> list[str]:
+    flags = f"--nnodes={nodes} --node-rank={node_rank} --nproc-per-node={count} --master-addr={master}"
+    return ["torch.distributed.run", *flags.split(), f"--master-port={port}", "-m"]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,94 @@
+"""The agent of one node hangs: it costs that node one time-out, however many ranks it has, and says what to do."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from replicated_ckpt.core.layout import MANIFEST_NAME
+from tests.harness.cluster import call
+from tests.marks import mark_long
+from tests.multiprocess.conftest import ClusterOf
+
+pytestmark = pytest.mark.fault
+
+LOAD_S, SAVE_S = 10.0, 15.0
+KINDS = ["plain", "own"]
+
+
+def timed(name: str, **arguments: Any) -> Any:
+    return call("errors.timed", timed_step=name, arguments={"kinds": KINDS, **arguments})
+
+
+@pytest.mark.parametrize("ranks", mark_long([1, 4, 8], keep=[4]))
+def test_a_stopped_agent_costs_its_node_one_timeout(cluster_of: ClusterOf, ranks: int) -> None:
+    """All ranks of the node ask at once, and none of them again: a load within 10 s, a save within 15 s."""
+    cluster, counts = cluster_of(2), [1, ranks]
+    saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1], ranks=counts)
+    pid = cluster.nodes[1].agent_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        calls = [timed("state.load", checkpoint_id="step-1"), timed("state.save", checkpoint_id="step-2", seed=7)]
+        results = cluster.launch(calls, nodes=[0, 1], ranks=counts)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [found["value"]["digests"] for found in results.of(0)] == saved.of(0)
+    assert max(found["seconds"] for found in results.of(0)) < LOAD_S
+    assert max(found["seconds"] for found in results.of(1)) < SAVE_S
+    for rank in range(1, 1 + ranks):
+        for texts in results.warnings[rank]:
+            assert any(f"(pid {pid}) does not answer; it may be stopped" in text for text in texts), texts
+            assert any(f"kill -CONT {pid}" in text for text in texts), texts
+    assert not any("could not be started" in text for text in results.all_warnings)
+    loaded = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="step-2")], nodes=[0, 1], ranks=counts)
+    assert loaded.digests(0) == [found["value"] for found in results.of(1)]
+
+
+@pytest.mark.long
+def test_files_without_a_manifest_count_where_no_agent_answers(cluster_of: ClusterOf) -> None:
+    """The manifest there is damaged, too: its own ranks say what lies there, and read it, as if an agent had told."""
+    cluster = cluster_of(2)
+    saved = cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1", copies=1)], nodes=[0, 1])
+    pid = cluster.nodes[1].agent_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        (cluster.nodes[1].disk / "step-1" / MANIFEST_NAME).write_text("damaged")
+        results = cluster.launch([call("state.load", kinds=["own"], checkpoint_id="step-1")], nodes=[0, 1])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    for loaded, before in zip(results.digests(0), saved.of(0), strict=True):
+        assert loaded == {name: digest for name, digest in before.items() if name.startswith("own/")}
+
+
+@pytest.mark.long
+def test_an_agent_that_goes_on_is_asked_again(cluster_of: ClusterOf) -> None:
+    """It was silent for one save, and takes part in the next of the same ranks, without a word of warning."""
+    cluster = cluster_of(2)
+    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    pid = cluster.nodes[1].agent_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    calls = [
+        call("state.save", kinds=KINDS, checkpoint_id="step-2"),
+        call("errors.signal_agent", node=1, number=int(signal.SIGCONT)),
+        call("state.save", kinds=KINDS, checkpoint_id="step-3"),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1])
+    assert results.warnings[1][0]
+    assert [texts[2] for texts in results.warnings] == [[], []]
+
+
+@pytest.mark.long
+def test_a_starter_that_hangs_costs_one_timeout(cluster_of: ClusterOf) -> None:
+    """The agent is stopped before it serves: those that wait to start it share what the first of them found."""
+    cluster = cluster_of(1, environment={"REPLICATED_CKPT_AGENT_IDLE_S": "60"})
+    cluster.launch([call("state.save", kinds=KINDS, checkpoint_id="step-1")], nodes=[0], ranks=2)
+    cluster.stop_agents()
+    results = cluster.launch([call("errors.save_with_lock_held", ranks=[0, 1, 2, 3])], nodes=[0], ranks=4)
+    for found in results.of(0):
+        assert found["types"] == ["AgentUnavailable"]
+        assert "may be stopped" in found["message"]
+        assert found["seconds"] < SAVE_S

@@ -1,0 +1,96 @@
+"""Ranks of one node that need the same bytes: they cross the network once, and no rank depends on who fetches them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.cluster import Cluster, call
+from tests.marks import long
+from tests.multiprocess.conftest import ClusterOf
+
+COUNT = 12  # MiB for each rank that saved
+SAVED = 2 * COUNT << 20
+EDGES = 2 * (256 << 10)  # of the two shards: what else is in the last blocks that are needed
+PATIENCE_S, UNTROUBLED_PATIENCE_S = 2.0, 10.0  # shorter than it is where a rank is waited for in vain
+UNDISTURBED_S = 4.0  # that one rank reads, at most, on a busy machine
+
+
+@pytest.fixture
+def cluster(cluster_of: ClusterOf) -> Cluster:
+    """Two nodes that saved; the first has lost its disk since, and has three ranks from now on."""
+    return loses_a_disk(cluster_of(2))
+
+
+@pytest.fixture
+def slow_to_heal(cluster_of: ClusterOf) -> Cluster:
+    """The same, where a second load finds as little there as the first: re-protection takes hours."""
+    return loses_a_disk(cluster_of(2, environment={"REPLICATED_CKPT_AGENT_COPY_MIB_PER_S": "0.001"}))
+
+
+def loses_a_disk(cluster: Cluster) -> Cluster:
+    cluster.launch([call("peers.save_pieces", checkpoint_id="step-1", count=COUNT)], nodes=[0, 1])
+    cluster.nodes[0].lose()
+    return cluster
+
+
+def load(cluster: Cluster, trouble: str, at: int = 1, ranks: int = 3, **arguments: Any) -> list[dict[str, Any]]:
+    patience_s = PATIENCE_S if trouble else UNTROUBLED_PATIENCE_S
+    step = call(
+        "sharing.load_with_trouble",
+        checkpoint_id="step-1", count=COUNT, ranks=2, trouble=trouble, at=at, patience_s=patience_s, **arguments,
+    )  # fmt: skip
+    return cluster.launch([step], nodes=[0, 1], ranks=[ranks, 1]).of(0)
+
+
+def caches_of(cluster: Cluster) -> list[Path]:
+    return [path for node in cluster.nodes for path in node.disk.glob(".agent/cache-*")]
+
+
+def test_each_byte_comes_to_a_node_once(cluster: Cluster) -> None:
+    """Ranks of a blank node that need everything fetch it once together; their caches go with the load."""
+    *blank, there = load(cluster, "")
+    assert all(all(value["same"]) for value in [*blank, there])
+    reports = [value["report"] for value in blank]
+    assert SAVED <= sum(report["bytes_peer"] for report in reports) <= SAVED + EDGES
+    assert all(report["bytes_peer"] > SAVED // 6 for report in reports)
+    assert all(report["bytes_peer"] + report["bytes_shared"] >= SAVED for report in reports)
+    assert (there["report"]["bytes_peer"], there["report"]["bytes_shared"]) == (0, 0)
+    assert caches_of(cluster) == []
+
+
+@pytest.mark.fault
+def test_a_rank_that_stops_costs_the_others_one_time_out(slow_to_heal: Cluster) -> None:
+    """They wait once, and read on while it is still stopped; when it goes on it has all its bytes, too.
+
+    It goes on once they have read all, so however slow the machine is, nothing that they have can have come from it. What
+    they may take is measured against their time when no rank stops.
+    """
+    undisturbed_s = max(value["seconds"] for value in load(slow_to_heal, "")[:3])
+    first, stopped, third, _ = load(slow_to_heal, "stops")
+    assert all(all(value["same"]) for value in (first, stopped, third))
+    assert stopped["elapsed_s"] > max(first["elapsed_s"], third["elapsed_s"])
+    assert max(first["seconds"], third["seconds"]) < PATIENCE_S + max(UNDISTURBED_S, 4 * undisturbed_s)
+    assert caches_of(slow_to_heal) == []
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("trouble", "waited_s"), [("raises", 0.0), long("raises before", PATIENCE_S)])
+def test_a_rank_that_fails_holds_no_other_up(cluster: Cluster, trouble: str, waited_s: float) -> None:
+    """What raises while it reads tells the others; what never comes to reading is waited for once."""
+    outcomes = load(cluster, trouble)
+    assert all(outcome["ranks"] == [1] for outcome in outcomes), outcomes
+    assert all("breaks" in outcome["message"] for outcome in outcomes)
+    assert max(outcome["seconds"] for outcome in outcomes) < waited_s + UNDISTURBED_S
+    assert caches_of(cluster) == []
+
+
+@pytest.mark.fault
+def test_a_plan_that_changes_after_the_ranks_agreed_costs_no_time_out(cluster: Cluster) -> None:
+    """A planner that drops items of one rank in the global plan: that rank fetches for itself, the others share on."""
+    dropped, first, second, _ = load(cluster, "drops", at=0)
+    assert dropped["same"].count(True) == len(dropped["same"]) // 2
+    assert all(first["same"] + second["same"])
+    assert dropped["report"]["bytes_shared"] == 0
+    assert first["report"]["bytes_shared"] > 0
+    assert max(value["seconds"] for value in (dropped, first, second)) < UNDISTURBED_S

@@ -1,0 +1,114 @@
+"""`dcp.async_save` keeps the promises of `dcp.save`."""
+
+import pytest
+
+from tests.harness.cluster import call
+from tests.marks import mark_long
+from tests.multiprocess.conftest import ClusterOf
+
+KINDS = ["plain", "fsdp2"]
+MORE_KINDS = [*KINDS, "ddp", "meshes", "two_dimensional"]
+ALLOCATOR_BYTES = 8 << 20
+"""What an agent's allocator may come to hold late; a segment kept of each of the small saves would be far more."""
+
+
+def test_saves_in_the_background(cluster_of: ClusterOf) -> None:
+    """When the future is done the checkpoint is what the values were at the call; and the next save follows."""
+    ids = ["step-1", "step-2", "step-3"]
+    loads = [call("state.load", kinds=MORE_KINDS, checkpoint_id=name) for name in ids]
+    results = cluster_of(2).launch(
+        [call("async_saves.save", kinds=MORE_KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1]
+    )
+    for index, saved in enumerate(results.agreed(0)):
+        assert results.digests(index + 1) == [saved, saved]
+
+
+@pytest.mark.long
+def test_saves_in_a_process_of_their_own(cluster_of: ClusterOf) -> None:
+    """With `AsyncCheckpointerType.PROCESS` the writer goes to another process, and its saves are like any other."""
+    ids = ["step-1", "step-2"]
+    loads = [call("state.load", kinds=KINDS, checkpoint_id=name) for name in ids]
+    cluster = cluster_of(2, quick_exit=False)
+    results = cluster.launch(
+        [call("async_saves.save_in_process", kinds=KINDS, checkpoint_ids=ids), *loads], nodes=[0, 1]
+    )
+    for index, saved in enumerate(results.agreed(0)):
+        assert results.digests(index + 1) == [saved, saved]
+    assert all({"__0_0.distcp", "__1_0.distcp", ".metadata"} <= node.files("step-2") for node in cluster.nodes)
+
+
+@pytest.mark.long
+@pytest.mark.fault
+def test_a_process_of_its_own_serves_on_after_a_failure(cluster_of: ClusterOf) -> None:
+    """A save that one rank fails in its process fails every rank's future, leaves nothing, and the next save is good."""
+    calls = [
+        call("async_saves.save_breaks_in_process", kinds=KINDS, checkpoint_id="step-1", ranks=[1]),
+        call("loss.staging_left"),
+        call("async_saves.save_in_process", kinds=KINDS, checkpoint_ids=["step-2"]),
+        call("state.load", kinds=KINDS, checkpoint_id="latest"),
+    ]
+    results = cluster_of(2, quick_exit=False).launch(calls, nodes=[0, 1])
+    assert all("this rank breaks in write" in said for said in results.of(0)), results.of(0)
+    assert results.of(1) == [[], []]
+    assert results.digests(3) == [results.agreed(2)[0]] * 2
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("phase", mark_long(["plan", "write"], keep=["write"]))
+def test_an_error_reaches_the_future(cluster_of: ClusterOf, phase: str) -> None:
+    """A rank that raises in the background fails every rank's future, and the previous checkpoint loads."""
+    calls = [
+        call("state.save", kinds=KINDS, checkpoint_id="step-1"),
+        call("async_saves.save_breaks", kinds=KINDS, checkpoint_id="step-2", phase=phase, ranks=[1]),
+        call("loss.staging_left"),
+        call("state.load", kinds=KINDS, checkpoint_id="latest"),
+    ]
+    results = cluster_of(2).launch(calls, nodes=[0, 1])
+    assert [failure["ranks"] for failure in results.of(1)] == [[1], [1]]
+    assert results.of(2) == [[], []]
+    assert results.digests(3) == results.of(0)
+
+
+def test_a_save_in_flight_at_exit_is_waited_for(cluster_of: ClusterOf) -> None:
+    """The interpreter ends while a save is under way: the save is completed, not lost."""
+    cluster = cluster_of(2, quick_exit=False)
+    leaving = cluster.launch([call("async_saves.leave_in_flight", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    assert [left["in_flight"] for left in leaving.of(0)] == [True, True]
+    loaded = cluster.launch([call("state.load", kinds=KINDS, checkpoint_id="step-1")], nodes=[0, 1])
+    assert loaded.digests(0) == leaving.digests(0)
+
+
+def test_a_writer_for_each_save_leaves_nothing_open(cluster_of: ClusterOf) -> None:
+    """What a rank holds of a save that its agent writes goes with the writer, on every rank.
+
+    Connections that it keeps for the next save come one by one with the first saves, as its threads happen to run.
+    """
+    for counts in cluster_of(2).launch([call("async_saves.descriptors_of_saves", saves=24)], nodes=[0, 1]).of(0):
+        assert min(counts[-6:]) <= max(counts[6:12]) + 2, counts
+
+
+def test_workers_forked_in_a_save_hold_nothing_up(cluster_of: ClusterOf) -> None:
+    """They have its locks and its connection, too, and live on: agents are done with each save, and the next one begins."""
+    forks = call("async_saves.saves_with_forks", kinds=KINDS, saves=3)
+    results = cluster_of(2).launch([forks, call("state.load", kinds=KINDS, checkpoint_id="latest")], nodes=[0, 1])
+    for saved, loaded in zip(results.of(0), results.digests(1), strict=True):
+        assert saved["workers"] > 0
+        assert saved["is_start_free"]
+        assert saved["open"][-1] <= saved["open"][0] + 1, saved
+        assert loaded == saved["digests"]
+
+
+@pytest.mark.parametrize(
+    ("saves", "mebibytes", "ack"),
+    mark_long([(300, 50, "peer"), (300, 50, "staged"), (16, 8, "staged")], keep=[(16, 8, "staged")]),
+)
+def test_many_saves_take_no_more_than_a_few(cluster_of: ClusterOf, saves: int, mebibytes: int, ack: str) -> None:
+    """Memory, descriptors and threads of ranks and agents at the end are what they were after a quarter of the saves."""
+    footprint = call("async_saves.footprint_of_saves", saves=saves, mebibytes=mebibytes, ack=ack)
+    quarter = saves // 4
+    for found in cluster_of(2).launch([footprint], nodes=[0, 1], timeout_s=60.0 + 6.0 * saves).of(0):
+        early = {name: max(each[name] for each in found[quarter : 2 * quarter]) for name in found[0]}
+        late = {name: min(each[name] for each in found[-quarter:]) for name in found[0]}
+        for name, count in late.items():
+            room = max(mebibytes << 19, ALLOCATOR_BYTES) if name.endswith("bytes") else 2
+            assert count <= early[name] + room, (name, early, late)

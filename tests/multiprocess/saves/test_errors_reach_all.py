@@ -1,0 +1,104 @@
+"""Whatever goes wrong at one rank, in whatever hook of a save or a load: every rank learns it, soon."""
+
+import itertools
+
+import pytest
+
+from tests.harness.cluster import call
+from tests.marks import long
+from tests.multiprocess.conftest import ClusterOf
+from tests.steps.errors import ERRORS, PLACES
+
+pytestmark = pytest.mark.fault
+
+SOON_S = 10.0
+BY_COORDINATOR = {
+    *("save: open", "save: number", "save: weigh", "save: collect", "save: finish"),
+    *("load: look", "load: plan"),
+}
+BEFORE_DCP = {"load: present", "load: look"}
+"""Before the first collective of DCP, so that each rank raises by itself."""
+WITH_PLANNER = {"save: write", "save: written", "save: receipt", "save: post", "load: read"}
+"""In hooks where a planner runs: what it raises is not made another error, and here it is taken for the planner's."""
+CASES = [
+    (place, error, rank)
+    for place, error in itertools.product(PLACES, ERRORS)
+    for rank in ((0,) if place in BY_COORDINATOR else (1,))
+    if place != "load: reset"  # ours does not run yet: only that the process is gone can be seen
+]
+SOME = CASES[::5]
+"""Some errors in every place, and every error in some place."""
+TYPED = {
+    "EROFS": "StoreDenied",
+    "EMFILE": "StoreError",
+    "ENOSPC": "StoreFull",
+    "EACCES": "StoreDenied",
+    "EIO": "StoreError",
+}
+"""What the errors of the operating system become where no code of the user runs."""
+
+
+def expected(case: tuple[str, str, int], at: int) -> str:
+    """The type of the error that the rank `at` finds, raised there or in DCP's exception."""
+    place, error, rank = case
+    if place not in WITH_PLANNER and error in TYPED:
+        return TYPED[error]
+    if error == "Unsendable" and place not in BEFORE_DCP:
+        return "RankFailed"
+    if place in BEFORE_DCP and at != rank:
+        return "RankFailed"
+    return type(ERRORS[error]()).__name__
+
+
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("cases", [SOME, long(CASES)], ids=["some", "all"])
+def test_any_error_at_one_rank_reaches_all(cluster_of: ClusterOf, cases: list[tuple[str, str, int]]) -> None:
+    """Errors of the system, of Python and ones that cannot be pickled, in every step: all ranks raise, and can go on.
+
+    Nothing of a save that failed is left staged on any node.
+    """
+    cluster = cluster_of(2, quick_exit=False)
+    calls = [call("errors.save_kept"), call("errors.breaks_in_turn", cases=cases)]
+    results = cluster.launch(calls, nodes=[0, 1], ranks=[1, 2], timeout_s=420)
+    for number, case in enumerate(cases):
+        place, _, rank = case
+        for at, outcome in enumerate(outcomes[number] for outcomes in results.of(1)):
+            is_told_by_dcp = place not in BEFORE_DCP
+            assert outcome["seconds"] < SOON_S, (case, at, outcome)
+            assert (outcome["caught"] == "CheckpointException") == is_told_by_dcp, (case, at, outcome)
+            told = {who: what for who, what in outcome["told"].items() if what != "SaveAborted"}  # given up meanwhile
+            assert told == {str(rank if is_told_by_dcp else at): expected(case, at)}, (case, at, outcome)
+            assert outcome["staged"] == [], (case, at, outcome)
+
+
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [
+        ("load: reset", 2),
+        long("load: look", 0),
+        long("load: read", 1),
+        ("save: write", 2),
+        *(long(place, 0) for place in sorted(BY_COORDINATOR - {"load: look"})),
+        *(long(place, 1) for place in sorted(PLACES.keys() - BY_COORDINATOR)),
+    ],
+)
+def test_a_killed_rank_is_missed_by_all(cluster_of: ClusterOf, place: str, rank: int) -> None:
+    """SIGKILL at one rank, in any step: the others raise within seconds, not after the time-out of a collective."""
+    cluster = cluster_of(2, quick_exit=False)
+    calls = [call("errors.save_kept"), call("errors.breaks", place=place, error="SIGKILL", rank=rank)]
+    attempt = cluster.attempt(calls, nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)
+    assert attempt.codes[rank] == -9
+    for other in {0, 1, 2} - {rank}:
+        assert attempt.values[other][1:], attempt
+        assert attempt.values[other][1]["seconds"] < SOON_S, attempt
+
+
+def test_a_killed_coordinator_is_missed_where_the_store_lives_on(cluster_of: ClusterOf) -> None:
+    """The c10d store is served by a rank that takes no part: the process of the coordinator is found to be gone."""
+    cluster = cluster_of(2, quick_exit=False)
+    killed = call("errors.breaks_in_group", place="load: look", error="SIGKILL", members=[1, 2], rank=1)
+    attempt = cluster.attempt([call("errors.save_kept"), killed], nodes=[0, 1], ranks=[1, 2], grace_s=2 * SOON_S)
+    found = attempt.values[2][1]
+    assert found["caught"] == "RankFailed", found
+    assert "rank 0 has ended" in found["text"]
+    assert found["seconds"] < SOON_S, found

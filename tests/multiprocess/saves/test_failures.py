@@ -1,0 +1,96 @@
+"""A rank raises during a save: everybody learns it, nothing is left behind, and what was there before stays."""
+
+import time
+
+import pytest
+
+from tests.harness.cluster import call
+from tests.marks import mark_long
+from tests.multiprocess.conftest import ClusterOf
+
+KINDS = ["plain", "own"]
+PHASES = [
+    ("plan", [0, 2]),
+    ("global_plan", [0]),
+    ("finish_plan", [1]),
+    ("write", [0]),
+    ("write", [2]),
+    ("commit", [0]),
+]
+STAGING_GRACE_S = 5.0  # an agent lets a save that was opened just now be
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("phase", "ranks"), mark_long(PHASES, keep=[("write", [2]), ("commit", [0])]))
+def test_a_failing_rank_fails_the_save_for_all(cluster_of: ClusterOf, phase: str, ranks: list[int]) -> None:
+    """Whoever raises, in plan, write or commit: all ranks get its error by its rank, soon, and the old one loads."""
+    # Torch calls no writer between a planner that raises in `finish_plan` and the next save, so the next save cleans up.
+    is_noticed = phase != "finish_plan"
+    cluster = cluster_of(3)
+    load = call("state.load", kinds=["plain"], checkpoint_id="step-1")
+    own = call(
+        "state.load_integers", sizes={f"rank{rank}": 1000 for rank in range(3)}, checkpoint_id="step-1", kind="own"
+    )
+    breaks = call("failing.save_breaks", kinds=KINDS, checkpoint_id="step-1", phase=phase, ranks=ranks, overwrite=True)
+    breaks_new = call("failing.save_breaks", kinds=KINDS, checkpoint_id="step-2", phase=phase, ranks=ranks)
+    again = call("state.save", kinds=KINDS, checkpoint_id="step-2", seed=5)
+    calls = [
+        call("state.save", kinds=KINDS, checkpoint_id="step-1"),
+        breaks,
+        breaks_new,
+        call("loss.staging_left", within_s=15.0 if is_noticed else 0.0),
+        load,
+        own,
+        call("state.load", kinds=["plain"], checkpoint_id="latest"),
+        again,
+        call("state.load", kinds=["plain"], checkpoint_id="step-2"),
+        call("loss.staging_left"),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1, 2])
+    for failure in [*results.of(1), *results.of(2)]:
+        assert failure["ranks"] == ranks
+        assert f"breaks in {phase}" in failure["message"]
+        assert failure["seconds"] < 20
+    assert results.of(9) == [[], [], []]
+    if is_noticed:
+        assert results.of(3) == [[], [], []]
+    saved = {name: value for name, value in results.of(0)[0].items() if name.startswith("plain/")}
+    assert results.digests(4) == results.digests(6) == [saved] * 3
+    assert results.agreed(5) == {f"rank{rank}": rank + 1 for rank in range(3)}
+    resaved = {name: value for name, value in results.of(7)[0].items() if name.startswith("plain/")}
+    assert results.digests(8) == [resaved] * 3 != [saved] * 3
+
+
+@pytest.mark.fault
+def test_a_failed_save_of_an_ended_trainer_is_removed_by_the_next_load(cluster_of: ClusterOf) -> None:
+    """What ranks staged and left behind when they ended is no checkpoint, and the next world to look removes it."""
+    cluster = cluster_of(2)
+    calls = [
+        call("state.save", kinds=["plain"], checkpoint_id="step-1"),
+        call("failing.save_breaks", kinds=["plain"], checkpoint_id="step-2", phase="finish_plan", ranks=[1]),
+    ]
+    saved = cluster.launch(calls, nodes=[0, 1])
+    time.sleep(STAGING_GRACE_S)
+    calls = [call("state.load", kinds=["plain"], checkpoint_id="latest"), call("loss.staging_left")]
+    loaded = cluster.launch(calls, nodes=[0, 1])
+    assert loaded.digests(0) == saved.of(0)
+    assert loaded.of(1) == [[], []]
+
+
+@pytest.mark.fault
+def test_a_rank_without_the_jobs_secret_fails_save_and_load_for_all(cluster_of: ClusterOf) -> None:
+    """Ranks with one secret save and load; where one has another, all ranks get a typed error that says so, soon."""
+    cluster = cluster_of(2, environment={"REPLICATED_CKPT_JOB_SECRET": "s" * 32})
+    save, load = (call(f"state.{verb}", kinds=["plain"], checkpoint_id="step-1") for verb in ("save", "load"))
+    results = cluster.launch([save, load], nodes=[0, 1])
+    assert results.digests(1) == results.of(0)
+    cluster.nodes[1].environment["REPLICATED_CKPT_JOB_SECRET"] = "o" * 32
+    failing = [
+        call("state.save_fails", kinds=["plain"], checkpoint_id="step-2"),
+        call("state.load_fails", kinds=["plain"], checkpoint_id="step-1"),
+    ]
+    for failures in map(cluster.launch(failing, nodes=[0, 1]).of, (0, 1)):
+        for failure in failures:
+            assert failure["types"] == ["JobSecretMismatch"], str(failure)
+            assert "REPLICATED_CKPT_JOB_SECRET" in failure["hint"]
+            assert failure["seconds"] < 20

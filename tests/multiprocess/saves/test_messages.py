@@ -1,0 +1,68 @@
+"""What a save says to the agents, and to its ranks, when nothing disturbs it: every save of every node pays for it."""
+
+from collections import Counter
+
+from tests.harness.cluster import call
+from tests.multiprocess.conftest import ClusterOf
+
+
+def test_an_undisturbed_save_says_no_more_than_it_has_to(cluster_of: ClusterOf) -> None:
+    """Three nodes, one rank each: open, the copies, the decision, commit; as many as before there were saves in doubt.
+
+    Of a layout that the nodes have, `.metadata` is not sent again: they take their own.
+    """
+    cluster = cluster_of(3)
+    calls = [
+        call("saving.count_messages", kinds=["plain"], checkpoint_id="last", times=3),
+        call("state.load", kinds=["plain"], checkpoint_id="last"),
+    ]
+    results = cluster.launch(calls, nodes=[0, 1, 2])
+    counted = sum((Counter(found) for found in results.of(0)), Counter[str]())
+    assert counted == {
+        "GET /v1/status?brief=1": 3,
+        "GET /v1/status?brief=1&opening=1": 3,
+        "POST /v1/saves/SAVE": 3,
+        "PUT /v1/saves/SAVE/__0_0.distcp": 1,
+        "PUT /v1/saves/SAVE/__1_0.distcp": 1,
+        "PUT /v1/saves/SAVE/__2_0.distcp": 1,
+        "POST /v1/saves/SAVE/pull": 2,
+        "PUT /v1/saves/SAVE/.manifest.json": 2,
+        "POST /v1/saves/SAVE/commit": 3,
+    }
+    assert results.digests(1)[0] == results.digests(1)[1] == results.digests(1)[2]
+
+
+def test_a_repeated_save_gathers_and_sends_next_to_nothing(cluster_of: ClusterOf) -> None:
+    """Of 1,000 items, from the second save on: under 512 bytes of each rank after planning, and no collective more.
+
+    What `dcp.save` returns is the whole metadata on every rank all the same, and what a stranger's reader finds is right.
+    """
+    cluster = cluster_of(2)
+    counted = cluster.launch([call("planning.count_exchanged", times=4, items=1000)], nodes=[0, 1]).of(0)
+    for rank in counted:
+        assert len({tuple(save["calls"]) for save in rank["saves"]}) == 1
+        assert rank["saves"][0]["sent"] > 10_000
+        assert all(save["sent"] < 512 for save in rank["saves"][1:])
+        assert rank["returned"] == [rank["wanted"]] * 4
+    assert counted[0]["wanted"] == counted[1]["wanted"]
+    lying = {(node.root / f"step-{n}" / ".metadata").read_bytes() for node in cluster.nodes for n in range(4)}
+    assert len(lying) == 1
+
+
+def test_a_node_with_damaged_metadata_is_sent_it(cluster_of: ClusterOf) -> None:
+    """A node whose copy of the last `.metadata` is damaged gets the bytes; the save holds on every node."""
+    cluster = cluster_of(2)
+    counted = cluster.launch([call("planning.save_with_metadata_damaged", kinds=["plain"])], nodes=[0, 1]).of(0)[0]
+    assert counted == {"damaged": [1, 1], "intact": [1, 0]}
+    for name in ("step-damaged", "step-intact"):
+        assert len({(node.root / name / ".metadata").read_bytes() for node in cluster.nodes}) == 1
+
+
+def test_a_load_reads_its_metadata_once(cluster_of: ClusterOf) -> None:
+    """Every rank, the coordinator among them, opens `.metadata` once in a load, by its id and by "latest"."""
+    cluster = cluster_of(2)
+    calls = [
+        call("state.save", kinds=["plain"], checkpoint_id="step-1"),
+        call("planning.count_metadata_opened", kinds=["plain"], checkpoint_ids=["step-1", "latest"]),
+    ]
+    assert cluster.launch(calls, nodes=[0, 0, 1]).of(1) == [[1, 1]] * 3

@@ -1,0 +1,141 @@
+"""Objects that were changed or cut behind our back: found when they are read, made up for by peers, or said to be lost."""
+
+from collections.abc import Callable
+
+import pytest
+
+from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES
+from tests.buckets.faults import Fault
+from tests.buckets.servers import Server
+from tests.harness.cluster import Call, call
+from tests.marks import mark_long
+from tests.object_tier.conftest import SiteOf
+from tests.object_tier.sites import Site
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(240)]
+
+COUNT = 3  # MiB of each rank
+SHARD, MANIFEST, METADATA = "__1_0.distcp", ".manifest.json", ".metadata"
+Damage = Callable[[bytes], bytes]
+
+
+def flipped(at: int) -> Damage:
+    """One bit, in a byte counted from the beginning or from the end."""
+    return lambda raw: raw[:at] + bytes([raw[at] ^ 4]) + raw[len(raw[:at]) + 1 :]
+
+
+def halved(raw: bytes) -> bytes:
+    return raw[: len(raw) // 2]
+
+
+DAMAGES: dict[str, tuple[str, Damage]] = {
+    "shard-flip": (SHARD, flipped(1_500_000)),
+    "shard-footer-flip": (SHARD, flipped(-30)),
+    "shard-cut": (SHARD, halved),
+    "manifest-flip": (MANIFEST, flipped(200)),
+    "manifest-cut": (MANIFEST, halved),
+    "metadata-flip": (METADATA, flipped(100)),
+    "metadata-cut": (METADATA, halved),
+    "mark-flip": (METADATA, flipped(-20)),
+    "mark-cut": (METADATA, lambda raw: raw[:-MARK_BYTES]),
+    "mark-cut-short": (METADATA, lambda raw: raw[:-1]),
+}
+
+
+def saved(site: Site, **writer: object) -> None:
+    calls = [site.save("step-1", COUNT, seed=7, **writer), site.save("step-2", COUNT, **writer), site.wait(**writer)]
+    site.cluster.launch(calls, nodes=[0, 1])
+
+
+def damage(site: Site, name: str, change: Damage) -> None:
+    key = site.key("step-2", name)
+    site.change(key, change(site.body(key)))
+
+
+def failing_load(site: Site, checkpoint_id: str) -> Call:
+    where = {"where": site.where, "rootless": True}
+    return call("objects.load_fails", checkpoint_id=checkpoint_id, count=COUNT, ranks=2, **where)
+
+
+@pytest.mark.parametrize("kind", mark_long(DAMAGES, keep=["shard-flip"]))
+def test_a_damaged_object_is_no_source(moto: Server, site_of: SiteOf, kind: str) -> None:
+    """With nodes that have it nobody notices; without, every rank says what is lost, and loads no wrong byte."""
+    name, change = DAMAGES[kind]
+    site = site_of(moto, 2)
+    saved(site)
+    damage(site, name, change)
+    site.cluster.nodes[0].lose()
+    found = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0, 1]).of(0)
+    assert all(value["same"] and value["report"]["checkpoint_id"] == "step-2" for value in found)
+    site.lose_all()
+    calls = [failing_load(site, "step-2"), site.load("step-1", COUNT, 2, seed=7)]
+    results = site.cluster.launch(calls, nodes=[0, 1])
+    for failure in results.of(0):
+        assert failure["types"] in (["ShardLost"], ["AssertionError"]), failure  # DCP wraps what read_metadata raises
+        assert f"no intact copy of 1 shard is left: {name}" in failure["message"]
+        assert failure["is_clean"]
+        assert site.name in failure["message"]
+    assert all(value["same"] for value in results.of(1))
+
+
+@pytest.mark.long
+def test_two_bad_copies_make_a_good_one(moto: Server, site_of: SiteOf) -> None:
+    """A peer's and the bucket's, damaged in different places: whole together, and both are named in the report."""
+    site = site_of(moto, 2)
+    saved(site, copies=1)
+    damage(site, SHARD, flipped(2_500_000))
+    path = site.cluster.nodes[1].disk / "step-2" / SHARD
+    path.write_bytes(flipped(500_000)(path.read_bytes()))
+    site.cluster.nodes[0].lose()
+    blank, survivor = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0, 1]).of(0)
+    for value, first, *others in ((value, *value["report"]["bad_copies"]) for value in (blank, survivor)):
+        assert value["same"]
+        assert SHARD in first
+        assert "expected CRC32C" in first
+        for other in others:
+            assert f"{SHARD} on node object" in other or site.name in other
+    assert len(blank["report"]["bad_copies"]) == 2  # it reads larger pieces than whoever has a copy, and meets both
+
+
+@pytest.mark.long
+def test_a_bad_copy_in_the_bucket_is_made_up_for_by_a_peer_that_comes_back(moto: Server, site_of: SiteOf) -> None:
+    """The bucket's only copy is damaged when the load begins: ShardLost; with the node back the same load succeeds."""
+    site = site_of(moto, 2)
+    saved(site, copies=1)
+    damage(site, SHARD, flipped(1_500_000))
+    node = site.cluster.nodes[1]
+    node.kill_agent()
+    aside = node.disk.rename(node.disk.with_suffix(".aside"))
+    fails = call("objects.load_fails", checkpoint_id="step-2", count=COUNT, ranks=2, where=site.where)
+    (failure,) = site.cluster.launch([fails], nodes=[0]).of(0)
+    assert failure["types"] == ["ShardLost"]
+    assert failure["shards"] == [SHARD]
+    aside.rename(node.disk)
+    found = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0, 1]).of(0)
+    assert all(value["same"] for value in found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [SHARD, MANIFEST, METADATA])
+def test_a_bit_that_flips_on_the_way_is_read_again(moto: Server, site_of: SiteOf, name: str) -> None:
+    """Before the object is called damaged."""
+    site = site_of(moto, 2)
+    saved(site)
+    site.lose_all()
+    fault = site.faulty.add(Fault("flip_answer", method="GET", key=f"step-2/{name}", times=1))
+    (found,) = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0]).of(0)
+    assert fault.fired == 1
+    assert found["same"]
+
+
+@pytest.mark.long
+def test_a_missing_object_is_found_missing(moto: Server, site_of: SiteOf) -> None:
+    """A shard that somebody deleted: `latest` is the checkpoint before, and the other one says what it lacks."""
+    site = site_of(moto, 2)
+    saved(site)
+    site.server.client().delete_object(Bucket=site.name, Key=site.key("step-2", SHARD))
+    site.lose_all()
+    calls = [failing_load(site, "step-2"), site.load("latest", COUNT, 2, seed=7)]
+    results = site.cluster.launch(calls, nodes=[0, 1])
+    assert all(failure["shards"] == [SHARD] for failure in results.of(0))
+    assert all(value["same"] and value["report"]["checkpoint_id"] == "step-1" for value in results.of(1))

@@ -1,0 +1,90 @@
+"""Loads from a bucket that refuses, breaks, bends or hangs: the bytes that were saved, or an error that says why not."""
+
+from typing import Any
+
+import pytest
+
+from tests.buckets.faults import Fault, Kind
+from tests.buckets.servers import Server
+from tests.harness.cluster import call
+from tests.marks import mark_long
+from tests.object_tier.conftest import SiteOf
+from tests.object_tier.sites import Site
+from tests.stopwatch import Stopwatch
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.fault, pytest.mark.timeout(240)]
+
+COUNT = 3  # MiB of each rank
+
+
+def saved(site: Site, **writer: Any) -> None:
+    calls = [site.save("step-1", COUNT, seed=7, **writer), site.save("step-2", COUNT, **writer), site.wait(**writer)]
+    site.cluster.launch(calls, nodes=[0, 1])
+
+
+@pytest.mark.parametrize("kind", mark_long(["status", "reset", "lost_answer", "cut_answer"], keep=["reset"]))
+def test_the_bucket_alone_with_bucket_faults(moto: Server, site_of: SiteOf, kind: Kind) -> None:
+    """One answer in four is none: two blank nodes load every bit."""
+    site = site_of(moto, 2)
+    saved(site)
+    site.lose_all()
+    fault = site.faulty.add(Fault(kind, method="GET", probability=0.25, seed=4))
+    calls = [site.load("step-2", COUNT, 2), site.load("latest", COUNT, 2)]
+    results = site.cluster.launch(calls, nodes=[0, 1])
+    assert all(value["same"] for value in (*results.of(0), *results.of(1)))
+    assert fault.fired > 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["short_answer", "flip_answer"])
+def test_the_bucket_alone_answers_wrongly(moto: Server, site_of: SiteOf, kind: Kind) -> None:
+    """Answers about shards that are not what they should be, and look well: each is asked for again."""
+    site = site_of(moto, 2)
+    saved(site)
+    site.lose_all()
+    faults = [site.faulty.add(Fault(kind, method="GET", key="__", skip=5 * count, times=1)) for count in range(3)]
+    (found,) = site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0]).of(0)
+    assert found["same"]
+    assert sum(fault.fired for fault in faults) >= 2
+
+
+@pytest.mark.long
+def test_throttled_for_seconds(moto: Server, site_of: SiteOf) -> None:
+    """A bucket that says SlowDown eight times in a row is asked again, ever more slowly."""
+    site = site_of(moto, 2)
+    saved(site)
+    site.lose_all()
+    site.faulty.add(Fault("status", method="GET", key="__", times=8))
+    assert site.cluster.launch([site.load("step-2", COUNT, 2)], nodes=[0, 1]).of(0)[0]["same"]
+
+
+@pytest.mark.long
+def test_a_bucket_that_is_away_is_not_needed(moto: Server, site_of: SiteOf, stopwatch: Stopwatch) -> None:
+    """Refusing or silent: the nodes have it all, the load takes seconds more, the report is clean."""
+    site = site_of(moto, 2)
+    saved(site)
+    for how, within_s in (("refuse", 10), ("hang", 18)):
+        site.faulty.away(how)  # type: ignore[arg-type]
+        started = stopwatch.now()
+        found = site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1]).of(0)
+        assert all(value["same"] and value["report"]["checkpoint_id"] == "step-2" for value in found)
+        assert stopwatch.now() - started < within_s
+        site.faulty.back()
+
+
+def test_a_bucket_that_is_away_and_needed_is_named(moto: Server, site_of: SiteOf) -> None:
+    """On every rank, within seconds, with what it answered; `latest` is not None; back again, the same load succeeds."""
+    site = site_of(moto, 2)
+    saved(site)
+    site.lose_all()
+    site.faulty.away()
+    fails = call("objects.load_fails", checkpoint_id="latest", count=COUNT, ranks=2, where=site.where)
+    ask = call("lookup.ask_in_vain", **site.where)
+    results = site.cluster.launch([fails, ask], nodes=[0, 1], timeout_s=30)
+    for failure in results.of(0):
+        assert failure["types"] == ["CheckpointNotFound"]
+        assert f"{site.url}: not reached" in failure["message"]
+        assert "testsecret" not in failure["message"]
+    assert [asked["type"] for asked in results.of(1)] == ["StoreUnavailable"] * 2
+    site.faulty.back()
+    assert all(value["same"] for value in site.cluster.launch([site.load("latest", COUNT, 2)], nodes=[0, 1]).of(0))

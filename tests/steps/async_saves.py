@@ -1,0 +1,291 @@
+"""Steps: `dcp.async_save`, in a thread or in a process of its own."""
+
+import gc
+import os
+import signal
+import tempfile
+import time
+from concurrent.futures import Future
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from replicated_ckpt import ReplicatedWriter
+from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
+from replicated_ckpt.agent.state.endpoint import FileLock
+from replicated_ckpt.config import Ack
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
+from replicated_ckpt.errors import ReplicatedCkptError
+from tests.harness.cluster import Digests
+from tests.harness.processes import agent_of
+from tests.steps.context import Context
+from tests.steps.failing import FailingPlanner
+from tests.steps.state import build_all, digests_of, failure
+from tests.steps.states import State
+
+
+class SlowPlanner(DefaultSavePlanner):
+    """Takes two seconds for the data of a save."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if not self.__dict__.setdefault("_slept", False):
+            self._slept = True
+            time.sleep(2.0)
+        return super().resolve_data(write_item)
+
+
+def start(context: Context, states: dict[str, State], checkpoint_id: str, planner: DefaultSavePlanner) -> Future[Any]:
+    future = dcp.async_save(dict(states), checkpoint_id=checkpoint_id, storage_writer=context.writer(), planner=planner)
+    assert isinstance(future, Future)
+    return future
+
+
+def save(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> list[Digests]:
+    """Saves in the background, one after the other, and spoils the values as soon as it may."""
+    saved = []
+    for seed, checkpoint_id in enumerate(checkpoint_ids):
+        states = build_all(context, kinds, seed)
+        saved.append(digests_of(states))
+        future = start(context, states, checkpoint_id, DefaultSavePlanner())
+        spoil({kind: state.state_dict() for kind, state in states.items()})
+        future.result(timeout=60)
+    return saved
+
+
+def spoil(state: Any) -> None:
+    """Zeroes every tensor in place, without a collective."""
+    if isinstance(state, torch.Tensor):
+        state.detach().zero_()
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            spoil(value)
+
+
+def save_in_process(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> list[Digests]:
+    """As `save`, each rank's writer in a second process, which serves all its saves."""
+    tempfile.tempdir = "/tmp"  # tensors go there through a socket, and no socket's path has more than 107 bytes
+    saved = []
+    for seed, checkpoint_id in enumerate(checkpoint_ids):
+        states = build_all(context, kinds, seed)
+        saved.append(digests_of(states))
+        future = dcp.async_save(
+            dict(states),
+            checkpoint_id=checkpoint_id,
+            storage_writer=context.writer(),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        assert isinstance(future, Future)
+        future.result(timeout=100)
+    return saved
+
+
+def save_breaks_in_process(context: Context, kinds: list[str], checkpoint_id: str, ranks: list[int]) -> str:
+    """As `save_in_process`, and `ranks` raise in that process; returns what the future says on this rank."""
+    tempfile.tempdir = "/tmp"
+    future = dcp.async_save(
+        dict(build_all(context, kinds, 0)),
+        checkpoint_id=checkpoint_id,
+        storage_writer=context.writer(),
+        planner=FailingPlanner("write", fails_here=context.rank in ranks),
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+    )
+    assert isinstance(future, Future)
+    return str(future.exception(timeout=100))
+
+
+def save_and_die(context: Context, kinds: list[str], ack: Ack, waited: Ack | None) -> None:
+    """Saves in the background, and is killed once that is acknowledged, or once `wait` has returned from `waited`."""
+    states = build_all(context, kinds, 0)
+    writer = context.writer(ack=ack)
+    future = dcp.async_save(dict(states), checkpoint_id="step-1", storage_writer=writer)
+    assert isinstance(future, Future)
+    future.result(timeout=100)
+    if waited is not None:
+        writer.wait(100, ack=waited)
+    was_there = (context.root / "step-1").exists()
+    context.root.with_name(f"seen{context.rank}").write_text(str(was_there))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_ahead(context: Context, kinds: list[str], checkpoint_ids: list[str]) -> dict[str, Any]:
+    """Saves one after the other as soon as agents have the one before; what lay in the store at each acknowledgement."""
+    saved, seen, reported = [], [], list[str]()
+    writer = ReplicatedWriter(context.root, ack="staged", on_save=lambda report: reported.append(report.checkpoint_id))
+    for seed, checkpoint_id in enumerate(checkpoint_ids):
+        states = build_all(context, kinds, seed)
+        saved.append(digests_of(states))
+        future = dcp.async_save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer)
+        assert isinstance(future, Future)
+        spoil({kind: state.state_dict() for kind, state in states.items()})
+        future.result(timeout=100)
+        seen.append((context.root / checkpoint_id).exists())
+    writer.wait(100, ack="peer")
+    there = [(context.root / checkpoint_id).exists() for checkpoint_id in checkpoint_ids]
+    assert writer.last_save is not None
+    copies = writer.last_save.copies_made
+    return {"digests": saved, "seen": seen, "there": there, "reported": reported, "copies": copies}
+
+
+def save_fails_late(context: Context, kinds: list[str]) -> dict[str, Any]:
+    """A save that is acknowledged and then given up, and a next one; what `wait` raises for each on this rank."""
+    writer, told = context.writer(ack="staged", on_degraded="raise"), list[str]()
+    for checkpoint_id in ("step-1", "step-2"):
+        states = build_all(context, kinds, 0)
+        future = dcp.async_save(dict(states), checkpoint_id=checkpoint_id, storage_writer=writer)
+        assert isinstance(future, Future)
+        future.result(timeout=100)
+        try:
+            writer.wait(100, ack="peer")
+            told.append("")
+        except ReplicatedCkptError as exc:
+            told.append(type(exc).__name__)
+        dist.barrier()
+    return {"told": told, "there": sorted(path.name for path in context.root.glob("step-*"))}
+
+
+def save_breaks(context: Context, kinds: list[str], checkpoint_id: str, phase: str, ranks: list[int]) -> dict[str, Any]:
+    """A save in the background in which `ranks` raise; returns what the future says on this rank."""
+    states = build_all(context, kinds, 0)
+    planner = FailingPlanner(phase, fails_here=context.rank in ranks)
+    future = start(context, states, checkpoint_id, planner)
+    error = future.exception(timeout=60)
+    assert isinstance(error, CheckpointException), error
+    return failure(error)
+
+
+def leave_in_flight(context: Context, kinds: list[str], checkpoint_id: str) -> dict[str, Any]:
+    """Starts a slow save in the background; the interpreter ends right after this step."""
+    states = build_all(context, kinds, 0)
+    before = digests_of(states)
+    context.leaves_work_behind = True
+    future = start(context, states, checkpoint_id, SlowPlanner())
+    return {"digests": before, "in_flight": not future.done()}
+
+
+def descriptors_of_saves(context: Context, saves: int) -> list[int]:
+    """How many descriptors this process has open after each save, with a writer of its own for each."""
+    counts = []
+    for number in range(saves):
+        future = dcp.async_save(
+            {f"rank{context.rank}": torch.ones(1 << 18)},
+            checkpoint_id=f"step-{number}",
+            storage_writer=ReplicatedWriter(context.root),
+        )
+        assert isinstance(future, Future)
+        future.result(timeout=60)
+        del future
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return counts
+
+
+def cpu_of_saves(context: Context, mebibytes: int, saves: int) -> dict[str, list[float]]:
+    """CPU seconds of this process from the end of staging to the end of each save: by the agent, and by the rank itself."""
+    state = {f"rank{context.rank}": torch.ones(mebibytes << 18)}
+    writer = context.writer(overwrite=True)
+    door, away = (context.root / ".agent" / name for name in (SOCKET_NAME, "away"))
+    spent: dict[str, list[float]] = {"agent": [], "rank": []}
+    for number in range(2 * saves + 2):
+        by = ("agent", "rank")[number % 2]
+        if number:
+            (door if by == "rank" else away).rename(away if by == "rank" else door)
+        dist.barrier()
+        future = dcp.async_save(dict(state), checkpoint_id="step-1", storage_writer=writer)
+        assert isinstance(future, Future)
+        began = time.process_time()
+        future.result(timeout=200)
+        if number > 1:
+            spent[by].append(time.process_time() - began)
+    return spent
+
+
+def footprint_of_saves(context: Context, saves: int, mebibytes: int, ack: Ack) -> list[dict[str, int]]:
+    """What this process and its node's agent hold after each of many saves: resident bytes, descriptors, threads."""
+    state, writer = {f"rank{context.rank}": torch.ones(mebibytes << 18)}, context.writer(overwrite=True, ack=ack)
+    found = []
+    for number in range(saves):
+        state[f"rank{context.rank}"].fill_(number)
+        future = dcp.async_save(dict(state), checkpoint_id="step-1", storage_writer=writer)
+        assert isinstance(future, Future)
+        future.result(timeout=100)
+        del future
+        writer.wait(100, ack="local")
+        gc.collect()
+        agent = agent_of(context.root)
+        own = {f"rank {name}": value for name, value in _footprint(os.getpid()).items()}
+        found.append(own | {f"agent {name}": value for name, value in _footprint(agent).items()})
+    return found
+
+
+def saves_with_forks(context: Context, kinds: list[str], saves: int) -> dict[str, Any]:
+    """Processes are forked in the middle of each save, as a data loader's workers are, and live on.
+
+    Returns what this node's agent has open to ranks after each save, and whether the lock of its start is free in the end.
+    """
+    states, workers, found = build_all(context, kinds, 0), list[BaseProcess](), list[int]()
+    for number in range(saves):
+        future = start(context, states, f"step-{number}", DefaultSavePlanner())
+        while not future.done():
+            workers.append(get_context("fork").Process(target=time.sleep, args=(100,), daemon=True))
+            workers[-1].start()
+            time.sleep(0.02)
+        future.result()
+        found.append(_local_connections(agent_of(context.root)))
+    is_start_free = FileLock.take(context.root / ".agent" / "start") is not None
+    for worker in workers:
+        worker.kill()
+        worker.join()
+    return {"open": found, "workers": len(workers), "is_start_free": is_start_free, "digests": digests_of(states)}
+
+
+def _local_connections(pid: int) -> int:
+    """How many sockets of this host alone a process has; those that are being closed are given a moment."""
+    time.sleep(0.1)
+    links = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    inodes = [line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return sum(f"socket:[{inode}]" in links for inode in inodes)
+
+
+def _footprint(pid: int) -> dict[str, int]:
+    process = Path(f"/proc/{pid}")
+    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    return {
+        "bytes": int(status["VmRSS"].split()[0]) << 10,
+        "descriptors": len(list((process / "fd").iterdir())),
+        "threads": int(status["Threads"]),
+    }
+
+
+def save_and_look(context: Context, kinds: list[str], checkpoint_id: str) -> dict[str, Any]:
+    """A save that is acknowledged as staged, and at once what the same object finds, loads and removes of it."""
+    states = build_all(context, kinds, 0)
+    saved = digests_of(states)
+    checkpoints = NamedCheckpoints(context.root, {"ack": "staged"})
+    checkpoints.save_later(checkpoint_id, dict(states)).result(timeout=100)
+    was_there = (context.root / checkpoint_id).exists()
+    found = checkpoints.find(LATEST)
+    spoil({kind: state.state_dict() for kind, state in states.items()})
+    loaded = checkpoints.load(checkpoint_id, dict(states))
+    is_same = digests_of(states) == saved
+    checkpoints.save_later(f"{checkpoint_id}-b", dict(states)).result(timeout=100)
+    removed = checkpoints.delete(f"{checkpoint_id}-b")
+    checkpoints.close()
+    left = sorted(path.name for path in context.root.glob("step-*"))
+    return {
+        "was_there": was_there,
+        "found": found,
+        "loaded": loaded,
+        "is_same": is_same,
+        "removed": removed,
+        "left": left,
+    }

@@ -1,0 +1,193 @@
+"""Steps: one rank meets an error, or is killed, in some hook of a save or a load; what each rank learns, and when."""
+
+import errno
+import importlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import replicated_ckpt.dcp.find.rendezvous
+import replicated_ckpt.dcp.load.attempt
+import replicated_ckpt.dcp.save.attempt
+import replicated_ckpt.dcp.save.commit
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.agent.state.endpoint import single_agent_lock
+from replicated_ckpt.dcp.agreement.nodes import AgentCluster
+from replicated_ckpt.dcp.find.survey import Survey, Surveyor
+from replicated_ckpt.dcp.load.attempt import LoadAttempt
+from replicated_ckpt.dcp.save.shard_writer import ShardWriter
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.harness.node import Node
+from tests.steps.context import Context
+from tests.steps.state import save_fails
+from tests.stopwatch import Stopwatch
+
+GROUP_WAIT = timedelta(seconds=12)
+PLACES: Mapping[str, tuple[Any, str]] = {
+    "save: present": (replicated_ckpt.dcp.save.attempt, "opening_post"),
+    "save: open": (AgentCluster, "begin"),
+    "save: number": (replicated_ckpt.dcp.save.attempt, "assign_sequence"),
+    "save: weigh": (replicated_ckpt.dcp.save.attempt, "weaknesses"),
+    "save: hold": (LocalStore, "lock_save"),
+    "save: write": (ShardWriter, "write"),
+    "save: written": (replicated_ckpt.dcp.save.attempt, "report_save"),
+    "save: receipt": (replicated_ckpt.dcp.save.attempt, "present_again"),
+    "save: post": (replicated_ckpt.dcp.save.attempt, "receipt_post"),
+    "save: collect": (replicated_ckpt.dcp.save.attempt, "collect_receipts"),
+    "save: finish": (replicated_ckpt.dcp.save.commit, "encode_metadata"),
+    "load: reset": (ReplicatedReader, "reset"),
+    "load: present": (replicated_ckpt.dcp.find.rendezvous, "reading_post"),
+    "load: look": (Surveyor, "survey"),
+    "load: told": (Survey, "from_json"),
+    "load: metadata": (replicated_ckpt.dcp.load.attempt, "read_verified_metadata"),
+    "load: check": (LoadAttempt, "plan"),
+    "load: plan": (replicated_ckpt.dcp.load.attempt, "plan_sharing"),
+    "load: read": (LoadAttempt, "read"),
+}
+"""Where an error is met: what stands there is replaced while the save or load goes on."""
+
+
+class Unsendable(Exception):
+    """Can be pickled, and not be made again from what was."""
+
+    def __init__(self, what: str, where: str) -> None:
+        super().__init__(f"{what} in {where}")
+
+
+def _os_error(name: str) -> OSError:
+    code = getattr(errno, name)
+    return OSError(code, os.strerror(code), "/somewhere")
+
+
+ERRORS: Mapping[str, Callable[[], BaseException]] = {
+    **{name: partial(_os_error, name) for name in ("EROFS", "EMFILE", "ENOSPC", "EACCES", "EIO")},
+    "MemoryError": MemoryError,
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "Unsendable": lambda: Unsendable("this rank breaks", "a hook"),
+}
+
+
+@contextmanager
+def failing(place: str, error: str, *, here: bool) -> Iterator[None]:
+    def fail(*_: Any, **__: Any) -> None:
+        if error == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        made = ERRORS[error]()
+        raise made
+
+    if not here:
+        yield
+        return
+    with mock.patch.object(*PLACES[place], fail):
+        yield
+
+
+def _run(context: Context, place: str, process_group: Any) -> None:
+    """The save or the load that `place` is a part of."""
+    if place.startswith("save"):
+        state, writer = {f"r{context.rank}": torch.ones(1000)}, ReplicatedWriter(context.root, overwrite=True)
+        dcp.save(state, checkpoint_id="broken", storage_writer=writer, process_group=process_group)
+    else:
+        load(context, "kept", process_group)
+
+
+def save_kept(context: Context) -> None:
+    """What the loads of these steps load."""
+    state = {f"r{context.rank}": torch.full((1000,), float(context.rank + 1))}
+    dcp.save(state, checkpoint_id="kept", storage_writer=ReplicatedWriter(context.root))
+
+
+def load(context: Context, checkpoint_id: str, process_group: Any = None) -> list[float]:
+    state = {f"r{rank}": torch.zeros(1000) for rank in range(context.world_size)}
+    reader = ReplicatedReader(context.root)
+    dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader, process_group=process_group)
+    return [float(tensor.mean()) for tensor in state.values()]
+
+
+def breaks(context: Context, place: str, error: str, rank: int, process_group: Any = None) -> dict[str, Any]:
+    """`rank` meets `error` at `place`: what this rank catches, of which types, and how soon."""
+    stopwatch = Stopwatch()
+    try:
+        with failing(place, error, here=context.rank == rank):
+            _run(context, place, process_group)
+    except BaseException as exc:  # noqa: BLE001 - what is raised here is what is asked
+        told = {at: type(found).__name__ for at, (found, _) in exc.failures.items()} if hasattr(exc, "failures") else {}
+        return {
+            "seconds": stopwatch.stop(),
+            "caught": type(exc).__name__,
+            "told": told or {str(context.rank): type(exc).__name__},
+            "text": str(exc),
+        }
+    raise AssertionError("the error was lost")
+
+
+def breaks_in_group(context: Context, place: str, error: str, members: list[int], rank: int) -> dict[str, Any] | None:
+    """As `breaks`, in a group of some of the ranks; the others wait, and one of them serves the c10d store."""
+    group, store = dist.new_group(members, backend="gloo"), dist.distributed_c10d._get_default_store()
+    if context.rank not in members:
+        store.wait(["caught"], GROUP_WAIT)
+        return None
+    found = breaks(context, place, error, rank, process_group=group)
+    store.set("caught", "")
+    return found
+
+
+def breaks_in_turn(context: Context, cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
+    """One case after the other, in one world; what is staged after each; and after each that world still loads."""
+    found = []
+    for place, error, rank in cases:
+        outcome = breaks(context, place, error, rank)
+        staged = sorted(path.name for root in context.roots for path in (root / ".staging").glob("*"))
+        found.append({**outcome, "staged": staged})
+        assert load(context, "kept") == [float(other + 1) for other in range(context.world_size)]
+    return found
+
+
+def timed(context: Context, timed_step: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Another step, and how long it took."""
+    module, _, function = timed_step.rpartition(".")
+    run = getattr(importlib.import_module(f"tests.steps.{module}"), function)
+    stopwatch = Stopwatch()
+    value = run(context, **arguments)
+    return {"value": value, "seconds": stopwatch.stop()}
+
+
+def signal_agent(context: Context, node: int, number: int) -> None:
+    """Sends a signal to the agent of a node; all ranks go on when it has been sent."""
+    if context.rank == 0:
+        os.kill(Node(context.roots[node], context.roots[node]).agent_pid() or 0, number)
+    dist.barrier()
+
+
+def save_with_lock_held(context: Context, ranks: list[int]) -> dict[str, Any]:
+    """Saves while an agent of the node was stopped at its start: it holds the root's lock and never serves."""
+    starting = stopped_at_its_start(context.root / ".agent") if context.rank == 0 else None
+    dist.barrier()
+    try:
+        return save_fails(context, ["plain"], "step-2") if context.rank in ranks else {}
+    finally:
+        dist.barrier()
+        if starting is not None:
+            os.kill(starting, signal.SIGKILL)
+            os.waitpid(starting, 0)
+
+
+def stopped_at_its_start(directory: Path) -> int:
+    """A process that has the root's lock and was stopped before it could answer."""
+    pid = os.fork()
+    if pid == 0:
+        single_agent_lock(directory)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(1)
+    os.waitpid(pid, os.WUNTRACED)
+    return pid

@@ -1,0 +1,78 @@
+"""Steps: what is left of a save that was killed, and whether it goes on from there."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt.errors import ReplicatedCkptError
+from tests.steps.context import Context
+from tests.steps.peers import pieces
+from tests.steps.state import OTHER_SEED, build_all, digests_of, failure
+
+NEXT_SEED = 3
+_POLL_S = 0.05
+
+
+def seed_of(context: Context, kinds: list[str], checkpoint_id: str, seeds: list[int]) -> Any:
+    """Loads; returns from which of the `seeds` every value is, bit for bit, "no seed" if from none, or the error."""
+    states = build_all(context, kinds, OTHER_SEED)
+    try:
+        dcp.load(dict(states), checkpoint_id=checkpoint_id, storage_reader=context.reader())
+    except (CheckpointException, ReplicatedCkptError) as exc:
+        context.kept[checkpoint_id] = None
+        return failure(exc)["types"]
+    found = digests_of(states)
+    context.kept[checkpoint_id] = found
+    return next((seed for seed in seeds if digests_of(build_all(context, kinds, seed)) == found), "no seed")
+
+
+def save_next(context: Context, kinds: list[str], attempted: str, otherwise: str, **writer: Any) -> str:
+    """As a trainer goes on: saves under the id of the killed save if that could not be loaded, else under `otherwise`."""
+    checkpoint_id = attempted if context.kept[attempted] is None else otherwise
+    states = build_all(context, kinds, NEXT_SEED)
+    dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=context.writer(**writer))
+    context.kept["next"] = checkpoint_id
+    return checkpoint_id
+
+
+def seed_of_next(context: Context, kinds: list[str], seeds: list[int]) -> Any:
+    """What `save_next` saved, as it loads."""
+    return seed_of(context, kinds, context.kept["next"], seeds)
+
+
+def litter(context: Context, within_s: float) -> list[str]:
+    """What lies in this node's `.staging` and `.trash`, and parts anywhere; waits for it to become nothing."""
+    deadline = time.monotonic() + within_s
+    while (left := _litter_of(context.root)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return left
+
+
+def _litter_of(root: Path) -> list[str]:
+    found = [path for folder in (".staging", ".trash") for path in (root / folder).rglob("*")]
+    found += [path for path in root.rglob("*") if path.suffix in {".part", ".tmp"}]
+    return sorted({str(path.relative_to(root)) for path in found})
+
+
+def save_uneven(context: Context, checkpoint_id: str, counts: list[int]) -> dict[str, Any]:
+    """Each rank saves so many pieces of one MiB; how many copies were made, or how it failed."""
+    writer = context.writer()
+    state = pieces(context.rank, counts[context.rank], 1)
+    try:
+        dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
+    except (CheckpointException, ReplicatedCkptError) as exc:
+        return failure(exc)
+    assert writer.last_save is not None
+    return {"copies_made": writer.last_save.copies_made}
+
+
+def load_uneven(context: Context, checkpoint_id: str, counts: list[int]) -> bool:
+    """Whether all pieces of all ranks load bit for bit."""
+    wanted = {name: tensor for rank, count in enumerate(counts) for name, tensor in pieces(rank, count, 1).items()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=context.reader())
+    return all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -1,0 +1,43 @@
+"""Steps: a node vanishes, and comes back, while the ranks live on."""
+
+import contextlib
+import shutil
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.harness.processes import agent_of, end
+from tests.steps.context import Context
+
+
+def kill_agent_of(root: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        end([agent_of(root)])
+
+
+def lose(context: Context, nodes: list[int]) -> None:
+    """These nodes' agents die and their stores are empty; what was in them is put aside."""
+    if context.node in nodes:
+        kill_agent_of(context.root)
+        context.root.rename(context.root.with_suffix(".aside"))
+        context.root.mkdir()
+    dist.barrier()
+
+
+def bring_back(context: Context, nodes: list[int]) -> None:
+    """These nodes' stores hold again what they held before they were lost."""
+    if context.node in nodes:
+        kill_agent_of(context.root)
+        shutil.rmtree(context.root)
+        context.root.with_suffix(".aside").rename(context.root)
+    dist.barrier()
+
+
+def staging_left(context: Context, within_s: float = 15.0) -> list[str]:
+    """What lies under this node's `.staging`; waits for it to become nothing, but not longer than `within_s`."""
+    folder = context.root / ".staging"
+    deadline = time.monotonic() + within_s
+    while (left := sorted(path.name for path in folder.rglob("*"))) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left

@@ -1,0 +1,112 @@
+"""Steps: ranks of one node load the same bytes, and one of them stops, fails, or agrees to more than it reads."""
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from replicated_ckpt import ReplicatedReader
+from replicated_ckpt.stores.node_cache import patience
+from tests.steps.context import Context
+from tests.steps.peers import pieces
+from tests.steps.state import failure, report_of
+from tests.stopwatch import Stopwatch
+
+STOPPED_MAX_S = 60.0
+
+
+class TimedReader(ReplicatedReader):
+    """Takes the time of what a rank reads by itself, before DCP has all ranks wait for each other."""
+
+    seconds = elapsed_s = 0.0
+    """Without the time in which this rank, or the machine, stood still; and with it."""
+    note: Path | None = None
+    """Made once it has read, if a rank waits for that."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        started, stopwatch = time.monotonic(), Stopwatch()
+        try:
+            return super().read_data(plan, planner)
+        finally:
+            self.seconds, self.elapsed_s = stopwatch.stop(), time.monotonic() - started
+            if self.note is not None:
+                self.note.touch()
+
+
+class TroubledPlanner(DefaultLoadPlanner):
+    """On one rank something happens: it raises before it reads or while it reads, stops, or drops half of its plan.
+
+    One that stops goes on when the files `until` are there, or after STOPPED_MAX_S.
+    """
+
+    def __init__(self, trouble: str, until: Sequence[Path]) -> None:
+        super().__init__()
+        self._trouble = trouble
+        self._until = until
+        self._resolved = 0
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        plans: list[LoadPlan] = super().create_global_plan(global_plan)
+        if self._trouble == "drops":  # of the coordinator's own plan, after the readers have seen it
+            plans[0] = replace(plans[0], items=plans[0].items[::2])
+        return plans
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        if self._trouble == "raises before":
+            raise RuntimeError("this rank breaks before it reads")
+        return super().finish_plan(central_plan)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        self._resolved += 1
+        if self._resolved == 3 and self._trouble == "raises":
+            raise RuntimeError("this rank breaks while it reads")
+        if self._resolved == 3 and self._trouble == "stops":
+            pid, tries = os.getpid(), int(STOPPED_MAX_S / 0.1)
+            are_there = " && ".join(f"test -e {path}" for path in self._until)
+            waits = f"for _ in $(seq {tries}); do {are_there} && break; sleep 0.1; done"
+            subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; {waits}; kill -CONT {pid}"])
+            time.sleep(0.2)  # until it is stopped
+        found: torch.Tensor = super().resolve_tensor(read_item)
+        return found
+
+
+def load_with_trouble(
+    context: Context,
+    checkpoint_id: str,
+    count: int,
+    ranks: int,
+    trouble: str,
+    at: int,
+    patience_s: float,
+) -> dict[str, Any]:
+    """Loads the pieces of all ranks that saved; rank `at` has trouble. Says how it went here, and how long it read.
+
+    A rank that stops goes on when the others have read all. Ranks that read wait for `patience_s` for each other.
+    """
+    patience.PATIENCE_S = patience_s
+    wanted = {name: tensor for rank in range(ranks) for name, tensor in pieces(rank, count, 1).items()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    reader = TimedReader(context.root)
+    notes = [context.roots[0].parent / f"rank-{rank}-has-read" for rank in range(context.world_size)]
+    reader.note = notes[context.rank] if trouble == "stops" else None
+    planner = TroubledPlanner(trouble if context.rank == at else "", [*notes[:at], *notes[at + 1 :]])
+    try:
+        dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner)
+    except CheckpointException as exc:
+        return {"seconds": reader.seconds, **failure(exc)}
+    return {
+        "same": [torch.equal(found[name], wanted[name]) for name in wanted],
+        "report": report_of(reader.last_load),
+        "seconds": reader.seconds,
+        "elapsed_s": reader.elapsed_s,
+    }

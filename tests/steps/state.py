@@ -1,0 +1,114 @@
+"""Steps: save a state, load one, and say what came of it."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+
+from replicated_ckpt.errors import ReplicatedCkptError
+from tests.harness.cluster import Digests
+from tests.steps.context import Context
+from tests.steps.states import State, build
+from tests.stopwatch import Stopwatch
+
+OTHER_SEED = 90_000  # what a state holds before it is loaded differs everywhere from what was saved
+
+
+def build_all(context: Context, kinds: list[str], seed: int) -> dict[str, State]:
+    """`kinds` are kinds of state, each under its own name; "name:kind" puts a kind under another one's name."""
+    named = {name: kind or name for name, _, kind in (entry.partition(":") for entry in kinds)}
+    return {name: build(kind, seed, context.rank, context.world_size) for name, kind in named.items()}
+
+
+def digests_of(states: dict[str, State]) -> Digests:
+    return {f"{kind}/{name}": value for kind, state in states.items() for name, value in state.digests().items()}
+
+
+def report_of(report: object) -> dict[str, Any]:
+    return dataclasses.asdict(report)  # type: ignore[call-overload, no-any-return]
+
+
+def save(context: Context, kinds: list[str], checkpoint_id: str, seed: int = 0, **writer: Any) -> Digests:
+    """Builds the states and saves them in one checkpoint; returns their digests."""
+    states = build_all(context, kinds, seed)
+    dcp.save(dict(states), checkpoint_id=checkpoint_id, storage_writer=context.writer(**writer))
+    return digests_of(states)
+
+
+def save_report(context: Context, **writer: Any) -> dict[str, Any]:
+    return report_of(context.writer(**writer).last_save)
+
+
+def load(context: Context, kinds: list[str], checkpoint_id: str, **reader: Any) -> dict[str, Any]:
+    """Loads into other values of the same kinds; returns the digests of what they hold then, and the report."""
+    states = build_all(context, kinds, OTHER_SEED)
+    before = digests_of(states)
+    storage_reader = context.reader(**reader)
+    dcp.load(dict(states), checkpoint_id=checkpoint_id, storage_reader=storage_reader)
+    after = digests_of(states)
+    assert before.keys() == after.keys()
+    return {"digests": after, "report": report_of(storage_reader.last_load)}
+
+
+def load_partly(context: Context, kinds: list[str], checkpoint_id: str, *, is_allowed: bool) -> dict[str, Any]:
+    """Loads a checkpoint that has only some of `kinds`; returns what they hold then, or the error, and what they held."""
+    states = build_all(context, kinds, OTHER_SEED)
+    before = digests_of(states)
+    planner = DefaultLoadPlanner(allow_partial_load=is_allowed)
+    try:
+        dcp.load(dict(states), checkpoint_id=checkpoint_id, storage_reader=context.reader(), planner=planner)
+    except CheckpointException as exc:
+        return failure(exc)
+    new = {name: value for name, value in before.items() if not name.startswith(f"{kinds[0]}/")}
+    return {"after": digests_of(states), "new": new}
+
+
+def load_integers(context: Context, sizes: dict[str, int], checkpoint_id: str, kind: str) -> dict[str, int]:
+    """Loads int64 vectors by their names within `kind`, on every rank; each is 0, 1, 2... times its result."""
+    wanted = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
+    dcp.load({kind: wanted}, checkpoint_id=checkpoint_id, storage_reader=context.reader())
+    for name, tensor in wanted.items():
+        assert torch.equal(tensor, torch.arange(sizes[name]) * tensor[1]), name
+    return {name: int(tensor[1]) for name, tensor in wanted.items()}
+
+
+def load_fails(context: Context, kinds: list[str], checkpoint_id: str) -> dict[str, Any]:
+    """Loads, must fail, and returns how: on which ranks, with which error, after how long."""
+    stopwatch = Stopwatch()
+    try:
+        load(context, kinds, checkpoint_id)
+    except (CheckpointException, ReplicatedCkptError) as exc:
+        return {"seconds": stopwatch.stop(), **failure(exc)}
+    raise AssertionError("the load should have failed")
+
+
+def save_fails(context: Context, kinds: list[str], checkpoint_id: str, seed: int = 0, **writer: Any) -> dict[str, Any]:
+    """Saves, must fail, and returns how."""
+    stopwatch = Stopwatch()
+    try:
+        save(context, kinds, checkpoint_id, seed, **writer)
+    except (CheckpointException, ReplicatedCkptError) as exc:
+        return {"seconds": stopwatch.stop(), **failure(exc)}
+    raise AssertionError("the save should have failed")
+
+
+def failure(exc: BaseException) -> dict[str, Any]:
+    """An error as a value: what this rank caught, and whose errors were in it."""
+    raised = {rank: error for rank, (error, _) in exc.failures.items()} if isinstance(exc, CheckpointException) else {}
+    first = next(iter(raised.values()), exc)
+    facts = {
+        name: getattr(first, name)
+        for name in ("shards", "owner_by_shard", "searched", "id_by_rank")
+        if hasattr(first, name)
+    }
+    return {
+        "caught": type(exc).__name__,
+        "ranks": sorted(raised),
+        "types": sorted({type(error).__name__ for error in raised.values()} or {type(exc).__name__}),
+        "message": str(first),
+        "hint": getattr(first, "hint", ""),
+        **facts,
+    }

@@ -1,0 +1,70 @@
+"""Small files of a staged save: they are there whole, or nothing is, whatever ends the save meanwhile."""
+
+import contextlib
+import errno
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt import failpoints
+from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
+from replicated_ckpt.errors import SaveAborted, StoreFull
+from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.local.shard_file import FileSink
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.stores.local.test_local import METADATA, SHARD, staged
+
+
+def test_a_commit_waits_for_a_small_file_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Re-protection brings `.metadata` while the save is committed: no error, and nothing half written is published."""
+    store = LocalStore(tmp_path)
+    save = staged(store, 1, b"bytes")
+    writing, go_on, write_all = threading.Event(), threading.Event(), durable.write_all
+
+    def write_slowly(fd: int, data: bytes | memoryview) -> None:
+        writing.set()
+        go_on.wait(10)
+        write_all(fd, data)
+
+    monkeypatch.setattr(durable, "write_all", write_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        written = pool.submit(store.put_small, save, METADATA_NAME, METADATA)
+        assert writing.wait(10)
+        committed = pool.submit(store.commit, save)
+        with contextlib.suppress(TimeoutError):
+            committed.result(0.5)
+        go_on.set()
+        written.result(10)
+        assert committed.result(10) == (SHARD,)
+    assert {path.name for path in store.final("step-1").iterdir()} == {MANIFEST_NAME, METADATA_NAME, SHARD}
+
+
+def test_a_small_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full: what was there stays, without a temporary file beside it."""
+    store = LocalStore(tmp_path)
+    save = staged(store, 1, b"bytes")
+    before = sorted(store.staging(save).iterdir())
+
+    def is_full(fd: int, data: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(durable, "write_all", is_full)
+    with pytest.raises(StoreFull):
+        store.put_small(save, METADATA_NAME, METADATA)
+    assert sorted(store.staging(save).iterdir()) == before
+
+
+def test_a_file_that_comes_while_its_save_is_published_leaves_nothing(tmp_path: Path) -> None:
+    """A peer begins to bring `.metadata` at the last moment: it is refused, and no part of it lies in the version."""
+    store = LocalStore(tmp_path)
+    save = staged(store, 1, b"bytes")
+    begun: list[FileSink] = []
+    path = store.path_of_staged(save, METADATA_NAME)
+    with failpoints.arm("commit.staging-fsynced", lambda _: begun.append(FileSink(path))):
+        store.commit(save)
+    with pytest.raises(SaveAborted):
+        begun[0].finish_durably()
+    assert {path.name for path in store.final("step-1").iterdir()} == {MANIFEST_NAME, METADATA_NAME, SHARD}

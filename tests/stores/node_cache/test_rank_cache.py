@@ -1,0 +1,174 @@
+"""The cache: what one process puts the others take, whole and in order, under a name that only its end takes away."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.stores.node_cache.cache import SLOTS, OtherRankCache, RankCache
+
+SLOT = 1 << 12
+Process = subprocess.Popen[str]
+Holder = Callable[[int], tuple[Process, str]]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[RankCache]:
+    made = RankCache(tmp_path, 2, SLOT)
+    made.reserve(SLOTS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other(tmp_path: Path, own: RankCache) -> Iterator[OtherRankCache]:
+    made = OtherRankCache(tmp_path / own.name, 2, SLOT)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    """Starts processes that hold a cache with some pieces, and tells its name; each is ended with its test."""
+    with ExitStack() as stack:
+
+        def start(pieces: int) -> tuple[Process, str]:
+            process = started("hold", tmp_path, pieces)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            return process, process.stdout.readline().strip()
+
+        yield start
+
+
+def started(what: str, directory: Path, argument: float) -> Process:
+    command = [sys.executable, "-m", "tests.stores.node_cache.cache_process", what, str(directory), str(argument)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def copied(cache: OtherRankCache, number: int) -> bytes | None:
+    found = cache.copy(number, memoryview(bytearray(SLOT)))
+    return None if found is None else bytes(found)
+
+
+def test_pieces_are_taken_as_they_were_put(own: RankCache, other: OtherRankCache) -> None:
+    """A piece may lie in its slot already, or elsewhere; a slot that was used again has the later one only."""
+    assert copied(other, 0) is None
+    inside = own.slot(0)[100:105]
+    inside[:] = b"slot0"
+    assert bytes(own.put(0, inside)) == b"slot0"
+    assert bytes(own.put(1, memoryview(bytearray(b"elsewhere")))) == b"elsewhere"
+    assert copied(other, 0) == b"slot0"
+    assert copied(other, 1) == b"elsewhere"
+    assert other.board.entry(SLOTS)[0] == 0
+    assert copied(other, SLOTS) is None
+    own.put(SLOTS, memoryview(bytearray(b"again")))
+    assert copied(other, SLOTS) == b"again"
+    assert copied(other, 0) is None
+
+
+def test_a_piece_that_changed_is_not_taken(own: RankCache, other: OtherRankCache) -> None:
+    """Bytes in the cache are believed by their checksum only; so is the entry that says where they are."""
+    own.put(0, memoryview(bytearray(b"intact")))
+    own.slot(0)[2] ^= 1
+    assert copied(other, 0) is None
+    own.put(1, None)
+    assert copied(other, 1) is None
+    for begin, size in [(SLOT - 2, 6), (1 << 40, 6), (0, 1 << 40)]:
+        own.board.set_entry(2, begin, size, 0)
+        assert copied(other, 2) is None
+
+
+def test_words_are_seen_by_the_others(own: RankCache, other: OtherRankCache) -> None:
+    """How far a rank has come, that it left, and the nodes that did not answer it: eight of them, no more."""
+    assert (other.board.count_passed(1), other.board.has_left) == (-1, False)
+    own.board.pass_pieces(1, 7)
+    own.board.leave()
+    assert (other.board.count_passed(1), other.board.has_left) == (7, True)
+    assert not other.board.says_silent("node-0")
+    for index in range(9):
+        own.board.tell_silent("node-0")
+        own.board.tell_silent(f"node-{index}")
+    assert [other.board.says_silent(f"node-{index}") for index in range(10)] == [True] * 8 + [False] * 2
+    at = other.board.pulse_ns
+    own.board.pulse(at - 1)
+    assert other.board.pulse_ns == at
+
+
+def test_what_was_opened_stays_when_its_owner_has_closed_it(tmp_path: Path) -> None:
+    """The name goes with its owner; a process that has opened the cache takes what lies in it."""
+    own = RankCache(tmp_path, 2, SLOT)
+    own.reserve(1)
+    own.put(0, memoryview(bytearray(b"piece")))
+    other = OtherRankCache(tmp_path / own.name, 2, SLOT)
+    assert other.is_locked()
+    own.close()
+    own.close()
+    assert list(tmp_path.iterdir()) == []
+    assert (other.board.has_left, other.is_locked()) == (True, False)
+    assert copied(other, 0) == b"piece"
+    other.close()
+    assert not other.is_locked()
+    with pytest.raises(OSError, match="No such file"):
+        OtherRankCache(tmp_path / own.name, 2, SLOT)
+
+
+def test_a_cache_that_is_dropped_takes_its_name_away(tmp_path: Path) -> None:
+    """A load that fails between its plans and its reads closes nothing: neither a file nor a descriptor is left."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        RankCache(tmp_path, 2, SLOT)
+    assert list(tmp_path.iterdir()) == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_forked_process_does_not_take_the_name_away(tmp_path: Path) -> None:
+    """A worker that was forked in the middle of a load may end whenever it likes."""
+    own = RankCache(tmp_path, 2, SLOT)
+    child = os.fork()
+    if child == 0:
+        own._close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / own.name).exists()
+    own.close()
+
+
+def test_new_caches_keep_their_names_while_others_sweep(tmp_path: Path) -> None:
+    """Four processes make caches as fast as they can, each sweeping before: none loses the name that others wait for."""
+    processes = [started("keep-making", tmp_path, 1.5) for _ in range(4)]
+    counts = [tuple(map(int, process.communicate(timeout=60)[0].split())) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    assert all(made > 20 and lost == 0 for made, lost in counts), counts
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_dead_are_told_from_the_stopped(tmp_path: Path, holder: Holder) -> None:
+    """A process that is stopped holds its lock, one that was killed does not; what it put can still be taken."""
+    process, name = holder(2)
+    cache = OtherRankCache(tmp_path / name, 2, SLOT)
+    process.send_signal(signal.SIGSTOP)
+    assert cache.is_locked()
+    process.kill()
+    process.wait()
+    assert not cache.is_locked()
+    assert copied(cache, 1) == bytes([2] * 8)
+    cache.close()
+
+
+def test_caches_of_the_dead_are_removed(tmp_path: Path, holder: Holder) -> None:
+    """The next cache in a directory removes those whose processes are gone, and no other."""
+    killed, _ = holder(0)
+    _, living = holder(0)
+    killed.kill()
+    killed.wait()
+    (tmp_path / "cache-left-behind").write_bytes(b"")
+    last = RankCache(tmp_path, 1, SLOT)
+    assert {path.name for path in tmp_path.iterdir()} == {living, last.name}
+    last.close()
