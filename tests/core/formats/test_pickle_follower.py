@@ -19,8 +19,10 @@ from replicated_ckpt.core.pickles.bounds import DEPTH_MAX, check_bounds, names_i
 from replicated_ckpt.core.pickles.follower import _OPCODES, follow
 from replicated_ckpt.core.pickles.instances import Instances
 from replicated_ckpt.core.pickles.tree import Fields, Made, Named, Pairs, PickleUnsafe
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.metadata.sharing import share_parts
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from tests.fuzz.differences import refusal_of
 
 FRAME = b"\x95"
 
@@ -129,6 +131,24 @@ def test_most_of_metadata_is_followed_in_one_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Instances, "follow", count)
     follow(example(is_shared=is_shared))
     assert followed.count(True) >= 12
+
+
+@pytest.mark.parametrize("name", ["Дub", "слой.Дub.вес", "\u0494" * 30, "Ä" * 62, "x" * 126, "x" * 127, ""])
+def test_a_name_may_have_the_byte_that_ends_a_text(name: str) -> None:
+    """In one step or in many the tree is the same, and the metadata is what was saved, whatever bytes a name has."""
+    places = {
+        MetadataIndex(f"{at}{name}", torch.Size([1 << 40, at]), at): StorageInfo(f"__{at}_0.distcp", at << 40, 1)
+        for at in range(4)
+    }
+    raw = pickle.dumps(Metadata({}, None, places), 4)
+    assert "Metadata" in str(refusal_of(raw)), "no Difference, and names that the reader of plain values does not know"
+    assert decode_metadata(raw, "here").storage_data == places
+
+
+def test_a_text_ends_where_its_length_says() -> None:
+    """Bytes that end a text, an instance, its list and the pickle are no such end within a text, which is refused."""
+    raw = pickle.dumps([MetadataIndex("first", None, 1), MetadataIndex("abc_ube.", None, 1)], 4)
+    assert refusal_of(raw.replace(b"abc_ube.", b"abc\x94ube.")) is not None
 
 
 @pytest.mark.parametrize(
