@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.files.durable import remove_broken_off_writes
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import make_room_to_start, measure_room
+from replicated_ckpt.stores.node_cache.cache import is_any_cache_held
 from replicated_ckpt.stores.throttle import Pace, copy_pace, hand_over_pace
 from replicated_ckpt.version import __version__
 
@@ -132,7 +134,8 @@ class Agent:
     def _start_background_work(self) -> None:
         """Makes the threads of re-protection and scrub; they start once the agent can be reached."""
         config = self.config
-        copying = copy_pace(config.copy_mib_per_s, self._stopping, self._service.is_in_use)
+        is_fetching = partial(is_any_cache_held, self._service.store.agent_directory())
+        copying = copy_pace(config.copy_mib_per_s, self._stopping, self._service.is_in_use, is_fetching)
         self._service.hand_overs.pace = hand_over_pace(config.copy_mib_per_s, self._stopping, copying)
         scrubbing = Pace(config.scrub_mib_per_s * (1 << 20), self._stopping)
         patience = Patience(config.lost_after_s, config.away_after_s)

@@ -5,10 +5,12 @@ import time
 from collections.abc import Callable
 
 BUSY_BYTES_PER_S = 256 << 20
-"""Pace of copies that are made up while ranks of the node save or load."""
+"""Pace of copies that are made up while ranks of the node save, or have loaded and not saved since."""
+FETCHING_BYTES_PER_S = 16 << 20
+"""While they fetch a checkpoint from other nodes: that is what the job waits for, over the same link and processors."""
 HAND_OVER_MIB_PER_S_MIN = 8
 """Four shards share a pace, and a buddy waits only seconds for the next piece of one."""
-_LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.05
 
 
 class Stopped(Exception):
@@ -44,32 +46,45 @@ class Pace:
 
 
 class YieldingPace(Pace):
-    """A rate that is kept only while `is_busy`, asked now and then, says that the node has something else to do.
+    """The rate that `ask` names, asked again every LOOK_EVERY_S. None: as fast as it goes.
 
     For one thread at a time.
     """
 
-    def __init__(self, bytes_per_s: float, stopping: threading.Event, is_busy: Callable[[], bool]) -> None:
-        super().__init__(bytes_per_s, stopping)
-        self._ask = is_busy
-        self._is_busy = False
-        self._asked_at = -_LOOK_EVERY_S
+    def __init__(self, stopping: threading.Event, ask: Callable[[], float | None]) -> None:
+        super().__init__(BUSY_BYTES_PER_S, stopping)
+        self._ask = ask
+        self._is_free = True
+        self._asked_at = -LOOK_EVERY_S
 
     def take(self, size_bytes: int) -> None:
         now = time.monotonic()
-        if now - self._asked_at >= _LOOK_EVERY_S:
-            self._is_busy, self._asked_at = self._ask(), now
-        if self._is_busy:
+        if now - self._asked_at >= LOOK_EVERY_S:
+            rate, self._asked_at = self._ask(), now
+            self._is_free = rate is None
+            self._bytes_per_s = rate or self._bytes_per_s
+        if not self._is_free:
             super().take(size_bytes)
         elif self._stopping.is_set():
             raise Stopped
 
 
-def copy_pace(mib_per_s: float | None, stopping: threading.Event, is_busy: Callable[[], bool]) -> Pace:
+def copy_pace(
+    mib_per_s: float | None,
+    stopping: threading.Event,
+    is_busy: Callable[[], bool],
+    is_fetching: Callable[[], bool],
+) -> Pace:
     """The pace of copies that are made up: the one that is named, or as fast as it goes while the node is not busy."""
     if mib_per_s is not None:
         return Pace(mib_per_s * (1 << 20), stopping)
-    return YieldingPace(BUSY_BYTES_PER_S, stopping, is_busy)
+
+    def left() -> float | None:
+        if is_fetching():
+            return FETCHING_BYTES_PER_S
+        return BUSY_BYTES_PER_S if is_busy() else None
+
+    return YieldingPace(stopping, left)
 
 
 def hand_over_pace(mib_per_s: float | None, stopping: threading.Event, copying: Pace) -> Pace | None:

@@ -1,6 +1,8 @@
 """The pace of copies that are made up: it yields to saves and loads, and otherwise holds nothing up."""
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,15 @@ import pytest
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.throttle import BUSY_BYTES_PER_S, Stopped, YieldingPace, copy_pace, hand_over_pace
+from replicated_ckpt.stores.node_cache.cache import RankCache, is_any_cache_held
+from replicated_ckpt.stores.throttle import (
+    BUSY_BYTES_PER_S,
+    LOOK_EVERY_S,
+    Stopped,
+    YieldingPace,
+    copy_pace,
+    hand_over_pace,
+)
 from tests.agent.checkpoints import checkpointed, shard
 
 SAVE = "e" * 32
@@ -27,18 +37,55 @@ class NotedWaits(threading.Event):
         return self.is_set()
 
 
-@pytest.mark.parametrize("is_busy", [True, False])
-def test_a_pace_is_kept_only_while_the_node_is_busy(is_busy: bool) -> None:
-    """What takes a minute while the node saves or loads is not held up on a node that has nothing else to do."""
+def never() -> bool:
+    return False
+
+
+def always() -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("is_busy", "is_fetching", "minutes"),
+    [(never, never, []), (always, never, [1]), (always, always, [16]), (never, always, [16])],
+    ids=["neither", "busy", "both", "fetching"],
+)
+def test_a_pace_is_kept_only_while_the_node_is_busy(
+    is_busy: Callable[[], bool], is_fetching: Callable[[], bool], minutes: list[int]
+) -> None:
+    """What takes a minute while the node saves is not held up on an idle one, and takes longer while ranks fetch."""
     stopping = NotedWaits()
-    copy_pace(None, stopping, lambda: is_busy).take(MINUTE_BYTES)
-    assert [round(seconds / 10) for seconds in stopping.seconds] == ([6] if is_busy else [])
+    copy_pace(None, stopping, is_busy, is_fetching).take(MINUTE_BYTES)
+    assert [round(seconds / 60) for seconds in stopping.seconds] == minutes
+
+
+def test_a_pace_follows_what_the_node_does() -> None:
+    """Slow while a rank of the node fetches for a load, and as fast as it goes once it has closed its cache."""
+    fetching = [True]
+    stopping = NotedWaits()
+    pace = copy_pace(None, stopping, never, lambda: fetching[0])
+    pace.take(MINUTE_BYTES)
+    fetching[0] = False
+    time.sleep(LOOK_EVERY_S)
+    pace.take(MINUTE_BYTES)
+    assert len(stopping.seconds) == 1
+
+
+def test_a_rank_fetches_while_it_has_a_cache(tmp_path: Path) -> None:
+    """From the plan of its load to its end; one that was killed has none, though its file is there."""
+    assert not is_any_cache_held(tmp_path)
+    cache = RankCache(tmp_path, 1, 4096)
+    assert is_any_cache_held(tmp_path)
+    cache.close()
+    assert not is_any_cache_held(tmp_path)
+    (tmp_path / "cache-of-a-dead-rank").touch()
+    assert not is_any_cache_held(tmp_path)
 
 
 def test_a_pace_that_is_named_is_always_kept() -> None:
     """An operator who sets one has a bound on what copies take of the network."""
     stopping = NotedWaits()
-    copy_pace(256.0, stopping, lambda: False).take(MINUTE_BYTES)
+    copy_pace(256.0, stopping, never, never).take(MINUTE_BYTES)
     assert round(stopping.seconds[0] / 10) == 6
 
 
@@ -48,7 +95,7 @@ def test_an_agent_that_leaves_stops_a_copy(is_busy: bool) -> None:
     stopping = threading.Event()
     stopping.set()
     with pytest.raises(Stopped):
-        YieldingPace(1.0, stopping, lambda: is_busy).take(1)
+        YieldingPace(stopping, lambda: 1.0 if is_busy else None).take(1)
 
 
 def test_a_node_is_in_use_while_it_saves_or_is_read(tmp_path: Path) -> None:
@@ -72,11 +119,11 @@ def test_a_node_is_in_use_while_it_saves_or_is_read(tmp_path: Path) -> None:
 def test_a_slow_pace_of_copies_gives_no_shard_up() -> None:
     """A buddy would, if it had no piece for seconds; else what ranks hand over shares the pace of the copies."""
     stopping = threading.Event()
-    slow, fast = (copy_pace(rate, stopping, lambda: False) for rate in (0.001, 64))
+    slow, fast = (copy_pace(rate, stopping, never, never) for rate in (0.001, 64))
     own = hand_over_pace(0.001, stopping, slow)
     assert own is not None
     assert own is not slow
     for _ in range(4):
         own.take(100_000)  # 0.05 s in all; 400 s at the pace of copies
     assert hand_over_pace(64, stopping, fast) is fast
-    assert hand_over_pace(None, stopping, copy_pace(None, stopping, lambda: False)) is None
+    assert hand_over_pace(None, stopping, copy_pace(None, stopping, never, never)) is None

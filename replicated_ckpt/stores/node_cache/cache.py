@@ -221,6 +221,20 @@ class OtherRankCache:
             self._map.close()
 
 
+def is_any_cache_held(directory: Path) -> bool:
+    """Whether a rank of this node has a cache, which it has while it may fetch from other nodes for a load."""
+    return any(_is_held(path) for path in directory.glob(f"{_PREFIX}*"))
+
+
+def _is_held(path: Path) -> bool:
+    with contextlib.suppress(OSError), _open(path) as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def _create_locked_file(directory: Path) -> tuple[Path, HeldLock]:
     """A new file, locked and named.
 
