@@ -206,10 +206,16 @@ class Oracle:
         What it is cannot be known without that: not that it is the older one, nor that it is of this run. It stays.
         """
         all_lying = list(self._disks.lying())
-        told = {lying.save_id for lying in all_lying if lying.manifest is not None}
-        nameless = [self.attempt_of(lying) for lying in all_lying if lying.is_named and lying.manifest is None]
+        told = {lying.save_id for lying in all_lying if self._is_told(lying)}
+        nameless = [self.attempt_of(lying) for lying in all_lying if lying.is_named and not self._is_told(lying)]
         found = [attempt for attempt in nameless if attempt is not None and attempt.save_id not in told]
         return {attempt.checkpoint_id for attempt in found if self.is_superseded(attempt)}
+
+    def _is_told(self, lying: Lying) -> bool:
+        """Whether its manifest is there as it was written: a flipped bit may leave one that can be parsed."""
+        attempt = self.attempt_of(lying)
+        written = "" if attempt is None else attempt.parts.get(MANIFEST, "")
+        return lying.manifest is not None and written in ("", lying.files.get(MANIFEST))
 
     def current(self, checkpoint_id: str) -> list[Attempt]:
         """What may be found under an id: acknowledged last, or later, or at the same time."""

@@ -7,7 +7,7 @@ import random
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -239,11 +239,16 @@ class Cluster:
             for rank in list(self.ranks):
                 self.faults.die(rank, is_undone=False)
                 rank.release()
-        for index in sorted(outage.nodes) if outage.how != "trainers" else ():
+        for index in self._in_order_of_death(outage.nodes) if outage.how != "trainers" else ():
             if outage.how == "off":
                 self.nodes[index].switch_off()
             else:
                 self.nodes[index].kill()
+
+    def _in_order_of_death(self, nodes: Iterable[int]) -> list[int]:
+        """First that which runs now: what it has locked is free once it is dead, and the others may ask for it."""
+        now = self.operations.running.actors[-1].node
+        return sorted(nodes, key=lambda index: (index != now, index))
 
     def settle_kill(self) -> Actor | None:
         """Who was killed at a failpoint, if any was; nothing waits at a failpoint afterwards."""
