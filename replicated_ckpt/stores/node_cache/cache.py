@@ -194,14 +194,7 @@ class OtherRankCache:
     def is_locked(self) -> bool:
         """Whether its owner lives, and has not closed it. A process that is stopped lives."""
         with self._lock:
-            if self._fd < 0:
-                return False
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            return False
+            return self._fd >= 0 and _is_locked(self._fd)
 
     def copy(self, number: int, memory: memoryview) -> memoryview | None:
         """Piece `number`, copied into `memory`; None: it does not lie there whole."""
@@ -228,10 +221,17 @@ def is_any_cache_held(directory: Path) -> bool:
 
 def _is_held(path: Path) -> bool:
     with contextlib.suppress(OSError), _open(path) as fd:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+        return _is_locked(fd)
+    return False
+
+
+def _is_locked(fd: int) -> bool:
+    """Whether another process holds the lock of this open file."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
     return False
 
 
