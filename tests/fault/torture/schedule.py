@@ -147,6 +147,7 @@ class Schedule:
         """All that was acknowledged is in the bucket by now, and loads from there when every node is lost."""
         course = self.course
         course.cluster.is_bucket_down = False
+        course.cluster.name_bucket(course.policy.object_store)
         course.cluster.pass_time(300)
         course.oracle.look()
         ids = [found for found in course.oracle.ids() if course.oracle.must_load(found)]

@@ -15,7 +15,10 @@ from typing import Any
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.upkeep.finding import Problem
+from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.errors import CheckpointNotFound, ReplicatedCkptError, ShardLost
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from tests.fault.torture.contents import State, contents
 from tests.fault.torture.course import Backend
@@ -305,6 +308,12 @@ class RealCluster:
         program = "from replicated_ckpt.cli.main import main; raise SystemExit(main())"
         command = [sys.executable, "-c", program, "repair", "--root", root, *options]
         return str(subprocess.run(command, capture_output=True, check=False, timeout=120).returncode)
+
+    def name_bucket(self, url: str) -> None:
+        """As ranks of the next job do."""
+        for node in self.nodes:
+            problems = ObjectTier(LocalStore(node.root), ObjectTarget.check(url, None), 1).hand_over()
+            assert not problems, problems
 
 
 class RealJob:

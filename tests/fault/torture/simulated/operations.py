@@ -35,7 +35,7 @@ class Operation:
 
     `is_thread`: of a simulated process; it waits wherever it has to, and goes on from there when it is resumed.
     `rank` is what the rank that runs sees of its world; it belongs to whoever drives jobs. `result` and `error` are there
-    once it is over.
+    once it is over. `waits`: it was resumed, and needs what an operation below it in the chain of resumptions has.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Operation:
     is_over: bool = False
     paused_at: str = ""
     is_thread: bool = False
+    waits: bool = False
     baton: threading.Lock = field(default_factory=_taken_lock)
     resumed_by: "Operation | None" = None
 
@@ -88,8 +89,9 @@ class Operations:
         operation.baton.acquire()
 
     def resume(self, operation: Operation) -> None:
-        """Runs a paused operation until it is over."""
+        """Runs a paused operation until it is over, pauses once more, or waits for one of those that have resumed it."""
         self.paused.remove(operation)
+        operation.waits = False
         self._run(operation)
 
     def _run(self, operation: Operation) -> None:
@@ -106,11 +108,32 @@ class Operations:
     # Waiting for each other --------------------------------------------------------------------------------------
 
     def wait_until(self, is_free: Callable[[], bool], what: str) -> None:
-        """The operation that runs waits for something that a paused one has: that one is paused no longer."""
+        """The operation that runs waits for something that a paused one has: that one is paused no longer.
+
+        If none has it, one of those has it that have resumed this one, and goes on first.
+        """
         while not is_free():
-            if not self.paused:
+            ready = [operation for operation in self.paused if not operation.waits]
+            if ready:
+                self.resume(ready[-1])
+            elif self._has_one_ended():
+                continue
+            elif self.running.resumed_by is None:
                 raise Hung(f"{self.running.name} waits for {what}, which nobody will give back")
-            self.resume(self.paused[-1])
+            else:
+                self.running.waits = True
+                self.paused.append(self.running)
+                running = self.running
+                self._give_back(running)
+                running.baton.acquire()
+
+    def _has_one_ended(self) -> bool:
+        """Whether one of those that wait has found what it waits for, and gone on to its end."""
+        waiting = list(self.paused)
+        for operation in waiting:
+            if operation in self.paused:
+                self.resume(operation)
+        return any(operation.is_over for operation in waiting)
 
     def flock(self, real: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
         """Stands in for `fcntl.flock`."""

@@ -104,6 +104,11 @@ class Threads:
         if any(operation.is_thread for operation in (*self._operations.paused, self._operations.running)):
             self._wait("time to pass")
 
+    def _sleep_as_orphan(self, seconds: float) -> None:
+        """Longer where nothing else goes on: what other threads have a second for is not over in one turn of theirs."""
+        is_alone = not any(operation.is_thread for operation in self._operations.paused)
+        self.sleep(20.0 if is_alone else seconds)
+
     def expect(self) -> None:
         """A save that is handed over begins."""
         self._cluster.faults.reached.clear()
@@ -155,7 +160,7 @@ class Threads:
             yield module, "Future", partial(FutureInTurn, self)
         for module in (finish, finishing, follower):
             yield module, "time", clock
-        yield orphans, "time", SimpleNamespace(monotonic=self._cluster.now, sleep=lambda _: self.sleep(20.0))
+        yield orphans, "time", SimpleNamespace(monotonic=self._cluster.now, sleep=self._sleep_as_orphan)
         yield hand_overs, "Buffers", partial(Buffers, 4, 1 << 16)
         yield held_save, "wait", self._wait_for_all
         yield ending, "wait", self._wait_for_all
