@@ -145,6 +145,9 @@ class Routes:
                 return self._handed.answer(request, save_id, verb)
             case ("POST", "adopt"):
                 return self._adopt(request, save_id)
+            case ("POST", "keep"):
+                self._service.adoption_locks.keep(save_id)
+                return json_answer()
             case ("POST", "abort"):
                 return self._abort(request, save_id)
         raise ObjectMissing("this agent", request.method, request.target[:200], "no such verb")

@@ -9,8 +9,8 @@ from replicated_ckpt.stores.files.locks import HeldLock
 
 ADOPTIONS_MAX = 4
 """Open on one node: each may stage `.metadata`, and a second copy of the shards. The command opens one after the other."""
-HELD_S = 3600.0
-"""The largest shards take minutes; a command that was killed is over after this, or with the next start of the agent."""
+HELD_S = 30.0
+"""After the last word of the command, which speaks every few seconds for as long as it lives, however long nodes stage."""
 
 
 class AdoptionLocks:
@@ -31,7 +31,7 @@ class AdoptionLocks:
         with self._lock:
             if len(self._open | {save_id}) > ADOPTIONS_MAX:
                 detail = f"{ADOPTIONS_MAX} adoptions are open on this node"
-                hint = "Adopt when they are over; one whose command was killed is given up within the hour."
+                hint = "Adopt when they are over; one whose command was killed is given up within a minute."
                 raise StoreUnavailable("this agent", "open", save_id, detail, hint)
             self._open.add(save_id)
 
@@ -51,6 +51,12 @@ class AdoptionLocks:
         self.release(save_id)
         with self._lock:
             self._held[save_id] = lock, self._clock() + HELD_S
+
+    def keep(self, save_id: str) -> None:
+        """The command lives: what is held for it is held for HELD_S from now. Of what is not nothing changes."""
+        with self._lock:
+            if save_id in self._held:
+                self._held[save_id] = self._held[save_id][0], self._clock() + HELD_S
 
     def release(self, save_id: str) -> None:
         with self._lock:

@@ -197,7 +197,7 @@ class NodeService:
             elif by is not None and intent.session == session:
                 yield Leftover(intent, "its process group has gone on without it", is_over=True, is_left=True)
             else:
-                may_live = self._is_held(intent) or self.was_opened_within(OPEN_GRACE_S, intent)
+                may_live = self.is_held(intent.save_id) or self.was_opened_within(OPEN_GRACE_S, intent)
                 yield Leftover(intent, "the processes that made it are gone", may_live)
 
     def find_abandoned(self, grace_s: float) -> tuple[Leftover, ...]:
@@ -206,7 +206,7 @@ class NodeService:
             return tuple(
                 Leftover(intent, "the processes that made it are gone")
                 for intent in self.store.list_staged()
-                if not self.was_opened_within(grace_s, intent) and not self._is_held(intent)
+                if not self.was_opened_within(grace_s, intent) and not self.is_held(intent.save_id)
             )
 
     def was_opened_within(self, grace_s: float, intent: Intent) -> bool:
@@ -217,10 +217,10 @@ class NodeService:
             opened_at = self._started_at
         return opened_at is not None and time.monotonic() - opened_at < grace_s
 
-    def _is_held(self, intent: Intent) -> bool:
+    def is_held(self, save_id: str) -> bool:
         """Whether a rank of this node still works on the save, or an adoption. Each takes a lock before it writes."""
         self.adoption_locks.release_old()
-        return self.store.is_held(intent.save_id)
+        return self.store.is_held(save_id)
 
     def is_known(self, save_id: str) -> bool:
         """Whether anything of a save lies here, staged or committed."""
@@ -290,11 +290,11 @@ class NodeService:
 
     def is_in_use(self) -> bool:
         """Whether ranks of this node save, or a load was told to read here."""
-        store = self.store
-        return self.is_saving or self.pins.has_any() or any(store.is_held(each.save_id) for each in store.list_staged())
+        staged = self.store.list_staged()
+        return self.is_saving or self.pins.has_any() or any(self.is_held(intent.save_id) for intent in staged)
 
     def adopt(self, save_id: str, names: Sequence[str]) -> Mapping[str, BlockTable]:
-        """Stages shards of the checkpoint without a manifest that an open save is to adopt; then it is held for an hour.
+        """Stages shards of the checkpoint without a manifest that an open save is to adopt; held while its command lives.
 
         Raises:
             SaveAborted: it is not open. ObjectMissing, ObjectCorrupt, StoreFull, StoreError: what was there is as it was.
@@ -370,7 +370,7 @@ class NodeService:
             if is_over:
                 self.adoption_locks.release(save_id)
             is_young = not is_over and self.was_opened_within(OPEN_GRACE_S, intent)
-            if not is_left and (is_young or self._is_held(intent)):
+            if not is_left and (is_young or self.is_held(save_id)):
                 return {"state": Answer.WORKING.value}
         if intent.coordinator == self.node_id and not self.store.is_decision_damaged(save_id):
             why = "its coordinator is gone, and another node asks what became of it"

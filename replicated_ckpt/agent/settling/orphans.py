@@ -22,7 +22,7 @@ def follow_orphan(service: NodeService, save_id: str) -> None:
     """
     until = time.monotonic() + FOLLOW_S
     while service.store.is_staged(save_id) and time.monotonic() < until:
-        if service.store.is_held(save_id):
+        if service.is_held(save_id):
             until = time.monotonic() + FOLLOW_S
         else:
             intent = service.store.intent_of(save_id)

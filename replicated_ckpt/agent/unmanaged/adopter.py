@@ -1,14 +1,16 @@
 """Carrying out an adoption on all nodes: stage everywhere, account for every shard, then decide and publish."""
 
 import logging
+import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import index
 from typing import Any, TypeVar
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.unmanaged.look import UnmanagedFound
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_histories, newest_lineage
@@ -21,6 +23,8 @@ from replicated_ckpt.stores.peer.fan_out import FanOut
 
 log = logging.getLogger(__name__)
 
+KEEP_EVERY_S = 5.0
+"""So often nodes hear that the command lives, while it waits for those that stage."""
 _SESSION = "adoption"
 _Staged = Mapping[str, tuple[int, int]]
 _Result = TypeVar("_Result")
@@ -43,6 +47,10 @@ class Adopter:
             ReplicatedCkptError: it was not adopted, nothing has changed anywhere.
         """
         save_id = uuid.uuid4().hex
+        with self._kept(plan, save_id):
+            return self._adopt(plan, found, save_id)
+
+    def _adopt(self, plan: AdoptUnmanaged, found: UnmanagedFound, save_id: str) -> Mapping[str, ReplicatedCkptError]:
         try:
             opened = self._each(plan.shards_by_node, lambda client, _: self._open(client, plan, found, save_id))
             staged = self._each(plan.shards_by_node, lambda client, node: self._stage(client, plan, node, save_id))
@@ -54,6 +62,26 @@ class Adopter:
             raise
         failpoints.reach("adopt.accounted")
         return self._publish(plan, save_id, manifest.encode())
+
+    @contextmanager
+    def _kept(self, plan: AdoptUnmanaged, save_id: str) -> Iterator[None]:
+        """Nodes hear every few seconds that the command lives; one that does not for HELD_S gives the adoption up."""
+        is_over = threading.Event()
+
+        def told(node: str) -> None:
+            with AgentClient(self._addresses[node]) as client:
+                client.call("POST", f"/v1/saves/{save_id}/keep")
+
+        def tell() -> None:
+            while not is_over.wait(KEEP_EVERY_S):
+                for node, error in FanOut[str, None]().run(plan.shards_by_node, told).errors.items():
+                    log.info("node %s may not know that the adoption goes on: %s", node, error.message)
+
+        start_worker(tell, name="rckpt-keep")
+        try:
+            yield
+        finally:
+            is_over.set()
 
     def _each(
         self, nodes: Iterable[str], call: Callable[[AgentClient, str], _Result], timeout_s: float = 10.0

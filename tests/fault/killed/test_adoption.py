@@ -1,20 +1,27 @@
 """An adoption that is killed at any step leaves what stock torch wrote, or the adopted checkpoint, whole and loadable."""
 
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.agent.saves.adoption_locks import HELD_S, AdoptionLocks
+from replicated_ckpt.agent.saves.drain import Draining
+from replicated_ckpt.agent.saves.service import OPEN_GRACE_S, NodeService
 from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.unmanaged import adopter
 from replicated_ckpt.agent.unmanaged.adopter import Adopter
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.core.layout import MANIFEST_NAME
@@ -23,7 +30,7 @@ from replicated_ckpt.errors import CheckpointExists, ReplicatedCkptError, SaveAb
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
-from tests.agent.agents import HOME
+from tests.agent.agents import HOME, wait_for
 from tests.agent.checkpoints import findings
 from tests.agent.repair.test_reprotect import agents, stores
 from tests.agent.scattered import ID, loads, loads_by_stock_torch, scattered
@@ -178,18 +185,77 @@ def test_the_command_dies_when_all_have_staged(tmp_path: Path) -> None:
         plan = audit.adoption(auditor.node_ids, 2)
         assert isinstance(plan, AdoptUnmanaged)
         addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
-        adopter = Adopter(addresses, list(addresses.values()))
+        command = Adopter(addresses, list(addresses.values()))
         assert audit.found is not None
         with failpoints.arm("adopt.accounted", die), pytest.raises(Died):
-            adopter.adopt(plan, audit.found)
+            command.adopt(plan, audit.found)
         assert [files(node.root / ID) for node in nodes] == before
         assert [len(node.list_staged()) for node in nodes] == [1, 1]
         assert [loads(node) for node in nodes] == [True, True]
-        assert adopter.adopt(plan, audit.found) == {}
+        assert command.adopt(plan, audit.found) == {}
         assert [is_adopted(node) for node in nodes] == [True, True]
         assert [node.list_staged() for node in nodes] == [(), ()]
         assert [loads(node) for node in nodes] == [True, True]
     assert auditor.node_ids == tuple(sorted(addresses))
+
+
+def test_nodes_hear_while_the_command_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging may take minutes on one node: all are told meanwhile that the command lives, and none once it is over."""
+    nodes = stores(tmp_path, 2)
+    scattered(nodes, tmp_path)
+    heard: list[str] = []
+
+    class Telling(AgentClient):
+        def call(self, method: str, path: str, document: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+            answer = super().call(method, path, document)
+            if path.endswith("/keep"):
+                heard.append(self.address.node_id)
+            return answer
+
+    monkeypatch.setattr(adopter, "AgentClient", Telling)
+    monkeypatch.setattr(adopter, "KEEP_EVERY_S", 0.02)
+    with agents(nodes) as running:
+        auditor = UnmanagedAuditor(nodes[0])
+        (audit,) = auditor.audit(ID)
+        plan = audit.adoption(auditor.node_ids, 2)
+        assert isinstance(plan, AdoptUnmanaged)
+        assert audit.found is not None
+        addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
+
+        def wait(name: str) -> None:
+            wait_for(lambda: set(heard) == set(addresses) or None, 30.0, f"a word to each node at {name}")
+
+        with failpoints.arm("adopt.accounted", wait):
+            assert Adopter(addresses, list(addresses.values())).adopt(plan, audit.found) == {}
+        assert [is_adopted(node) for node in nodes] == [True, True]
+        assert [loads(node) for node in nodes] == [True, True]
+    wait_for(lambda: "rckpt-keep" not in {thread.name for thread in threading.enumerate()} or None, 30.0, "its end")
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_an_agent_does_not_stay_for_a_command_that_was_killed(
+    store: LocalStore, caplog: pytest.LogCaptureFixture, *, is_kept: bool
+) -> None:
+    """It leaves if it has not heard of it for HELD_S. What was staged is given up; what stock torch wrote stays."""
+    before = files(store.root / ID)
+    service, now, save_id = NodeService(store), [0.0], uuid.uuid4().hex
+    service.adoption_locks = AdoptionLocks(lambda: now[0])
+    service.begin(Intent(save_id, ID, "adoption", overwrite=True, adopts=True))
+    store.put_small(save_id, ".metadata", before[".metadata"])
+    assert set(service.adopt(save_id, ["__0_0.distcp"])) == {"__0_0.distcp"}
+    now[0] = HELD_S - 1
+    service.adoption_locks.keep(save_id if is_kept else uuid.uuid4().hex)
+    now[0] = HELD_S + 1
+    service._opened_at[save_id] -= OPEN_GRACE_S
+    with caplog.at_level(logging.ERROR):
+        Draining(service, threading.Event()).run(0.5, time.monotonic())
+    assert ("leaves undone" in caplog.text) == is_kept
+    assert service.is_held(save_id) == is_kept
+    now[0] = 2 * HELD_S
+    settle(service, service.leftovers(""), ())
+    assert not store.list_staged()
+    assert files(store.root / ID) == before
+    assert loads(store)
 
 
 class Overtaken(Adopter):
