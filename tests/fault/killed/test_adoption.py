@@ -206,7 +206,7 @@ def test_nodes_hear_while_the_command_waits(tmp_path: Path, monkeypatch: pytest.
     heard: list[str] = []
 
     class Telling(AgentClient):
-        def call(self, method: str, path: str, document: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        def call(self, method: str, path: str, document: Mapping[str, Any] | None = None) -> dict[str, Any]:
             answer = super().call(method, path, document)
             if path.endswith("/keep"):
                 heard.append(self.address.node_id)
