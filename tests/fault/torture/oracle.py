@@ -13,8 +13,7 @@ import torch
 from tests.fault.torture.contents import State, contents
 from tests.fault.torture.disks import MANIFEST, METADATA, Disks, Lying, holds_tensor_of
 
-MARK_BYTES = 256
-"""The mark lies in the last so many bytes of the bucket's `.metadata`, and names the save."""
+MARK_BYTES = 256  # the mark lies in the last so many of the bucket's `.metadata`, and names the save
 FOREIGN = "another run"
 MAIN = "the run"
 
@@ -29,7 +28,7 @@ class Attempt:
 
     `nodes_by_part`: where the part was seen and not destroyed since; `published_by_part`: under its checkpoint's name.
     `readable_on`: nodes that have a directory of it with the manifest that was written. `saw`: the attempts at the same
-    checkpoint that lay on its nodes when it began, and those that they saw.
+    checkpoint that lay on its nodes when it began, and those that they saw. `is_blind`: no manifest of its run lay there.
     """
 
     number: int
@@ -47,6 +46,7 @@ class Attempt:
     readable_on: set[int] = field(default_factory=set)
     lineage: str = ""
     saw: frozenset[int] = frozenset()
+    is_blind: bool = False
     was_whole: bool = False
     is_in_bucket: bool = False
     copies: int = 1
@@ -76,10 +76,12 @@ class Oracle:
     ) -> Attempt:
         """A save by these nodes begins."""
         self._time += 1
+        self.look()
         there = [found for found in self.of_id(checkpoint_id) if found.readable_on & set(nodes)]
         saw = frozenset(number for found in there for number in (found.number, *found.saw))
-        number = len(self.attempts) + 1
-        attempt = Attempt(number, checkpoint_id, ranks, run, self._time, is_stock, saw=saw)
+        is_blind = not any(found.run == run and found.readable_on & set(nodes) for found in self.attempts)
+        began = len(self.attempts) + 1, checkpoint_id, ranks, run, self._time, is_stock
+        attempt = Attempt(*began, saw=saw, is_blind=is_blind)
         self.attempts.append(attempt)
         return attempt
 
@@ -192,8 +194,7 @@ class Oracle:
             for other in self.of_id(one.checkpoint_id)
             if other in named
             and other.lineage != one.lineage
-            and other.number not in one.saw
-            and one.number not in other.saw
+            and not (other.number in one.saw or one.number in other.saw)
         }
 
     def has_nameless(self) -> bool:
@@ -255,7 +256,7 @@ class Oracle:
         for attempt in sorted(standing, key=lambda found: found.began, reverse=True):
             if self.must_load(attempt.checkpoint_id, nodes, with_bucket=with_bucket):
                 return attempt
-            if len({other.run for other in self.attempts}) > 1:
+            if attempt.is_blind or len({other.run for other in self.attempts}) > 1:
                 return None
         return None
 
