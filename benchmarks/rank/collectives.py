@@ -15,14 +15,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
 
 from benchmarks import planning_world as synthetic
 from benchmarks.planning_world import World
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
-from replicated_ckpt.dcp.agreement.decision import decide
-from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, encode
+from replicated_ckpt.dcp.agreement.decision import STAYS, SaveDecision, decide
+from replicated_ckpt.dcp.c10d.blackboard import PACKED_FROM_BYTES, Blackboard, encode
+from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
@@ -113,6 +115,7 @@ def _of_store(world: World) -> Mapping[str, int]:
         "save, store: post": _stored(posts[-1].to_json()),
         "save, store: receipt": _stored(receipt.to_json()),
         "save, store: decision, read": _stored(decision.to_json()),
+        "save, store: decision, nodes as before, read": _decided_again(decision),
         "load, store: survey, read": _stored({"survey": _survey(world).to_json()}),
     }
     readers = {name: _nodes(world) if sizes[name] >= PACKED_FROM_BYTES else world.ranks for name in sizes}
@@ -122,6 +125,16 @@ def _of_store(world: World) -> Mapping[str, int]:
         if "read" in name
     }
     return sizes | total
+
+
+def _decided_again(decision: SaveDecision) -> int:
+    """The bytes of a decision that follows one of the same nodes, as it lies on the store."""
+    store, kept = dist.HashStore(), KeptDecisions()
+    for _ in range(2):
+        board = Blackboard(store, 0, 1, kept=kept)
+        board.post("save", {})
+        board.decide("save", board.posts("save", 1.0), decision.to_json(), stays=STAYS)
+    return len(store.get("save/decision"))
 
 
 def _nodes(world: World) -> int:

@@ -1,4 +1,4 @@
-"""Steps: ranks of one node load the same bytes, and one of them stops, fails, or agrees to more than it reads."""
+"""Steps: ranks of one node load the same bytes, and one stops, fails, or agrees to too much; what saves tell once."""
 
 import os
 import subprocess
@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from replicated_ckpt import ReplicatedReader
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.dcp.c10d import blackboard, world
+from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.stores.node_cache import patience
 from tests.steps.context import Context
 from tests.steps.peers import pieces
-from tests.steps.state import failure, report_of
+from tests.steps.state import build_all, failure, report_of
 from tests.stopwatch import Stopwatch
 
 STOPPED_MAX_S = 60.0
@@ -110,3 +114,28 @@ def load_with_trouble(
         "seconds": reader.seconds,
         "elapsed_s": reader.elapsed_s,
     }
+
+
+def save_as_in_a_large_job(context: Context, kinds: list[str], times: int, forgets_at: int) -> list[int]:
+    """Saves by fresh writers, with decisions that count as large; the bytes of each that this rank read.
+
+    Before the save `forgets_at` the last rank forgets what it has of earlier ones.
+    """
+    read: list[int] = []
+
+    class Counting(KeptDecisions):
+        def complete(self, topic: str, raw: bytes, fields: dict[str, Any]) -> dict[str, Any]:
+            read.append(len(raw))
+            return super().complete(topic, raw, fields)
+
+    with (
+        mock.patch.object(blackboard, "PACKED_FROM_BYTES", 256),
+        mock.patch.object(world, "KeptDecisions", Counting),
+        mock.patch.dict(world._kept_by_group, clear=True),
+    ):
+        for number in range(times):
+            if number == forgets_at and context.rank == dist.get_world_size() - 1:
+                world._kept_by_group.clear()
+            state = dict(build_all(context, kinds, number))
+            dcp.save(state, checkpoint_id=f"step-{number}", storage_writer=ReplicatedWriter(context.root))
+    return read

@@ -20,6 +20,8 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.wording import plural
 
+STAYS = ("nodes", "node_by_rank", "placement")
+"""Fields of a decision that are nearly always those of the save before: all that grows with the number of nodes."""
 _NAME_IT = 'Pass dcp.save(..., checkpoint_id="step-10"), say. The deprecated save_state_dict takes none.'
 
 

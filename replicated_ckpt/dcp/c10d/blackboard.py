@@ -10,13 +10,14 @@ import hashlib
 import json
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d.job_secret import Seal, split
+from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.c10d.once_per_node import read_once_per_node
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
 from replicated_ckpt.dcp.c10d.waiting import ENDED_HINT, LINGER_S, POLL_S, Wait, reaching_store
@@ -52,8 +53,13 @@ class Blackboard:
         size: int,
         find_lost: Callable[[], Sequence[int]] = tuple,
         seal: Seal | None = None,
+        kept: KeptDecisions | None = None,
     ) -> None:
-        """`find_lost`: the ranks whose processes are known to have ended. `seal`: the job secret's; None: there is none."""
+        """`find_lost`: the ranks whose processes are known to have ended. `seal`: the job secret's; None: there is none.
+
+        `kept`: what this rank has of earlier decisions on this process group.
+        """
+        self._kept = kept or KeptDecisions()
         self._find_lost = find_lost
         self._seal = seal or Seal()
         self._store: Any = store  # its stub lacks methods that are there since torch 2.7, and that values may be bytes
@@ -78,7 +84,7 @@ class Blackboard:
 
     def repost(self, topic: str, fields: Mapping[str, Any], nonce: str) -> None:
         """Replaces this rank's post, if it has not been answered."""
-        key, raw = f"{topic}/{self._rank}", encode({**fields, "nonce": nonce})
+        key, raw = f"{topic}/{self._rank}", encode({**fields, **self._kept.known(topic), "nonce": nonce})
         self._posted[topic] = self._seal.mark(key, raw) + raw
         self._write(key, self._posted[topic])
 
@@ -155,15 +161,19 @@ class Blackboard:
         posts: Sequence[Mapping[str, Any] | None],
         fields: Mapping[str, Any],
         stale: Sequence[str | None] = (),
+        stays: Collection[str] = (),
     ) -> None:
         """Writes the coordinator's decision about these posts; it is visible to all when this returns.
+
+        `stays`: the fields that are likely to be the same in the next decision on this topic. Where it is large, ranks keep
+        them, and they are told again only if they change, or a rank does not have them.
 
         Each rank then gets a note of its own that the decision is there, the nonce that it waits for: what is looked at
         again and again is small, and the decision, which may be large, is read once; once for all ranks of a node that
         `share_in` one place. The mark of a note is that of both. A rank without a post finds that it was not waited for,
         and by its `stale` nonce that its next post is meant.
         """
-        raw = encode(fields)
+        raw = self._encode(topic, posts, fields, stays)
         self._write(f"{topic}/decision", raw)
         digest, before = _digest(raw), stale or [None] * self._size
         notes: dict[str, str] = {}
@@ -178,6 +188,19 @@ class Blackboard:
                 for key, note in notes.items():
                     self._store.set(key, note)
             self._store.check(list(notes)[-1:])
+
+    def _encode(
+        self, topic: str, posts: Sequence[Mapping[str, Any] | None], fields: Mapping[str, Any], stays: Collection[str]
+    ) -> bytes:
+        short = self._kept.shorten(topic, fields, stays, posts)
+        if short is not None:
+            return encode(short)
+        raw = encode(fields)
+        if not stays or len(raw) < PACKED_FROM_BYTES:
+            return raw
+        raw = encode(self._kept.mark(fields, stays))
+        self._kept.keep(topic, raw, fields, stays)
+        return raw
 
     def decision(self, topic: str, nonce: str, deadline_s: float, before: str | None = None) -> dict[str, Any]:
         """The decision that answers this rank's post, or that was made without it as it came late.
@@ -232,7 +255,7 @@ class Blackboard:
         self._seal.check(key, signed, note[len(signed) :])
         if not note.startswith(signed):
             raise MeetingFailed(f"This rank was too late to read what was decided about this {topic}.", _LATE_RANK)
-        return _decode(f"{topic}/decision", raw)
+        return self._kept.complete(topic, raw, _decode(f"{topic}/decision", raw))
 
     def _note(self, key: str, signed: str) -> str:
         """`signed`: the nonce of the post that is answered, and the digest of the decision."""

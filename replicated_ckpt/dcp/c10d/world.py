@@ -9,12 +9,14 @@ import torch.distributed as dist
 
 from replicated_ckpt.dcp.c10d.blackboard import COORDINATOR, Blackboard
 from replicated_ckpt.dcp.c10d.job_secret import Seal
+from replicated_ckpt.dcp.c10d.kept_decisions import KeptDecisions
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.waiting import reaching_store
 from replicated_ckpt.dcp.runtime.torch_private import calling, default_store
 
 _PREFIX = "replicated_ckpt"
 ALONE = "alone"
+_kept_by_group: dict[str, KeptDecisions] = {}
 
 
 class _Session:
@@ -76,4 +78,5 @@ def world_of_call(process_group: Any, no_dist: bool | None) -> World:
             lost = presence.find_lost() if presence is not None else {}
         return [rank for rank, member in enumerate(members) if member in lost]
 
-    return World(rank, size, Blackboard(store, rank, size, find_lost, Seal.of_job(name)), name)
+    kept = _kept_by_group.setdefault(name, KeptDecisions())
+    return World(rank, size, Blackboard(store, rank, size, find_lost, Seal.of_job(name), kept), name)

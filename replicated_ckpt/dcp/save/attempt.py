@@ -19,7 +19,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.core.upkeep.policy import scope_of
-from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, decide, name_checkpoint, weaknesses
+from replicated_ckpt.dcp.agreement.decision import (
+    STAYS,
+    Receipt,
+    SaveDecision,
+    SavePost,
+    decide,
+    name_checkpoint,
+    weaknesses,
+)
 from replicated_ckpt.dcp.agreement.nodes import Cluster, LoneNode, Opened, cluster_of
 from replicated_ckpt.dcp.agreement.receipts import check_none_aborted, collect_receipts, receipt_post
 from replicated_ckpt.dcp.c10d.world import World
@@ -133,7 +141,7 @@ class SaveAttempt:
             self._decision = replace(placed, overwrite=overwrites)
             self._warn(problems)
             if board is not None:
-                board.decide("save", raw_posts, self._decision.to_json())
+                board.decide("save", raw_posts, self._decision.to_json(), stays=STAYS)
             failpoints.reach("coordinator.placed")
             self._warn(weaknesses(self._decision, config.copies, posts), of=config.root)  # one text for all saves
 

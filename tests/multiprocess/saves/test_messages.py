@@ -66,3 +66,15 @@ def test_a_load_reads_its_metadata_once(cluster_of: ClusterOf) -> None:
         call("planning.count_metadata_opened", kinds=["plain"], checkpoint_ids=["step-1", "latest"]),
     ]
     assert cluster.launch(calls, nodes=[0, 0, 1]).of(1) == [[1, 1]] * 3
+
+
+def test_nodes_that_stay_are_told_once(cluster_of: ClusterOf) -> None:
+    """In a job whose decisions are large: once more only after a rank has lost them. Every checkpoint loads."""
+    calls = [
+        call("sharing.save_as_in_a_large_job", kinds=["plain"], times=5, forgets_at=3),
+        *(call("state.load", kinds=["plain"], checkpoint_id=f"step-{number}") for number in range(5)),
+    ]
+    results = cluster_of(2).launch(calls, nodes=[0, 0, 1])
+    for sizes in results.of(0)[1:]:
+        assert [size * 3 < sizes[0] * 2 for size in sizes] == [False, True, True, False, True]
+    assert all(results.digests(step)[0] == results.digests(step)[2] for step in range(1, 6))
