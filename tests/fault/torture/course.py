@@ -15,8 +15,9 @@ from replicated_ckpt.errors import (
     ReplicatedCkptError,
     ShardLost,
 )
+from tests.fault.torture.attempt import Attempt
 from tests.fault.torture.disks import Disks
-from tests.fault.torture.oracle import MAIN, Attempt, Oracle, Violation
+from tests.fault.torture.oracle import MAIN, Oracle, Violation
 from tests.fault.torture.simulated.cluster import Cluster
 from tests.fault.torture.simulated.jobs import FirstError, Job, Policy, Saved
 from tests.fault.torture.simulated.network import Killed

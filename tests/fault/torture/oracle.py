@@ -5,11 +5,11 @@ counts as being there until the schedule destroys it: if the package removes it,
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from tests.fault.torture.attempt import Attempt
 from tests.fault.torture.contents import State, contents
 from tests.fault.torture.disks import MANIFEST, METADATA, Disks, Lying, holds_tensor_of
 
@@ -20,43 +20,6 @@ MAIN = "the run"
 
 class Violation(AssertionError):
     """A promise of the package was broken."""
-
-
-@dataclass
-class Attempt:
-    """One save that was tried. Times count the beginnings and ends of saves. `parts`: what it consists of, once decided.
-
-    `nodes_by_part`: where the part was seen and not destroyed since; `published_by_part`: under its checkpoint's name.
-    `readable_on`: nodes that have a directory of it with the manifest that was written. `saw`: the attempts at the same
-    checkpoint that lay on its nodes when it began, and those that they saw. `is_blind`: no manifest of its run lay there.
-    """
-
-    number: int
-    checkpoint_id: str
-    ranks: int
-    run: str
-    began: int
-    is_stock: bool = False
-    ended: int | None = None
-    is_acknowledged: bool = False
-    save_id: str = ""
-    parts: dict[str, str] = field(default_factory=dict)
-    nodes_by_part: dict[str, set[int]] = field(default_factory=dict)
-    published_by_part: dict[str, set[int]] = field(default_factory=dict)
-    readable_on: set[int] = field(default_factory=set)
-    lineage: str = ""
-    saw: frozenset[int] = frozenset()
-    is_blind: bool = False
-    was_whole: bool = False
-    is_in_bucket: bool = False
-    copies: int = 1
-
-    def has_all_parts(self, nodes: Collection[int] | None = None) -> bool:
-        """Whether each part was seen on a disk and not destroyed since; on `nodes`: published there, and readable now."""
-        if nodes is None:
-            return bool(self.parts) and all(self.nodes_by_part[part] for part in self.parts)
-        able = set(nodes) & self.readable_on
-        return bool(self.parts) and all(self.published_by_part[part] & able for part in self.parts)
 
 
 class Oracle:
@@ -244,7 +207,14 @@ class Oracle:
         standing = self.standing(checkpoint_id)
         if not self.is_kept(checkpoint_id) or any(attempt.ended is None for attempt in self.of_id(checkpoint_id)):
             return False
-        return all(attempt.has_all_parts(nodes) or (with_bucket and attempt.is_in_bucket) for attempt in standing)
+        rivals = self._find_rivals(checkpoint_id, {attempt.lineage for attempt in standing})
+        found = (*standing, *rivals)
+        return all(attempt.has_all_parts(nodes) or (with_bucket and attempt.is_in_bucket) for attempt in found)
+
+    def _find_rivals(self, checkpoint_id: str, lineages: Collection[str]) -> list[Attempt]:
+        """Saves of other lineages that have the name on a node, whole or not: a load takes the newest lineage."""
+        named = [found for found in self.current(checkpoint_id) if found.published_by_part.get(MANIFEST)]
+        return [found for found in named if found.lineage not in lineages]
 
     def newest(self, nodes: Collection[int] | None = None, *, with_bucket: bool = False) -> Attempt | None:
         """The newest acknowledged save that must load: "latest" has to give it, or one that is not older.

@@ -9,9 +9,10 @@ from replicated_ckpt.cli.checkpoints.verify import exit_code
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import is_read
+from tests.fault.torture.attempt import Attempt
 from tests.fault.torture.course import SIMULATION, Backend, Course
 from tests.fault.torture.disks import STAGING
-from tests.fault.torture.oracle import FOREIGN, Attempt, Violation, is_before
+from tests.fault.torture.oracle import FOREIGN, Violation, is_before
 from tests.fault.torture.simulated.cluster import AWAY_AFTER_S
 from tests.fault.torture.simulated.jobs import Policy
 from tests.fault.torture.steps import HANDING, NEED_A_PAUSE, STEPS, THEMES

@@ -210,6 +210,9 @@ class Cluster:
         """Seconds on the one clock that all nodes have."""
         return self._clock
 
+    def unix_now(self) -> float:
+        return 1.7e9 + self._clock
+
     def wait(self, seconds: float) -> None:
         self._clock += seconds
 

@@ -121,7 +121,7 @@ def pretences(cluster: "Cluster") -> Iterator[AbstractContextManager[Any]]:
     """The patches, each to be entered for as long as the simulation goes on."""
     now = _Now(cluster)
     known_manifests = _KnownManifests()
-    clock = SimpleNamespace(monotonic=cluster.now, sleep=cluster.wait, time=lambda: 1.7e9 + cluster.now())
+    clock = SimpleNamespace(monotonic=cluster.now, sleep=cluster.wait, time=cluster.unix_now)
     replaced: Sequence[tuple[object, str, object]] = (
         (agent_client, "open_connection", cluster.network.connection),
         (agent_client, "give_up_after", _no_deadline),

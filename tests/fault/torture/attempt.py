@@ -1,0 +1,41 @@
+"""One save of a schedule, and where its parts were seen."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Attempt:
+    """One save that was tried. Times count the beginnings and ends of saves. `parts`: what it consists of, once decided.
+
+    `nodes_by_part`: where the part was seen and not destroyed since; `published_by_part`: under its checkpoint's name.
+    `readable_on`: nodes that have a directory of it with the manifest that was written. `saw`: the attempts at the same
+    checkpoint that lay on its nodes when it began, and those that they saw. `is_blind`: no manifest of its run lay there.
+    """
+
+    number: int
+    checkpoint_id: str
+    ranks: int
+    run: str
+    began: int
+    is_stock: bool = False
+    ended: int | None = None
+    is_acknowledged: bool = False
+    save_id: str = ""
+    parts: dict[str, str] = field(default_factory=dict)
+    nodes_by_part: dict[str, set[int]] = field(default_factory=dict)
+    published_by_part: dict[str, set[int]] = field(default_factory=dict)
+    readable_on: set[int] = field(default_factory=set)
+    lineage: str = ""
+    saw: frozenset[int] = frozenset()
+    is_blind: bool = False
+    was_whole: bool = False
+    is_in_bucket: bool = False
+    copies: int = 1
+
+    def has_all_parts(self, nodes: Collection[int] | None = None) -> bool:
+        """Whether each part was seen on a disk and not destroyed since; on `nodes`: published there, and readable now."""
+        if nodes is None:
+            return bool(self.parts) and all(self.nodes_by_part[part] for part in self.parts)
+        able = set(nodes) & self.readable_on
+        return bool(self.parts) and all(self.published_by_part[part] & able for part in self.parts)
