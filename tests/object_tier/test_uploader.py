@@ -1,6 +1,8 @@
 """The uploader by itself, round by round, on stores made by hand."""
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from replicated_ckpt.stores.bucket_client.client import PART_BYTES
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
-from tests.agent.checkpoints import checkpointed, shard
+from tests.agent.checkpoints import checkpointed, findings, shard
 from tests.buckets.servers import Server
 
 
@@ -52,12 +54,14 @@ def test_an_agent_stays_for_an_upload_that_moves(moto: Server, tmp_path: Path) -
     assert targets.bucket(target.url).save_of("step-1") is not None
 
 
-def uploading(root: Path, url: str) -> tuple[Uploader, NodeService, TargetBook]:
+def uploading(
+    root: Path, url: str, clock: Callable[[], float] = time.monotonic
+) -> tuple[Uploader, NodeService, TargetBook]:
     store = LocalStore(root)
     service, targets, stopping = NodeService(store), TargetBook(store.agent_directory()), threading.Event()
     targets.learn(ObjectTarget.check(url, {}))
     pace = Pace(1e12, stopping)
-    return Uploader(service, targets, pace, Patience(), stopping, lambda *_: None), service, targets
+    return Uploader(service, targets, pace, Patience(), stopping, lambda *_: None, clock), service, targets
 
 
 def test_what_is_removed_before_its_upload_stays_here(tmp_path: Path) -> None:
@@ -93,3 +97,26 @@ def test_what_is_removed_during_its_upload_leaves_the_bucket_again(
     assert committed == ["step-1"]
     assert targets.bucket(url).save_of("step-1") is None
     assert not uploader.is_busy
+
+
+def test_a_replaced_version_goes_there_if_the_newer_one_stays_broken(tmp_path: Path) -> None:
+    """Not at once: the newer one may get whole, and it would have been brought in vain."""
+    url, now = f"file://{tmp_path}/bucket/run", [1000.0]
+    uploader, service, targets = uploading(tmp_path / "node", url, lambda: now[0])
+    stores = [service.store, LocalStore(tmp_path / "lost")]
+    older = checkpointed(stores, 1, {shard(0): (0,), shard(1): (0,)}, size_bytes=3000, on=[0], url=url)
+    newer = checkpointed(stores, 2, {shard(0): (0,), shard(1): (1,)}, size_bytes=3000, on=[0])
+    assert service.store.catalog.save_id_of("step-1") == newer.save_id
+    assert [manifest.save_id for manifest in service.store.catalog.read_replaced()] == [older.save_id]
+    for _ in range(3):
+        uploader.round()
+        now[0] += Patience().lost_after_s / 3
+    assert targets.bucket(url).save_of("step-1") is None
+    now[0] += 1
+    uploader.round()
+    there = targets.bucket(url).save_of("step-1")
+    assert there is not None
+    assert there.save_id == older.save_id
+    assert targets.bucket(url).find_arrived(older) == {shard(0), shard(1)}
+    assert all(targets.bucket(url).is_intact(older, name) for name in older.shards)
+    assert findings(service.store) == []

@@ -37,7 +37,7 @@ from replicated_ckpt.errors import (
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.files.existence import list_prefixed
-from replicated_ckpt.stores.local.directories.committed import descriptions, open_directory
+from replicated_ckpt.stores.local.directories.committed import descriptions, open_committed_save
 from replicated_ckpt.stores.throttle import Pace, Stopped
 from replicated_ckpt.stores.verified import Expected
 
@@ -86,6 +86,7 @@ class Uploader:
         self._due: dict[str, float] = {}
         self._checked: set[tuple[str, str]] = set()
         self._waits: dict[str, float] = {}
+        self._replaced_since: dict[str, float] = {}
         self._lock = threading.Lock()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rckpt-upload", daemon=True)
@@ -179,10 +180,22 @@ class Uploader:
 
     def _find_wanted(self) -> list[Manifest]:
         """The saves here that are to be uploaded and are not known to be in the bucket, by what is committed here now."""
-        removed = self._service.removals.read_all()
-        committed = (manifest for _, manifest in self._service.store.catalog.committed())
+        removed, catalog = self._service.removals.read_all(), self._service.store.catalog
+        committed = [manifest for _, manifest in catalog.committed()]
+        replaced = list(catalog.read_replaced())
         with self._lock:
+            committed += self._find_left(replaced)
             return self._pending([manifest for manifest in committed if manifest.save_id not in removed])
+
+    def _find_left(self, replaced: Sequence[Manifest]) -> list[Manifest]:
+        """The replaced versions whose newer ones are not whole after so long that nodes may be gone that had parts of them.
+
+        Before that they are not worth the upload: the newer one goes to the bucket, and they go from here.
+        """
+        now = self._clock()
+        self._replaced_since = {one.save_id: self._replaced_since.get(one.save_id, now) for one in replaced}
+        long = now - self._patience.lost_after_s
+        return [manifest for manifest in replaced if self._replaced_since[manifest.save_id] < long]
 
     def _pending(self, committed: Sequence[Manifest]) -> list[Manifest]:
         found = []
@@ -249,9 +262,9 @@ class Uploader:
 
     def _advance(self, manifest: Manifest, state: UploadState) -> bool:
         """Uploads what is this node's to upload now; whether the save is committed in the bucket afterwards."""
-        bucket = self._targets.bucket(state.url)
+        bucket, save_id = self._targets.bucket(state.url), manifest.save_id
         there = bucket.save_of(manifest.checkpoint_id)
-        if there is not None and there.save_id == manifest.save_id:
+        if there is not None and there.save_id == save_id:
             return True
         check_wanted(self._service, bucket, manifest)
         arrived = {name for name in bucket.find_arrived(manifest) if self._is_intact(bucket, manifest, name)}
@@ -263,7 +276,7 @@ class Uploader:
             name for name in bucket.find_arrived(manifest) if self._is_intact(bucket, manifest, name)
         }:
             return False
-        with open_directory(self._service.store.root, manifest.checkpoint_id) as directory:
+        with open_committed_save(self._service.store.root, manifest.checkpoint_id, save_id) as (directory, _):
             raw_manifest, raw_metadata = descriptions(directory, manifest)
         bucket.commit(manifest, raw_manifest, raw_metadata)
         take_back_removed(self._service, bucket, manifest)
@@ -297,7 +310,7 @@ class Uploader:
         label = f"node {self._service.node_id} at {store.root}"
         notes = store.agent_directory() / f"upload-{manifest.save_id}-{name}.json"
         try:
-            with open_directory(store.root, manifest.checkpoint_id) as directory:
+            with open_committed_save(store.root, manifest.checkpoint_id, manifest.save_id) as (directory, _):
                 expected = Expected(entry.size_bytes, entry.crc32c)
                 source = UploadSource(directory.open(name), label, name, expected, resume_path=notes)
             with source:
