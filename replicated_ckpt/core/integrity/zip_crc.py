@@ -26,12 +26,21 @@ class ItemDamaged(ValueError):
     """An item begins as a zip container and is not one, or a record differs from its CRC32."""
 
 
-def check_item(fetch: Fetch, size_bytes: int) -> Verdict:
+def check_item(fetch: Fetch, size_bytes: int, *, must_tell: bool = False) -> Verdict:
     """Reads one item of `size_bytes` and holds it against what is in it.
 
+    `must_tell`: the item is of a shard that had checksums, which are damaged.
+
     Raises:
-        ItemDamaged: with what was expected and found.
+        ItemDamaged: with what was expected and found; with `must_tell` also where that cannot be told.
     """
+    verdict = _check_item(fetch, size_bytes)
+    if must_tell and verdict is Verdict.UNCHECKED:
+        raise ItemDamaged("the shard's footer of checksums is damaged, and the item has none of its own")
+    return verdict
+
+
+def _check_item(fetch: Fetch, size_bytes: int) -> Verdict:
     if not is_archive(fetch, size_bytes):
         return Verdict.UNCHECKED
     try:

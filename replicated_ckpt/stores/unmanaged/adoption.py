@@ -7,9 +7,11 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from replicated_ckpt import failpoints
+from replicated_ckpt.core.integrity.archive import Fetch
 from replicated_ckpt.core.integrity.checksum import BlockHasher, BlockTable
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
 from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR
@@ -25,6 +27,7 @@ from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.versions.carry_over import Signature, originals_path, signature
 from replicated_ckpt.stores.local.versions.others import link_others
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
+from replicated_ckpt.stores.unmanaged.footer import check_blocks, find_footer
 
 PIECE_BYTES = 4 << 20
 CLOCKS_DIFFER_S = 86400.0
@@ -79,8 +82,9 @@ def stage_shards(
 ) -> Mapping[str, BlockTable]:
     """Copies these shards of a checkpoint without a manifest into the staged save, each with a footer, durably.
 
-    `.metadata` must be staged. Each item of the copy is read back and held against its CRC32, where it has one. Other
-    files that lie there get a second name: what cannot be linked is found now, not when the adoption is decided.
+    `.metadata` must be staged. Each item of the copy is read back and held against its CRC32, where it has one; all of it
+    against a footer of ours, where only the manifest was lost. Other files that lie there get a second name: what cannot be
+    linked is found now, not when the adoption is decided.
 
     Raises:
         ObjectMissing, ObjectCorrupt, StoreFull, StoreError: the original is as it was.
@@ -103,7 +107,7 @@ def stage_shards(
                 tables[name] = copy_with_footer(fd, sink, f"{root}/{checkpoint_id}/{name}", paced)
             finally:
                 os.close(fd)
-            _check_items(staging / name, ranges.get(name, ()), tables[name].data_bytes)
+            _check_copy(staging / name, ranges.get(name, ()), tables[name].data_bytes)
             failpoints.reach("adopt.shard-staged")
     with translate_errors(str(root), "write", save_id):
         write_file(originals_path(root, save_id), json.dumps(signatures).encode())
@@ -136,19 +140,28 @@ def copy_with_footer(fd: int, sink: FileSink, path: str, paced: Paced) -> BlockT
     return table
 
 
-def _check_items(path: Path, items: Sequence[ByteRange], data_bytes: int) -> None:
+def _check_copy(path: Path, items: Sequence[ByteRange], data_bytes: int) -> None:
+    """Holds the staged copy of a file of so many bytes against checksums in that: of its items, or of a footer of ours."""
     with path.open("rb", buffering=0) as file:
-        for item in items:
 
-            def fetch(offset: int, length: int, start: int = item.offset) -> memoryview:
-                target = memoryview(bytearray(length))
-                read_exactly(file.fileno(), target, start + offset)
-                return target
+        def fetch(offset: int, length: int) -> memoryview:
+            target = memoryview(bytearray(length))
+            read_exactly(file.fileno(), target, offset)
+            return target
 
-            where = f"item at bytes {item.offset} to {item.end}"
-            if item.end > data_bytes:
-                raise ObjectCorrupt(str(path.parent), "adopt", path.name, f"{where}: it has {data_bytes} bytes")
-            try:
-                check_item(fetch, item.length)
-            except ItemDamaged as exc:
-                raise ObjectCorrupt(str(path.parent), "adopt", path.name, f"{where}: {exc}") from exc
+        where, footer = "its footer", find_footer(fetch, data_bytes, items)
+        try:
+            if footer.table is not None:
+                check_blocks(fetch, footer.table)
+            for item in items:
+                where = f"item at bytes {item.offset} to {item.end}"
+                if item.end > data_bytes:
+                    raise ObjectCorrupt(str(path.parent), "adopt", path.name, f"{where}: it has {data_bytes} bytes")
+                if footer.table is None:
+                    check_item(partial(_from, fetch, item.offset), item.length, must_tell=footer.is_damaged)
+        except ItemDamaged as exc:
+            raise ObjectCorrupt(str(path.parent), "adopt", path.name, f"{where}: {exc}") from exc
+
+
+def _from(fetch: Fetch, start: int, offset: int, length: int) -> memoryview:
+    return fetch(start + offset, length)

@@ -1,7 +1,8 @@
 """Reads the shards of one checkpoint that stock torch wrote on this node, and holds them against what is in them."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, check_item
 from replicated_ckpt.core.layout import MANIFEST_NAME
@@ -12,10 +13,11 @@ from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.local.inspection import Paced, at_once
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.unmanaged.footer import OwnFooter, check_blocks, find_footer
 
 
 class UnmanagedInspector:
-    """Checks structure, sizes, and the CRC32 that torch.save left in its containers. Changes nothing.
+    """Checks structure, sizes, and the CRC32 that torch.save left in its containers, or a footer of ours. Changes nothing.
 
     `unchecked` counts afterwards the items that have no CRC32, or are no containers.
     """
@@ -51,27 +53,51 @@ class UnmanagedInspector:
                 if size < needed:
                     expected = f"at least {needed} bytes"
                     return self._finding(directory, name, Problem.CORRUPT, expected, f"{size} bytes")
-                for item in items:
-                    found = self._item_problem(fd, item)
-                    if found is not None:
-                        where = f"item at bytes {item.offset} to {item.end}"
-                        return self._finding(directory, name, Problem.CORRUPT, f"{where} as torch.save wrote it", found)
+                for expected, found in self._problems(fd, size, items):
+                    return self._finding(directory, name, Problem.CORRUPT, expected, found)
         finally:
             os.close(fd)
         return None
 
-    def _item_problem(self, fd: int, item: ByteRange) -> str | None:
-        """Why an item is not believed; it is read a second time before it counts."""
+    def _problems(self, fd: int, size_bytes: int, items: Sequence[ByteRange]) -> Iterator[tuple[str, str]]:
+        """What was expected, and what was found: of the whole shard by its footer, without one of each item."""
+
+        def fetch(offset: int, length: int) -> memoryview:
+            return self._read(fd, offset, length)
+
+        footer = OwnFooter()
+        try:
+            footer = find_footer(fetch, size_bytes, items)
+        except ItemDamaged as exc:
+            yield "a file that stays as it is", str(exc)
+        if footer.table is not None:
+            found = self._twice(partial(check_blocks, fetch, footer.table))
+            if found is not None:
+                yield "blocks as its footer has them", found
+            return
+        for item in items:
+            found = self._twice(partial(self._check_item, fd, item, must_tell=footer.is_damaged))
+            if found is not None:
+                yield f"item at bytes {item.offset} to {item.end} as torch.save wrote it", found
+
+    @staticmethod
+    def _twice(check: Callable[[], None]) -> str | None:
+        """Why what is checked is not believed; it is read a second time before it counts."""
         problem = None
         for _ in range(2):
             try:
-                verdict = check_item(lambda offset, length: self._read(fd, item.offset + offset, length), item.length)
+                check()
             except ItemDamaged as exc:
                 problem = str(exc)
                 continue
-            self.unchecked += verdict is Verdict.UNCHECKED
             return None
         return problem
+
+    def _check_item(self, fd: int, item: ByteRange, *, must_tell: bool) -> None:
+        def fetch(offset: int, length: int) -> memoryview:
+            return self._read(fd, item.offset + offset, length)
+
+        self.unchecked += check_item(fetch, item.length, must_tell=must_tell) is Verdict.UNCHECKED
 
     def _read(self, fd: int, offset: int, length: int) -> memoryview:
         self._paced(length)

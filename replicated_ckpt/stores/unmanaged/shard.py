@@ -1,4 +1,7 @@
-"""One shard that stock torch wrote, at one source: each item is held against the CRC32 in its own container."""
+"""One shard without a manifest, at one source: each item is held against the CRC32 in its own container.
+
+Where the shard has a footer of ours, as its manifest alone is lost, its blocks are held against that.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,25 +12,31 @@ from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.stores.local.shard_file import OpenFile
 from replicated_ckpt.stores.peer.client import AgentClient, unmanaged_path
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
+from replicated_ckpt.stores.unmanaged.footer import OwnFooter, find_footer
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 
 class UnmanagedShard(VerifiedShard):
-    """Reads a shard without a footer. An item is checked before the first byte of it is given out, if it has checksums.
+    """Reads a shard of no manifest. An item is checked before the first byte of it is given out, if it has checksums.
 
     `items` are the places of the items that may be read. One thread.
     """
 
     def __init__(self, store: str, name: str, expected: Expected, items: Sequence[ByteRange]) -> None:
         self._unchecked = sorted(items, key=lambda item: item.offset)
+        self._footer = OwnFooter()
         super().__init__(store, name, expected)
 
     def _read_table(self, expected: Expected) -> BlockTable:
-        """One block. The opening has looked at its size; a footer behind it is not read."""
-        return BlockTable(expected.size_bytes or 1, expected.size_bytes, (0,))
+        """That of its footer; of a shard without one a single block, whose checksum nobody has."""
+        size = expected.size_bytes
+        self._footer = find_footer(lambda offset, length: self._fetch(offset, offset + length), size, self._unchecked)
+        return self._footer.table or BlockTable(size or 1, size, (0,))
 
     def read(self, offset: int, length: int, lent: memoryview | None = None) -> memoryview:
         """Bytes [offset, offset + length) of the file; otherwise as VerifiedShard.read."""
+        if self._footer.table is not None:
+            return super().read(offset, length, lent)
         if length < 0 or offset < 0 or offset + length > self.table.data_bytes:
             raise self._corrupt(f"bytes {offset} to {offset + length} lie outside its {self.table.data_bytes} bytes")
         span = self._reuse(length, lent)
@@ -50,13 +59,14 @@ class UnmanagedShard(VerifiedShard):
         def at_source(offset: int, length: int) -> memoryview:
             return self._fetch(item.offset + offset, item.offset + offset + length)
 
+        fetch, must_tell = in_span if is_inside else at_source, self._footer.is_damaged
         try:
-            check_item(in_span if is_inside else at_source, item.length)
+            check_item(fetch, item.length, must_tell=must_tell)
         except ItemDamaged:
             if is_inside:
                 self._fill(span, there.offset)
             try:
-                check_item(in_span if is_inside else at_source, item.length)
+                check_item(fetch, item.length, must_tell=must_tell)
             except ItemDamaged as exc:
                 raise self._corrupt(f"item at bytes {item.offset} to {item.end}: {exc}") from exc
 

@@ -1,15 +1,25 @@
 """A shard that stock torch wrote, read item by item: nothing of an item is given out that its own CRC32 contradicts."""
 
 import io
+import pickle
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from replicated_ckpt.core.integrity.checksum import table_of
+from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
+from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.unmanaged.adoption import stage_shards
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
+from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
 from replicated_ckpt.stores.unmanaged.shard import UnmanagedFileShard
 from replicated_ckpt.stores.verified import Expected
 
@@ -31,21 +41,23 @@ ITEMS = [container(torch.ones(3)), container(TENSOR), b"a planner's own bytes", 
 RANGES = [ByteRange(sum(map(len, ITEMS[:index])), len(item)) for index, item in enumerate(ITEMS)]
 WHOLE = b"".join(ITEMS)
 IN_TENSOR = RANGES[1].offset + ITEMS[1].index(TENSOR.numpy().tobytes())
-Opened = Callable[[bytes], UnmanagedFileShard]
+OURS = WHOLE + table_of([WHOLE]).encode()
+"""The same with a footer of ours, as a shard has whose manifest was lost."""
+Opened = Callable[..., UnmanagedFileShard]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Opened:
-    def opened(raw: bytes) -> UnmanagedFileShard:
+    def opened(raw: bytes, size_bytes: int = len(WHOLE)) -> UnmanagedFileShard:
         (tmp_path / "step-1").mkdir(exist_ok=True)
         (tmp_path / "step-1" / NAME).write_bytes(raw)
-        return UnmanagedFileShard(UnmanagedDirectory(tmp_path), "step-1", NAME, Expected(len(WHOLE), 0), RANGES).open()
+        return UnmanagedFileShard(UnmanagedDirectory(tmp_path), "step-1", NAME, Expected(size_bytes, 0), RANGES).open()
 
     return opened
 
 
-def damaged(position: int) -> bytes:
-    raw = bytearray(WHOLE)
+def damaged(position: int, whole: bytes = WHOLE) -> bytes:
+    raw = bytearray(whole)
     raw[position] ^= 1
     return bytes(raw)
 
@@ -92,3 +104,64 @@ def test_a_file_of_another_size_is_not_the_shard(opened: Opened) -> None:
     for raw in (WHOLE + b"x", WHOLE[:-1], b""):
         with pytest.raises(ObjectMissing, match="expected a file of"):
             opened(raw)
+
+
+# Shards of ours whose manifest is lost ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("item", RANGES, ids=["small", "tensor", "bytes", "no crc"])
+def test_a_footer_of_ours_tells_what_items_do_not(opened: Opened, tmp_path: Path, item: ByteRange) -> None:
+    """A flipped bit in an item without a checksum of its own is found, by a load, by `verify`, and by an adoption."""
+    for offset, length in [(0, len(WHOLE)), (RANGES[2].offset, 3), (7, 0)]:
+        shard = opened(OURS, len(OURS))
+        assert shard.read(offset, length) == WHOLE[offset : offset + length]
+        shard.close()
+    assert problems(tmp_path) == []
+    shard = opened(damaged(item.offset + item.length // 2, OURS), len(OURS))
+    for _ in range(2):
+        with pytest.raises(ObjectCorrupt, match="expected CRC32C"):
+            shard.read(item.offset, item.length)
+    shard.close()
+    ((expected, found),) = problems(tmp_path)
+    assert (expected, found[:5]) == ("blocks as its footer has them", "bytes")
+    assert not adopts(tmp_path)
+
+
+@pytest.mark.parametrize("from_end", [1, 10, 14, 20, 24, 30])
+def test_a_damaged_footer_leaves_items_with_checksums(opened: Opened, tmp_path: Path, from_end: int) -> None:
+    """What has none could be anything: it is refused, where stock torch's is given out as it is."""
+    shard = opened(damaged(len(OURS) - from_end, OURS), len(OURS))
+    assert shard.read(RANGES[1].offset, RANGES[1].length) == ITEMS[1]
+    for item in RANGES[2:]:
+        with pytest.raises(ObjectCorrupt, match="footer of checksums is damaged"):
+            shard.read(item.offset, item.length)
+    shard.close()
+    assert "footer of checksums is damaged" in problems(tmp_path)[0][1]
+    assert not adopts(tmp_path)
+
+
+def test_what_is_ours_and_intact_is_adopted(opened: Opened, tmp_path: Path) -> None:
+    opened(OURS, len(OURS)).close()
+    assert adopts(tmp_path)
+
+
+def problems(root: Path) -> list[tuple[str, str]]:
+    inspector = UnmanagedInspector(LocalStore(root), "node")
+    return [(finding.expected, finding.found) for finding in inspector.inspect("step-1", {NAME: RANGES})]
+
+
+def adopts(root: Path) -> bool:
+    """Whether the shard can be staged; what lies there is as it was."""
+    before = (root / "step-1" / NAME).read_bytes()
+    store, save_id = LocalStore(root), uuid.uuid4().hex
+    store.begin(Intent(save_id, "step-1", "adoption", overwrite=True, adopts=True))
+    places = {MetadataIndex(str(n)): _StorageInfo(NAME, r.offset, r.length) for n, r in enumerate(RANGES)}
+    store.put_small(save_id, METADATA_NAME, pickle.dumps(Metadata({}, None, places)))
+    try:
+        tables = stage_shards(root, "step-1", save_id, [NAME])
+    except ObjectCorrupt:
+        return False
+    finally:
+        assert (root / "step-1" / NAME).read_bytes() == before
+        store.abort(save_id)
+    return tables[NAME].data_bytes == len(before)

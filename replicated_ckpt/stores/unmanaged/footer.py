@@ -1,0 +1,58 @@
+"""A shard without a manifest that has a footer of ours all the same: its manifest is lost, its checksums are not."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from replicated_ckpt.core.integrity.archive import Fetch
+from replicated_ckpt.core.integrity.checksum import (
+    FOOTER_TAIL_BYTES,
+    MAGIC,
+    BlockTable,
+    crc32c,
+    decode_footer,
+    footer_bytes_of,
+    size_with_footer,
+)
+from replicated_ckpt.core.integrity.zip_crc import ItemDamaged
+from replicated_ckpt.core.reading.source_order import ByteRange
+
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class OwnFooter:
+    """How a file ends. `table` None: without a footer; or, if `is_damaged`, with one that is not believed."""
+
+    table: BlockTable | None = None
+    is_damaged: bool = False
+
+
+def find_footer(fetch: Fetch, size_bytes: int, items: Iterable[ByteRange]) -> OwnFooter:
+    """The footer of a file of this size, by its last bytes, or by its size, which is that of its items and a footer."""
+    if size_bytes < FOOTER_TAIL_BYTES:
+        return OwnFooter()
+    tail = fetch(size_bytes - FOOTER_TAIL_BYTES, FOOTER_TAIL_BYTES)
+    is_as_long = size_bytes == size_with_footer(max((item.end for item in items), default=0))
+    if bytes(tail[: len(MAGIC)]) != MAGIC and not is_as_long:
+        return OwnFooter()
+    footer_bytes = footer_bytes_of(tail, size_bytes) or 0
+    table = decode_footer(fetch(size_bytes - footer_bytes, footer_bytes), size_bytes)
+    return OwnFooter(table, is_damaged=table is None)
+
+
+def check_blocks(fetch: Fetch, table: BlockTable) -> None:
+    """Reads all data of a file and holds it against its footer.
+
+    Raises:
+        ItemDamaged: a block is another.
+    """
+    at_once = max(1, _PIECE_BYTES // table.block_bytes)
+    for first in range(0, len(table.crcs), at_once):
+        start = first * table.block_bytes
+        piece = fetch(start, min(at_once * table.block_bytes, table.data_bytes - start))
+        for index, wanted in enumerate(table.crcs[first : first + at_once], first):
+            begin = index * table.block_bytes
+            found = crc32c(piece[begin - start : begin - start + table.block_size(index)])
+            if found != wanted:
+                where = f"bytes {begin} to {begin + table.block_size(index)}"
+                raise ItemDamaged(f"{where}: expected CRC32C {wanted:08x}, found {found:08x}")
