@@ -10,12 +10,14 @@ import pytest
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.uploads.bucket_retention import TOLD_MAX
 from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.retire import retire
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.checkpoints import checkpointed, findings, shard
 from tests.buckets.servers import Server
@@ -120,3 +122,18 @@ def test_a_replaced_version_goes_there_if_the_newer_one_stays_broken(tmp_path: P
     assert targets.bucket(url).find_arrived(older) == {shard(0), shard(1)}
     assert all(targets.bucket(url).is_intact(older, name) for name in older.shards)
     assert findings(service.store) == []
+
+
+def test_a_node_tells_of_an_upload_when_it_has_nothing_of_the_save_any_more(tmp_path: Path) -> None:
+    """Else a node that has not looked into the bucket since would wait for it, and bring copies to this one again."""
+    url = f"file://{tmp_path}/bucket/run"
+    uploader, service, targets = uploading(tmp_path / "node", url)
+    manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=url)
+    uploader.round()
+    assert targets.bucket(url).save_of("step-1") is not None
+    assert retire(service.store.root, "step-1", manifest.save_id)
+    for number in range(2, 2 * TOLD_MAX):
+        checkpointed([service.store], number, {shard(0): (0,)}, copies=1, size_bytes=300, url=f"{url}/{number}")
+        targets.learn(ObjectTarget.check(f"{url}/{number}", {}))
+        assert (manifest.save_id in uploader.standing().uploaded) == (number <= TOLD_MAX + 1)
+        uploader.round()

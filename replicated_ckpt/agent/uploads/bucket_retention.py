@@ -17,20 +17,27 @@ from replicated_ckpt.stores.bucket.bucket import Bucket, BucketSave
 
 log = logging.getLogger(__name__)
 
+TOLD_MAX = 16
+"""So many uploads that are over a node tells of although it has nothing of those saves any more."""
+
 
 def standing_of(service: NodeService, orders: OrderBook, states: Mapping[str, UploadState]) -> Standing:
-    """What this node says of its policies and uploads. One of which it does not know that it is over is not."""
-    over = {save_id for save_id, state in list(states.items()) if state.state != "pending"}
+    """What this node says of its policies and uploads. One of which it does not know that it is over is not.
+
+    The last ones stay uploaded when they are retired here: other nodes may not have looked into the bucket since.
+    """
+    over = [save_id for save_id, state in list(states.items()) if state.state != "pending"]
     removed = service.removals.read_all()
     wanted = {
         manifest.save_id
         for _, manifest in service.store.catalog.committed()
         if manifest.save_id not in removed and orders.apply(manifest).upload is not None
     }
-    uploading = frozenset(wanted - over)
+    uploading = frozenset(wanted.difference(over))
     ordered = frozenset(filter(orders.is_ordered, uploading))
     unable = frozenset(save_id for save_id, state in list(states.items()) if state.is_denied) & uploading
-    return Standing(service.policies.read_all(), uploading, frozenset(wanted & over), ordered, removed, unable)
+    uploaded = frozenset(wanted.intersection(over)).union(over[-TOLD_MAX:])
+    return Standing(service.policies.read_all(), uploading, uploaded, ordered, removed, unable)
 
 
 def check_wanted(service: NodeService, bucket: Bucket, manifest: Manifest) -> None:

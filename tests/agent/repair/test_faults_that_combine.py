@@ -66,11 +66,19 @@ def decide(store: LocalStore, manifest: Manifest) -> None:
 
 
 def stage(
-    service: NodeService, save_id: str, sequence: int, lineage: str, coordinator: str, *, is_decided: bool = True
+    service: NodeService,
+    save_id: str,
+    sequence: int,
+    lineage: str,
+    coordinator: str,
+    *,
+    is_decided: bool = True,
+    overwrite: bool = True,
 ) -> Manifest:
     """All shards of the save are staged here; so is the decision, if it was made."""
     nodes = (service.node_id, OTHER)
-    service.store.begin(Intent(save_id, "step-10", "s" + save_id, overwrite=True, nodes=nodes, coordinator=coordinator))
+    intent = Intent(save_id, "step-10", "s" + save_id, overwrite, nodes=nodes, coordinator=coordinator)
+    service.store.begin(intent)
     service.store.places.note(save_id, lineage, sequence)
     for shard in SHARDS:
         (service.store.staging(save_id) / shard).write_bytes(b"x" * 10)
@@ -99,12 +107,13 @@ def test_what_another_run_published_lets_nothing_staged_go(service: NodeService)
     assert is_staged(service, NEW)
 
 
+@pytest.mark.parametrize("overwrite", [True, False], ids=["overwrites", "found the id free"])
 @pytest.mark.parametrize("sequence", [2, 3], ids=["older", "of another job that counted alike"])
 def test_a_decided_save_that_was_overtaken_goes_once_the_newer_one_is_whole(
-    service: NodeService, sequence: int
+    service: NodeService, sequence: int, *, overwrite: bool
 ) -> None:
     """It is not kept for ever: it waits for no node, only for the newer one to be seen."""
-    stage(service, NEW, sequence, RUN, OTHER)
+    stage(service, NEW, sequence, RUN, OTHER, overwrite=overwrite)
     newest = stage(service, NEWEST, 3, RUN, service.node_id)
     service.commit(NEWEST)
     for _ in range(2):

@@ -23,7 +23,7 @@ def damage(place: Path, name: str, how: str, chance: random.Random) -> set[str]:
         spare.rename(other)
         return {name, other.name}
     if how == "truncate":
-        path.write_bytes(raw[: chance.randrange(len(raw) or 1)])
+        path.write_bytes(raw[: chance.randrange(max(1, len(raw) - 1))])  # a manifest may do without its last newline
     elif how == "empty":
         path.write_bytes(b"")
     elif how == "delete":

@@ -25,6 +25,7 @@ from replicated_ckpt.errors import (
     ObjectCorrupt,
     ObjectMissing,
     SaveAborted,
+    SaveSuperseded,
     StoreDenied,
     StoreError,
     StoreFull,
@@ -233,7 +234,7 @@ def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> No
     store.commit(staged(store, 2, b"fast"))
     with pytest.raises(CheckpointExists):
         staged(store, 3, b"late")
-    with pytest.raises(CheckpointExists):
+    with pytest.raises(SaveSuperseded):
         store.commit(slow)
     assert content(store) == b"fast"
 
