@@ -56,6 +56,9 @@ class Oracle:
         attempt.is_acknowledged = is_acknowledged
         if is_acknowledged and not attempt.was_whole:
             raise Violation(f"{attempt.checkpoint_id}: attempt {attempt.number} was acknowledged and is not published")
+        earlier = {found.lineage for found in self.attempts[: attempt.number - 1]}
+        if is_acknowledged and not (attempt.is_blind or attempt.is_stock or attempt.lineage in earlier):
+            raise Violation(f"{attempt.checkpoint_id}: attempt {attempt.number} goes on with no run that its nodes knew")
 
     def lost_disk(self, node: int) -> None:
         """A node's disk is gone."""
@@ -223,10 +226,13 @@ class Oracle:
         """
         acknowledged = [attempt for attempt in self.attempts if attempt.is_acknowledged and not attempt.is_stock]
         standing = [attempt for attempt in acknowledged if not self.is_superseded(attempt)]
-        for attempt in sorted(standing, key=lambda found: found.began, reverse=True):
+        newest_first = sorted(standing, key=lambda found: found.began, reverse=True)
+        for attempt in newest_first:
+            if attempt.lineage != newest_first[0].lineage:
+                return None
             if self.must_load(attempt.checkpoint_id, nodes, with_bucket=with_bucket):
                 return attempt
-            if attempt.is_blind or len({other.run for other in self.attempts}) > 1:
+            if len({other.run for other in self.attempts}) > 1:
                 return None
         return None
 

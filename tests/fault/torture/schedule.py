@@ -129,6 +129,10 @@ class Schedule:
         cluster.protect()
         for node in group if course.wiped else ():  # the disks that are lost will never answer
             cluster.repair(node, lost=sorted(course.wiped))
+        if course.policy.object_store is not None:  # what a node brings there last is still news to the others
+            cluster.is_bucket_down = False
+            cluster.name_bucket(course.policy.object_store)
+            cluster.pass_time(60)
         cluster.wait(AWAY_AFTER_S + 100)  # whoever said goodbye and was lost after that is given up by now
         said = cluster.protect()
         course.oracle.look()
@@ -147,8 +151,6 @@ class Schedule:
     def _check_bucket(self) -> None:
         """All that was acknowledged is in the bucket by now, and loads from there when every node is lost."""
         course = self.course
-        course.cluster.is_bucket_down = False
-        course.cluster.name_bucket(course.policy.object_store)
         course.cluster.pass_time(300)
         course.oracle.look()
         ids = [found for found in course.oracle.ids() if course.oracle.must_load(found)]

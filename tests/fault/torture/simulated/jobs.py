@@ -76,6 +76,7 @@ class Job:
         self.session = cluster.draw_uuid().hex
         self._seen: Seen = {}
         self._writers: dict[tuple[bool, str], list[ReplicatedWriter]] = {}
+        self._last: list[ReplicatedWriter] = []
 
     @property
     def is_dead(self) -> bool:
@@ -106,7 +107,7 @@ class Job:
         if (overwrite, handed) not in self._writers:
             kept = [self._writer(node, overwrite=overwrite, ack=handed or "peer") for node in self.nodes]
             self._writers[overwrite, handed] = kept
-        writers = self._writers[overwrite, handed]
+        writers = self._last = self._writers[overwrite, handed]
         self.cluster.wait(SAVE_S)
         call = _Call()
         try:
@@ -123,8 +124,8 @@ class Job:
         return Saved(None, made, tuple(call.said))
 
     def find_late_error(self) -> BaseException | None:
-        """What a save that was acknowledged as staged has failed with since."""
-        attempts = [writer._attempt for writers in self._writers.values() for writer in writers[:1]]
+        """What the last save, if it was acknowledged as staged, has failed with since."""
+        attempts = [writer._attempt for writer in self._last[:1]]
         endings = [each.ending.end for each in attempts if each is not None and each.ending is not None]
         errors = [end.exception() for end in endings]
         return next(
