@@ -21,14 +21,13 @@ class ShardResults(list[WriteResult]):
 
     def __init__(self, results: Iterable[WriteResult] = (), digest: str = "", same_as: str = "") -> None:
         super().__init__(results)
-        self._digest, self._described = digest, tuple(self)
+        self._digest, self._described = digest, list(self)
         self._same_as = same_as
 
     @property
     def digest(self) -> str:
         """Of names, offsets and lengths; "" if a wrapper of the writer has changed the list since."""
-        is_as_it_was = len(self) == len(self._described) and all(map(operator.is_, self, self._described))
-        return self._digest if is_as_it_was else ""
+        return self._digest if self == self._described else ""
 
     def __copy__(self) -> list[WriteResult]:
         """The results themselves: a rank that is not the coordinator could not find them by the digest."""

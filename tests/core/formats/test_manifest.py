@@ -1,13 +1,14 @@
 """The manifest: comes back as it was written, and nothing else is believed."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry, decode_manifest
+from replicated_ckpt.core.manifest import VERSION, Manifest, NodeEntry, ShardEntry, UploadEntry, decode_manifest
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown
 
 
@@ -39,6 +40,13 @@ def test_it_comes_back_as_it_was_written() -> None:
     raw = manifest().encode()
     assert decode_manifest(raw, "here") == manifest()
     assert json.loads(raw)["manifest"]["checkpoint_id"] == "run/step-10"
+
+
+@pytest.mark.parametrize("upload", [None, UploadEntry("s3://bucket", True, 9, 5)])
+def test_every_field_is_written(upload: UploadEntry | None) -> None:
+    """Whatever is an object in it, too: the JSON is that of all of it as dictionaries."""
+    whole = manifest(upload=upload, notes={"metrics": {"loss": 0.5}}, replaces=("f" * 32,))
+    assert json.loads(whole.encode())["manifest"] == json.loads(json.dumps({"version": VERSION, **asdict(whole)}))
 
 
 @pytest.mark.parametrize("notes", [{"metrics": {"loss": 0.5, "bad": None}}, {"metadata": {"a": [1, {"b": "ü"}]}}, {}])

@@ -58,7 +58,9 @@ class Oracle:
             raise Violation(f"{attempt.checkpoint_id}: attempt {attempt.number} was acknowledged and is not published")
         earlier = {found.lineage for found in self.attempts[: attempt.number - 1]}
         if is_acknowledged and not (attempt.is_blind or attempt.is_stock or attempt.lineage in earlier):
-            raise Violation(f"{attempt.checkpoint_id}: attempt {attempt.number} goes on with no run that its nodes knew")
+            raise Violation(
+                f"{attempt.checkpoint_id}: attempt {attempt.number} goes on with no run that its nodes knew"
+            )
 
     def lost_disk(self, node: int) -> None:
         """A node's disk is gone."""
