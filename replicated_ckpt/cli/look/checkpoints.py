@@ -227,7 +227,8 @@ def _advise_on_damaged(row: CheckpointSeen, seen: NodesSeen, root: Path) -> str:
     """A peer may have chosen the name, and a shell reads it: so it is quoted."""
     return (
         f"next step for {row.checkpoint_id}: start the agent of another node that has it, then `replicated-ckpt "
-        f"repair --root {quote(str(root))}`; if its files are not needed: `rm -r {quote(row.checkpoint_id)}` in the root "
+        f"repair --root {quote(str(root))}`; if none has it, its data may still load without the damaged manifest: see "
+        f"the runbook, ManifestInvalid; if its files are not needed: `rm -r {quote(row.checkpoint_id)}` in the root "
         f"of {seen.list_names(row.nodes)}"
     )
 
