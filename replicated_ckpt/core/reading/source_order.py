@@ -1,6 +1,6 @@
 """Sources: who serves which shard to one reader, as a printable order of preference."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from replicated_ckpt.core.integrity.checksum import crc32c
@@ -54,3 +54,8 @@ class ByteRange:
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+
+def end_of(ranges: Iterable[ByteRange]) -> int:
+    """Where the last of them ends."""
+    return max((one.end for one in ranges), default=0)

@@ -13,10 +13,11 @@ from pathlib import Path
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.archive import Fetch
 from replicated_ckpt.core.integrity.checksum import BlockHasher, BlockTable
+from replicated_ckpt.core.integrity.own_footer import check_blocks, find_footer
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
 from replicated_ckpt.core.layout import METADATA_NAME, STAGING_DIR
 from replicated_ckpt.core.manifest import decode_manifest
-from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.source_order import ByteRange, end_of
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors, write_file
@@ -27,7 +28,6 @@ from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.versions.carry_over import Signature, originals_path, signature
 from replicated_ckpt.stores.local.versions.others import link_others
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
-from replicated_ckpt.stores.unmanaged.footer import check_blocks, find_footer
 
 PIECE_BYTES = 4 << 20
 CLOCKS_DIFFER_S = 86400.0
@@ -149,7 +149,7 @@ def _check_copy(path: Path, items: Sequence[ByteRange], data_bytes: int) -> None
             read_exactly(file.fileno(), target, offset)
             return target
 
-        where, footer = "its footer", find_footer(fetch, data_bytes, items)
+        where, footer = "its footer", find_footer(fetch, data_bytes, end_of(items))
         try:
             if footer.table is not None:
                 check_blocks(fetch, footer.table)

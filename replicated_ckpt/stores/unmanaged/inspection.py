@@ -4,16 +4,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+from replicated_ckpt.core.integrity.own_footer import OwnFooter, check_blocks, find_footer
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, Verdict, check_item
 from replicated_ckpt.core.layout import MANIFEST_NAME
-from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.source_order import ByteRange, end_of
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ObjectMissing
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.local.inspection import Paced, at_once
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.unmanaged.footer import OwnFooter, check_blocks, find_footer
 
 
 class UnmanagedInspector:
@@ -49,7 +49,7 @@ class UnmanagedInspector:
         fd = directory.open(name)
         try:
             with translate_errors(str(self._store.root), "read", f"{directory.checkpoint_id}/{name}"):
-                size, needed = os.fstat(fd).st_size, max((item.end for item in items), default=0)
+                size, needed = os.fstat(fd).st_size, end_of(items)
                 if size < needed:
                     expected = f"at least {needed} bytes"
                     return self._finding(directory, name, Problem.CORRUPT, expected, f"{size} bytes")
@@ -67,7 +67,7 @@ class UnmanagedInspector:
 
         footer = OwnFooter()
         try:
-            footer = find_footer(fetch, size_bytes, items)
+            footer = find_footer(fetch, size_bytes, end_of(items))
         except ItemDamaged as exc:
             yield "a file that stays as it is", str(exc)
         if footer.table is not None:

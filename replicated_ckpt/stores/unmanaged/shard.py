@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
+from replicated_ckpt.core.integrity.own_footer import OwnFooter, find_footer
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged, check_item
-from replicated_ckpt.core.reading.source_order import ByteRange
+from replicated_ckpt.core.reading.source_order import ByteRange, end_of
 from replicated_ckpt.stores.local.shard_file import OpenFile
 from replicated_ckpt.stores.peer.client import AgentClient, unmanaged_path
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
-from replicated_ckpt.stores.unmanaged.footer import OwnFooter, find_footer
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 
@@ -30,7 +30,9 @@ class UnmanagedShard(VerifiedShard):
     def _read_table(self, expected: Expected) -> BlockTable:
         """That of its footer; of a shard without one a single block, whose checksum nobody has."""
         size = expected.size_bytes
-        self._footer = find_footer(lambda offset, length: self._fetch(offset, offset + length), size, self._unchecked)
+        self._footer = find_footer(
+            lambda offset, length: self._fetch(offset, offset + length), size, end_of(self._unchecked)
+        )
         return self._footer.table or BlockTable(size or 1, size, (0,))
 
     def read(self, offset: int, length: int, lent: memoryview | None = None) -> memoryview:

@@ -1,6 +1,7 @@
 """What a bucket of checkpoints promises, over every client there is; their own contract is in test_contracts.py."""
 
 import os
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,12 @@ from uuid import uuid4
 import pytest
 
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
-from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
+    ObjectCorrupt,
     SaveAborted,
     StoreDenied,
     StoreError,
@@ -111,6 +113,27 @@ def test_shards_arrive_as_they_were_saved(
     assert UncheckedShard(bucket, key_of(manifest, name), Expected(found.sizes[name], 0)).open().read(5, 10)
     bucket.remove(found)
     assert bucket.is_empty("step-1")
+
+
+def test_a_shard_without_a_mark_is_held_against_a_footer_of_ours(client: ObjectClient) -> None:
+    """As where a user has copied a node's files to the bucket. What stock torch wrote has none, and comes as it is."""
+    data = random.Random(1).randbytes(700_000)
+    ours = bytearray(data + table_of([data]).encode())
+    client.put("ours", bytes(ours))
+    read = UncheckedShard(Bucket(client), "ours", Expected(len(ours), 0)).open()
+    assert read.read(5, len(data) - 5) == data[5:]
+    ours[300_000] ^= 1
+    client.put("flipped", bytes(ours))
+    read = UncheckedShard(Bucket(client), "flipped", Expected(len(ours), 0)).open()
+    with pytest.raises(ObjectCorrupt, match="expected CRC32C"):
+        read.read(299_999, 2)
+    assert read.read(600_000, 9) == data[600_000:600_009]
+    ours[-1] ^= 1
+    client.put("footless", bytes(ours))
+    with pytest.raises(ObjectCorrupt, match="footer"):
+        UncheckedShard(Bucket(client), "footless", Expected(len(ours), 0)).open()
+    client.put("stock", data)
+    assert UncheckedShard(Bucket(client), "stock", Expected(len(data), 0)).open().read(0, len(data)) == data
 
 
 def test_a_save_never_mixes_with_the_one_it_replaces(client: ObjectClient, tmp_path: Path) -> None:

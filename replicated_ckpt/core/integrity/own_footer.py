@@ -1,6 +1,5 @@
 """A shard without a manifest that has a footer of ours all the same: its manifest is lost, its checksums are not."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from replicated_ckpt.core.integrity.archive import Fetch
@@ -14,7 +13,6 @@ from replicated_ckpt.core.integrity.checksum import (
     size_with_footer,
 )
 from replicated_ckpt.core.integrity.zip_crc import ItemDamaged
-from replicated_ckpt.core.reading.source_order import ByteRange
 
 _PIECE_BYTES = 4 << 20
 
@@ -27,12 +25,12 @@ class OwnFooter:
     is_damaged: bool = False
 
 
-def find_footer(fetch: Fetch, size_bytes: int, items: Iterable[ByteRange]) -> OwnFooter:
-    """The footer of a file of this size, by its last bytes, or by its size, which is that of its items and a footer."""
+def find_footer(fetch: Fetch, size_bytes: int, items_end: int | None = None) -> OwnFooter:
+    """The footer of a file of this size, by its last bytes; or by its size, if it is that of its items and a footer."""
     if size_bytes < FOOTER_TAIL_BYTES:
         return OwnFooter()
     tail = fetch(size_bytes - FOOTER_TAIL_BYTES, FOOTER_TAIL_BYTES)
-    is_as_long = size_bytes == size_with_footer(max((item.end for item in items), default=0))
+    is_as_long = items_end is not None and size_bytes == size_with_footer(items_end)
     if bytes(tail[: len(MAGIC)]) != MAGIC and not is_as_long:
         return OwnFooter()
     footer_bytes = footer_bytes_of(tail, size_bytes) or 0
