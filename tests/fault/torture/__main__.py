@@ -8,7 +8,7 @@ from collections import Counter
 
 from tests.fault.torture.mutants import MUTANTS
 from tests.fault.torture.runs import outcomes, real_outcome, run_seed
-from tests.fault.torture.scripts import lose_trainers_often
+from tests.fault.torture.scripts import lose_trainers_often, meet_errors_often
 
 NAMES = ("steps", "saves", "acknowledged", "kills", "orphans", "orphans completed", "loads")
 _SAY_EVERY = 100
@@ -25,6 +25,9 @@ def main() -> int:
         action="store_true",
         help="each save is handed over, and all trainers are killed in it, and nothing else",
     )
+    parser.add_argument(
+        "--errors", action="store_true", help="the system refuses a process something, and not much else"
+    )
     parser.add_argument("--mutants", action="store_true", help="show that each known defect is found, at its seed")
     parser.add_argument("-v", "--verbose", action="store_true", help="tell every schedule step by step, with the logs")
     arguments = parser.parse_args()
@@ -34,7 +37,7 @@ def main() -> int:
     seeds = range(arguments.first, arguments.first + arguments.seeds) if arguments.seed is None else [arguments.seed]
     counts: Counter[str] = Counter()
     failed, started = [], time.monotonic()
-    script = lose_trainers_often if arguments.trainers else None
+    script = lose_trainers_often if arguments.trainers else meet_errors_often if arguments.errors else None
     real = (real_outcome(seed, script=script) for seed in seeds)
     found = real if arguments.processes else outcomes(seeds, script)
     for done, (seed, outcome) in enumerate(zip(seeds, found, strict=True), start=1):
@@ -46,7 +49,8 @@ def main() -> int:
             print("\n".join(lines), problem, sep="\n", flush=True)
         if problem:
             failed.append(seed)
-            option = " --processes" * arguments.processes + " --trainers" * arguments.trainers
+            chosen = [name for name in ("processes", "trainers", "errors") if getattr(arguments, name)]
+            option = "".join(f" --{name}" for name in chosen)
             print(f"FAILED: seed {seed}; replay: python -m tests.fault.torture --seed {seed}{option}", flush=True)
     how = "with real processes" if arguments.processes else "simulated"
     print(

@@ -11,10 +11,19 @@ from tests.fault.torture.course import Course
 from tests.fault.torture.damage import damage
 from tests.fault.torture.disks import MANIFEST, METADATA, Lying
 from tests.fault.torture.simulated.faults import Outage
-from tests.fault.torture.steps import lose_trainers
+from tests.fault.torture.steps import (
+    end_job,
+    kill_agent,
+    load,
+    lose_trainers,
+    pass_time,
+    save,
+    save_with_an_error,
+)
 
 SEED = 25
 KILLS = 5
+ERRORS_STEPS = 12
 NAME = "step-1"
 NODES = [0, 1, 2, 3]
 
@@ -24,6 +33,14 @@ def lose_trainers_often(course: Course) -> None:
     course.hands_over = True
     for _ in range(KILLS):
         lose_trainers(course)
+
+
+def meet_errors_often(course: Course) -> None:
+    """For any seed: the system refuses ranks and agents something in most saves; loads and agents' rounds between them."""
+    save_with_an_error(course)
+    for _ in range(ERRORS_STEPS):
+        step = course.random.choice([save_with_an_error] * 4 + [save, load, pass_time, kill_agent, end_job])
+        step(course)
 
 
 def one_pair_comes_back_first(course: Course) -> None:

@@ -1,6 +1,7 @@
 """The steps of a schedule: what people, jobs, agents and faults do, each at random."""
 
 import contextlib
+import errno
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.fault.torture.damage import choose, damage
 from tests.fault.torture.disks import MANIFEST
 from tests.fault.torture.simulated.faults import Outage
 
+ERRORS = [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE, errno.EACCES]
 RANK_POINTS = sorted(name for name in POINTS if name.startswith(("rank.", "coordinator.", "store.")))
 AGENT_POINTS = sorted(name for name in POINTS if name.startswith(("agent.", "commit.", "store.", "abort.", "restore.")))
 DECIDING_POINTS = ["coordinator.metadata-staged", "coordinator.decided", "coordinator.decided", "coordinator.published"]
@@ -45,6 +47,21 @@ def save_with_a_kill(course: Course) -> None:
     course.disturbances += 1
     checkpoint_id, overwrite = course.draw_id()
     what = f", {'agent' if is_agent else 'rank'} of node {node} to be killed at {name}"
+    course.save(job, checkpoint_id, what, overwrite=overwrite)
+
+
+def save_with_an_error(course: Course) -> None:
+    """The system refuses a rank or an agent something, once, at one step of a save."""
+    job = course.current_job()
+    if job is None:
+        return
+    is_agent = course.random.random() < 0.5
+    name = course.random.choice(AGENT_POINTS if is_agent else RANK_POINTS)
+    node, error = course.random.choice(job.nodes), course.random.choice(ERRORS)
+    course.cluster.plan_error(name, node, is_agent=is_agent, error=error)
+    course.disturbances += 1
+    checkpoint_id, overwrite = course.draw_id()
+    what = f", {'agent' if is_agent else 'rank'} of node {node} to get {errno.errorcode[error]} at {name}"
     course.save(job, checkpoint_id, what, overwrite=overwrite)
 
 

@@ -239,6 +239,10 @@ class Cluster:
         """The next process of this kind on this node that reaches the failpoint is killed there."""
         self.faults.plan_kill(name, node, is_agent=is_agent)
 
+    def plan_error(self, name: str, node: int, *, is_agent: bool, error: int) -> None:
+        """The next such process that reaches the failpoint is given this error number by the system there."""
+        self.faults.plan_error(name, node, is_agent=is_agent, error=error)
+
     def plan_outage(self, name: str, node: int, *, is_agent: bool, outage: Outage) -> None:
         """When such a process reaches the failpoint, what `outage` says happens to several nodes at once."""
         self.faults.plan_outage(name, node, is_agent=is_agent, outage=outage)
@@ -336,6 +340,6 @@ class Cluster:
             try:
                 node.uploader.round()
                 node.reprotector.last = node.reprotector.round()
-            except ReplicatedCkptError as exc:
+            except (ReplicatedCkptError, OSError) as exc:
                 node.reprotector.last = Protection(is_complete=False, failed=(str(exc),))
         return node.reprotector.last

@@ -25,12 +25,13 @@ class Outage:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What waits at a failpoint for a process of this kind on this node. `outage` None: it alone is killed there."""
+    """What waits at a failpoint for a process of this kind on this node. Without outage and error it is killed there."""
 
     point: str
     node: int
     is_agent: bool
-    outage: Outage | None
+    outage: Outage | None = None
+    error: int = 0
 
 
 class Faults:
@@ -54,7 +55,10 @@ class Faults:
             yield
 
     def plan_kill(self, name: str, node: int, *, is_agent: bool) -> None:
-        self._plan, self._killed = _Plan(name, node, is_agent, None), None
+        self._plan, self._killed = _Plan(name, node, is_agent), None
+
+    def plan_error(self, name: str, node: int, *, is_agent: bool, error: int) -> None:
+        self._plan, self._killed = _Plan(name, node, is_agent, error=error), None
 
     def plan_outage(self, name: str, node: int, *, is_agent: bool, outage: Outage) -> None:
         self._plan, self._killed = _Plan(name, node, is_agent, outage), None
@@ -79,6 +83,8 @@ class Faults:
         if plan is None or (plan.point, plan.node, plan.is_agent) != (name, actor.node, actor.is_agent):
             return
         self._plan, self._killed = None, actor
+        if plan.error:
+            raise OSError(plan.error, os.strerror(plan.error), name)
         if plan.outage is None:
             self.die(actor)
         else:

@@ -189,12 +189,13 @@ class Job:
 
     def _on_all(self, call: _Call, step: Callable[[int], T], ranks: Sequence[int] | None = None) -> list[T]:
         """One step on every rank; DCP lets all of them go through it before anybody learns of an error."""
-        found, errors = [], []
+        found: list[T] = []
+        errors: list[ReplicatedCkptError | OSError] = []
         for rank in range(len(self.nodes)) if ranks is None else ranks:
             with self.as_rank(rank, call):
                 try:
                     found.append(step(rank))
-                except ReplicatedCkptError as exc:
+                except (ReplicatedCkptError, OSError) as exc:
                     errors.append(exc)
         if errors:
             raise FirstError(errors)
@@ -283,6 +284,6 @@ class Job:
 class FirstError(Exception):
     """What DCP's CheckpointException carries: the errors of one step."""
 
-    def __init__(self, errors: Sequence[ReplicatedCkptError]) -> None:
+    def __init__(self, errors: Sequence[ReplicatedCkptError | OSError]) -> None:
         super().__init__(*errors)
         self.errors = tuple(errors)

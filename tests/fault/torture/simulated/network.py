@@ -1,5 +1,6 @@
 """The simulated network: what AgentClient sends goes straight to the other node's routes, unless a fault is in the way."""
 
+import contextlib
 import io
 import json
 import os
@@ -151,6 +152,8 @@ def _served(
         answer = routes.answer(request)
     except ReplicatedCkptError as exc:
         return Response(status_of(exc), json.dumps({"error": exc.message, "kind": type(exc).__name__}).encode())
+    except OSError as exc:
+        raise ConnectionResetError("the agent closed the connection") from exc
     raw = _file_bytes(answer) if isinstance(answer, FileAnswer) else answer.body
     status = 206 if isinstance(answer, FileAnswer) and answer.is_partial else int(answer.status)
     _run_after(answer)
@@ -165,7 +168,8 @@ def _file_bytes(answer: FileAnswer) -> bytes:
 
 
 def _run_after(answer: Answer) -> None:
-    answer.after()
+    with contextlib.suppress(OSError):  # the answer is sent, and a log has the error
+        answer.after()
 
 
 class Response:
