@@ -1,9 +1,11 @@
-"""What a crash left in the trash of a node goes when its agent starts, and keeps no load waiting."""
+"""What a crash left in the trash of a node goes when its agent starts, what an error left a while later; no load waits."""
 
 import logging
 import threading
 
+from replicated_ckpt.core.layout import TRASH_DIR
 from replicated_ckpt.errors import StoreError
+from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import lacks_room_to_start
 
@@ -21,8 +23,17 @@ def empty_trash(store: LocalStore) -> None:
         threading.Thread(target=_empty, args=(store,), name="rckpt-trash", daemon=True).start()
 
 
+def empty_what_is_left(store: LocalStore) -> None:
+    """Of what an error kept from being removed, as a commit that was refused something by the disk. For each look around.
+
+    Nothing lies in the trash otherwise, but under the lock of the store, for which this waits.
+    """
+    if list_prefixed(store.root / TRASH_DIR, ""):
+        _empty(store)
+
+
 def _empty(store: LocalStore) -> None:
     try:
         store.empty_trash()
     except StoreError as exc:
-        log.error("the trash is not emptied until the next start: %s", exc)  # noqa: TRY400 - it explains itself
+        log.error("the trash is not emptied for now: %s", exc)  # noqa: TRY400 - it explains itself

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fault.torture.mutants import MUTANTS, Mutant
 from tests.fault.torture.runs import Outcome, outcome_of, real_outcome, run_seed
-from tests.fault.torture.scripts import lose_trainers_often
+from tests.fault.torture.scripts import lose_trainers_often, meet_errors_often
 from tests.marks import long
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
@@ -59,6 +59,13 @@ def test_every_trainer_may_be_killed_while_a_save_is_handed_over(run: Callable[.
     lines, problem, counts = run(700, script=lose_trainers_often)
     assert not problem, "\n".join([*lines, problem])
     assert counts["orphans"] > 0
+
+
+def test_the_system_may_refuse_anything_at_any_step() -> None:
+    """A full disk, a read-only file system, no more descriptors: that save fails, or is whole, and nothing else is lost."""
+    lines, problem, counts = outcome_of(1001, script=meet_errors_often)
+    assert not problem, "\n".join([*lines, problem])
+    assert 0 < counts["acknowledged"] < counts["saves"]
 
 
 def test_a_node_that_is_switched_off_while_its_agent_starts_is_off() -> None:

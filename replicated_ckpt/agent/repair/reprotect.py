@@ -17,6 +17,7 @@ from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
+from replicated_ckpt.agent.trash import empty_what_is_left
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
@@ -220,6 +221,7 @@ class Reprotector:
                 log.info("%s/%s of save %s was not read: %s", checkpoint_id, name, save_id, exc)
 
     def _settle_old_leftovers(self) -> None:
+        empty_what_is_left(self._service.store)
         leftovers = self._service.find_abandoned(LEFTOVER_GRACE_S)
         if leftovers:
             settle(self._service, leftovers, self._service.peers.read_all())

@@ -31,6 +31,8 @@ def main() -> int:
     parser.add_argument("--mutants", action="store_true", help="show that each known defect is found, at its seed")
     parser.add_argument("-v", "--verbose", action="store_true", help="tell every schedule step by step, with the logs")
     arguments = parser.parse_args()
+    if arguments.errors and arguments.processes:
+        parser.error("--errors is for simulated processes")
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.CRITICAL)
     if arguments.mutants:
         return find_mutants()

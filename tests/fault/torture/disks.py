@@ -1,5 +1,6 @@
 """What lies on the disks, read without the package: which attempt's parts, on which node, published or on the way."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,16 +52,26 @@ class Disks:
                 yield from self._in(node, place, "", is_published=False)
 
     def _in(self, node: int, place: Path, checkpoint_id: str, *, is_published: bool) -> Iterator[Lying]:
-        files = {path.name: self._hash(path) for path in sorted(place.iterdir()) if _counts(path)}
+        files, manifest = self._read(place)
         if not files:
             return
-        manifest = read_manifest(place)
         save_id = "" if manifest is None else str(manifest["save_id"])
         if manifest is not None and not checkpoint_id:
             checkpoint_id = str(manifest["checkpoint_id"])
         is_named = not place.parent.name.startswith(".")
         save_id = save_id or (place.name if place.parent.name == STAGING else "")
         yield Lying(node, place, checkpoint_id, save_id, is_published, is_named, files, manifest)
+
+    def _read(self, place: Path) -> tuple[dict[str, str], dict[str, Any] | None]:
+        """The files of one directory: a real agent may give its name to another one in between."""
+        while place.is_dir():
+            with contextlib.suppress(FileNotFoundError):
+                directory = place.stat()
+                files = {path.name: self._hash(path) for path in sorted(place.iterdir()) if _counts(path)}
+                manifest = read_manifest(place)
+                if place.stat().st_ino == directory.st_ino:
+                    return files, manifest
+        return {}, None
 
     def _hash(self, path: Path) -> str:
         status = path.stat()

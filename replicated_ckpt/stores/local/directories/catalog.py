@@ -178,8 +178,10 @@ class Catalog:
             return
 
     def histories(self, scope: str) -> dict[str, History]:
-        """The lineages of which checkpoints of this directory of ids are committed here."""
-        return histories_of(manifest.version for name, manifest in self.committed() if scope_of(name) == scope)
+        """The lineages of which checkpoints of this directory of ids are committed here, or kept as replaced."""
+        replaced = ((manifest.checkpoint_id, manifest) for manifest in self.read_replaced())
+        found = itertools.chain(self.committed(), replaced)
+        return histories_of(manifest.version for name, manifest in found if scope_of(name) == scope)
 
     def size_of(self, checkpoint_id: str, name: str) -> int | None:
         """Bytes of one plain file of a checkpoint; None if it is not there."""

@@ -97,7 +97,7 @@ def empty_trash(root: Path, origins: Sequence[Path]) -> None:
         try:
             remove_trash(root, path, *left)
         except OSError as exc:
-            log.warning("%s stays in the trash until the next start: %s", path, exc)
+            log.warning("%s stays in the trash for now: %s", path, exc)
             return
     remove_moved(trash, *left)
 
