@@ -285,6 +285,7 @@ class Course:
                 self.knows[node] = max(self.knows[node], attempt.number)
             if is_calm:
                 self.oracle.check_copies(attempt, len(set(job.nodes)))
+                self.oracle.check_goes_on(attempt)
         elif is_calm:
             raise Violation(f"a save that nothing disturbed failed: {saved.error!r}")
         elif isinstance(saved.error, ReplicatedCkptError) and killed is None:

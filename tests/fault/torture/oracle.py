@@ -56,11 +56,6 @@ class Oracle:
         attempt.is_acknowledged = is_acknowledged
         if is_acknowledged and not attempt.was_whole:
             raise Violation(f"{attempt.checkpoint_id}: attempt {attempt.number} was acknowledged and is not published")
-        earlier = {found.lineage for found in self.attempts[: attempt.number - 1]}
-        if is_acknowledged and not (attempt.is_blind or attempt.is_stock or attempt.lineage in earlier):
-            raise Violation(
-                f"{attempt.checkpoint_id}: attempt {attempt.number} goes on with no run that its nodes knew"
-            )
 
     def lost_disk(self, node: int) -> None:
         """A node's disk is gone."""
@@ -251,6 +246,14 @@ class Oracle:
         short = {name: sorted(found) for name in shards if len(found := attempt.nodes_by_part[name]) < wanted}
         if short:
             raise Violation(f"{attempt.checkpoint_id}: {wanted} copies of each shard are said to be made: {short}")
+
+    def check_goes_on(self, attempt: Attempt) -> None:
+        """Raises Violation: a save that nothing disturbed begins a run, although its nodes had one."""
+        earlier = {found.lineage for found in self.attempts[: attempt.number - 1]}
+        if not attempt.is_blind and attempt.lineage not in earlier:
+            raise Violation(
+                f"{attempt.checkpoint_id}: attempt {attempt.number} goes on with no run that its nodes knew"
+            )
 
     def check_files(self) -> None:
         """Raises Violation: a file of a checkpoint is not as it was saved, where all were said to be mended.
