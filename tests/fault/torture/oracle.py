@@ -165,7 +165,7 @@ class Oracle:
         return any(lying.is_named and lying.manifest is None for lying in self._disks.lying())
 
     def forgotten_ids(self) -> set[str]:
-        """Checkpoints of which an older save lies on a disk whose manifest was destroyed, and that no other disk has.
+        """Checkpoints of which an older or retired save lies on a disk whose manifest was destroyed, and no other disk has it.
 
         What it is cannot be known without that: not that it is the older one, nor that it is of this run. It stays.
         """
@@ -173,7 +173,8 @@ class Oracle:
         told = {lying.save_id for lying in all_lying if self._is_told(lying)}
         nameless = [self.attempt_of(lying) for lying in all_lying if lying.is_named and not self._is_told(lying)]
         found = [attempt for attempt in nameless if attempt is not None and attempt.save_id not in told]
-        return {attempt.checkpoint_id for attempt in found if self.is_superseded(attempt)}
+        ids = {attempt.checkpoint_id for attempt in found if self.is_superseded(attempt)}
+        return ids | {one.checkpoint_id for one in found if not self.is_kept(one.checkpoint_id)}
 
     def _is_told(self, lying: Lying) -> bool:
         """Whether its manifest is there as it was written: a flipped bit may leave one that can be parsed."""
