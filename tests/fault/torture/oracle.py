@@ -165,7 +165,7 @@ class Oracle:
         return any(lying.is_named and lying.manifest is None for lying in self._disks.lying())
 
     def forgotten_ids(self) -> set[str]:
-        """Checkpoints of which an older or retired save lies on a disk whose manifest was destroyed, and no other disk has it.
+        """Checkpoints of which an older or retired save lies on a disk whose manifest was destroyed, and nowhere else.
 
         What it is cannot be known without that: not that it is the older one, nor that it is of this run. It stays.
         """

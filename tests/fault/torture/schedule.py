@@ -192,7 +192,8 @@ class Schedule:
         copied = self._find_published()
         lost = {found.save_id for found in current if found.parts and not found.has_all_parts()}
         can_tell = is_done or not course.oracle.has_nameless()  # else nobody knows whether that is what is staged
-        places = [name for name in (*PASSING, *[REPLACED] * is_mended) if can_tell or name != STAGING]
+        is_known = is_mended and not course.oracle.forgotten_ids()  # else what it has replaced waits with it
+        places = [name for name in (*PASSING, *[REPLACED] * is_known) if can_tell or name != STAGING]
         for node in course.cluster.nodes:
             for name in places:
                 if left := _left_in(node.root / name, copied, lost):
