@@ -11,9 +11,14 @@ _PF_EXITING = 0x4  # of linux/sched.h, in field 9 of proc(5)'s stat
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is more than an exit status that nobody collected."""
+    """Whether the process exists and is more than an exit status that nobody collected.
+
+    A thread of it that waits for a disk outlives the first one, and has its locks as long.
+    """
+    process = Path(f"/proc/{pid}")
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        return state not in {"Z", "X"} or len(list((process / "task").iterdir())) > 1
     except OSError:
         return False
 
