@@ -41,7 +41,7 @@ from replicated_ckpt.agent.state.endpoint import (
 )
 from replicated_ckpt.agent.state.listeners import cannot_listen
 from replicated_ckpt.agent.state.targets import TargetBook
-from replicated_ckpt.agent.trash import empty_trash
+from replicated_ckpt.agent.state.trash import empty_trash
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing

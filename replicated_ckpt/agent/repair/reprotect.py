@@ -17,7 +17,7 @@ from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.outlived import drop_outlived
 from replicated_ckpt.agent.settling.settle import settle
-from replicated_ckpt.agent.trash import empty_what_is_left
+from replicated_ckpt.agent.state.trash import empty_what_is_left
 from replicated_ckpt.core.lineage import histories_of
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.one_line import one_line
