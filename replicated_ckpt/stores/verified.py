@@ -8,8 +8,8 @@ from replicated_ckpt.core.integrity.checksum import (
     FOOTER_TAIL_BYTES,
     BlockHasher,
     BlockTable,
-    crc32c,
     decode_footer,
+    first_bad_block,
     footer_bytes_of,
     tables_of_size,
 )
@@ -177,24 +177,10 @@ class VerifiedShard(ABC):
             span = self._reuse(end - start, lent)
             if span:
                 self._fill(span, start)
-            problem = _first_bad_block(span, table, first)
+            problem = first_bad_block(span, table, first)
             if problem is None:
                 return span[offset - start : offset - start + length]
         raise self._corrupt(str(problem))
 
     def _corrupt(self, detail: str) -> ObjectCorrupt:
         return ObjectCorrupt(self._store, "read", self._name, detail)
-
-
-def _first_bad_block(span: memoryview, table: BlockTable, first: int) -> str | None:
-    """Describes the first block of `span` (which starts at block `first`) that fails its checksum."""
-    position, index = 0, first
-    while position < len(span):
-        size = table.block_size(index)
-        found = crc32c(span[position : position + size])
-        if found != table.crcs[index]:
-            begin = index * table.block_bytes
-            return f"bytes {begin} to {begin + size}: expected CRC32C {table.crcs[index]:08x}, found {found:08x}"
-        position += size
-        index += 1
-    return None

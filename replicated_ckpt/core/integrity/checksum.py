@@ -138,6 +138,20 @@ def decode_footer(footer: Bytes, file_bytes: int) -> BlockTable | None:
     )
 
 
+def first_bad_block(span: memoryview, table: BlockTable, first: int) -> str | None:
+    """Describes the first block of `span` (which starts at block `first`) that fails its checksum."""
+    position, index = 0, first
+    while position < len(span):
+        size = table.block_size(index)
+        found = crc32c(span[position : position + size])
+        if found != table.crcs[index]:
+            begin = index * table.block_bytes
+            return f"bytes {begin} to {begin + size}: expected CRC32C {table.crcs[index]:08x}, found {found:08x}"
+        position += size
+        index += 1
+    return None
+
+
 class BlockHasher:
     """Takes a shard's data in pieces of any size and yields its block table. Not safe for concurrent use."""
 

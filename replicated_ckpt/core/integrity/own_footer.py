@@ -7,8 +7,8 @@ from replicated_ckpt.core.integrity.checksum import (
     FOOTER_TAIL_BYTES,
     MAGIC,
     BlockTable,
-    crc32c,
     decode_footer,
+    first_bad_block,
     footer_bytes_of,
     size_with_footer,
 )
@@ -48,9 +48,6 @@ def check_blocks(fetch: Fetch, table: BlockTable) -> None:
     for first in range(0, len(table.crcs), at_once):
         start = first * table.block_bytes
         piece = fetch(start, min(at_once * table.block_bytes, table.data_bytes - start))
-        for index, wanted in enumerate(table.crcs[first : first + at_once], first):
-            begin = index * table.block_bytes
-            found = crc32c(piece[begin - start : begin - start + table.block_size(index)])
-            if found != wanted:
-                where = f"bytes {begin} to {begin + table.block_size(index)}"
-                raise ItemDamaged(f"{where}: expected CRC32C {wanted:08x}, found {found:08x}")
+        problem = first_bad_block(piece, table, first)
+        if problem is not None:
+            raise ItemDamaged(problem)

@@ -24,6 +24,7 @@ from replicated_ckpt.agent.settling.settle import settle
 from replicated_ckpt.agent.unmanaged import adopter
 from replicated_ckpt.agent.unmanaged.adopter import Adopter
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
+from replicated_ckpt.agent.unmanaged.look import UnmanagedFound
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
 from replicated_ckpt.errors import CheckpointExists, ReplicatedCkptError, SaveAborted
@@ -166,6 +167,16 @@ def test_nothing_of_ours_is_adopted(store: LocalStore, adopt: Adopt) -> None:
         store.begin(Intent(uuid.uuid4().hex, ID, "adoption", overwrite=True, adopts=True))
 
 
+def planned(store: LocalStore) -> tuple[AdoptUnmanaged, UnmanagedFound]:
+    """The adoption of the one checkpoint, with two copies, by all nodes that this one has met."""
+    auditor = UnmanagedAuditor(store)
+    (audit,) = auditor.audit(ID)
+    plan = audit.adoption(auditor.node_ids, 2)
+    assert isinstance(plan, AdoptUnmanaged)
+    assert audit.found is not None
+    return plan, audit.found
+
+
 class Died(RuntimeError):
     """Stands for the end of the command's process."""
 
@@ -215,18 +226,14 @@ def test_nodes_hear_while_the_command_waits(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(adopter, "AgentClient", Telling)
     monkeypatch.setattr(adopter, "KEEP_EVERY_S", 0.02)
     with agents(nodes) as running:
-        auditor = UnmanagedAuditor(nodes[0])
-        (audit,) = auditor.audit(ID)
-        plan = audit.adoption(auditor.node_ids, 2)
-        assert isinstance(plan, AdoptUnmanaged)
-        assert audit.found is not None
         addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
+        plan, found = planned(nodes[0])
 
         def wait(name: str) -> None:
             wait_for(lambda: set(heard) == set(addresses) or None, 30.0, f"a word to each node at {name}")
 
         with failpoints.arm("adopt.accounted", wait):
-            assert Adopter(addresses, list(addresses.values())).adopt(plan, audit.found) == {}
+            assert Adopter(addresses, list(addresses.values())).adopt(plan, found) == {}
         assert [is_adopted(node) for node in nodes] == [True, True]
         assert [loads(node) for node in nodes] == [True, True]
     wait_for(lambda: "rckpt-keep" not in {thread.name for thread in threading.enumerate()} or None, 30.0, "its end")
@@ -274,11 +281,7 @@ def test_an_adoption_that_a_load_publishes_first_has_not_failed(tmp_path: Path) 
     nodes = stores(tmp_path, 2)
     scattered(nodes, tmp_path)
     with agents(nodes) as running:
-        auditor = UnmanagedAuditor(nodes[0])
-        (audit,) = auditor.audit(ID)
-        plan = audit.adoption(auditor.node_ids, 2)
-        assert isinstance(plan, AdoptUnmanaged)
-        assert audit.found is not None
         addresses = {agent.endpoint.node_id: agent.endpoint.address() for agent in running}
-        assert Overtaken(addresses, list(addresses.values())).adopt(plan, audit.found) == {}
+        plan, found = planned(nodes[0])
+        assert Overtaken(addresses, list(addresses.values())).adopt(plan, found) == {}
         assert [is_adopted(node) for node in nodes] == [True, True]

@@ -40,7 +40,7 @@ from tests.fault.torture.scripts import (
 
 @contextmanager
 def checksums_are_not_compared() -> Iterator[None]:
-    with mock.patch.object(verified, "_first_bad_block", return_value=None):
+    with mock.patch.object(verified, "first_bad_block", return_value=None):
         yield
 
 

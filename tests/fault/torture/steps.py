@@ -40,9 +40,7 @@ def save_with_a_kill(course: Course) -> None:
     job = course.current_job()
     if job is None:
         return
-    is_agent = course.random.random() < 0.5
-    name = course.random.choice(AGENT_POINTS if is_agent else RANK_POINTS)
-    node = course.random.choice(job.nodes)
+    is_agent, name, node = _draw_point(course, job)
     course.cluster.plan_kill(name, node, is_agent=is_agent)
     course.disturbances += 1
     checkpoint_id, overwrite = course.draw_id()
@@ -50,14 +48,20 @@ def save_with_a_kill(course: Course) -> None:
     course.save(job, checkpoint_id, what, overwrite=overwrite)
 
 
+def _draw_point(course: Course, job: Any) -> tuple[bool, str, int]:
+    """Whether it happens to an agent, at which step of a save, and on which node."""
+    is_agent = course.random.random() < 0.5
+    name = course.random.choice(AGENT_POINTS if is_agent else RANK_POINTS)
+    return is_agent, name, course.random.choice(job.nodes)
+
+
 def save_with_an_error(course: Course) -> None:
     """The system refuses a rank or an agent something, once, at one step of a save."""
     job = course.current_job()
     if job is None:
         return
-    is_agent = course.random.random() < 0.5
-    name = course.random.choice(AGENT_POINTS if is_agent else RANK_POINTS)
-    node, error = course.random.choice(job.nodes), course.random.choice(ERRORS)
+    is_agent, name, node = _draw_point(course, job)
+    error = course.random.choice(ERRORS)
     course.cluster.plan_error(name, node, is_agent=is_agent, error=error)
     course.disturbances += 1
     checkpoint_id, overwrite = course.draw_id()
