@@ -135,6 +135,21 @@ def test_intact_data_without_its_footer_is_read(cut: int) -> None:
     assert read(source, 0, len(DATA)) == DATA
 
 
+def test_a_footer_whose_block_size_is_damaged_is_made_as_it_was() -> None:
+    """One block of any size from its own length on: each has the same checksum of the whole file."""
+    data = DATA[:1000]
+    table = table_of([data])
+    raw = bytearray(data + table.encode())
+    raw[-16] ^= 1  # the lowest bit of the block size, behind which lie the size of the data and a checksum
+    rebuilt: Tables = {}
+    expected = Expected(len(raw), table.file_crc())
+    source = AnySource(
+        [Source("a", expected, lambda asked: File("a", bytes(raw), asked))], lambda *_: None, rebuilt=rebuilt
+    )
+    assert read(source, 0, len(data)) == data
+    assert list(rebuilt.values()) == [table]
+
+
 def test_a_footer_that_was_made_anew_is_made_once() -> None:
     """It takes reading the whole shard, so the readers of one load share it."""
     rebuilt: Tables = {}

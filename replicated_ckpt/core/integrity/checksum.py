@@ -98,16 +98,17 @@ def size_with_footer(data_bytes: int) -> int:
 def tables_of_size(file_tail: Bytes, file_bytes: int) -> tuple[tuple[int, int], ...]:
     """Block size and bytes of data that a file of `file_bytes`, whose footer is damaged, may have, likelier ones first.
 
-    `file_tail` are its last FOOTER_TAIL_BYTES, or fewer: where the damage lies elsewhere they still say it.
+    `file_tail` are its last FOOTER_TAIL_BYTES, or fewer: where the damage lies elsewhere they still say it. They come last:
+    a footer ends with its own checksum, so the file's CRC32C is the same for each block size that gives as many blocks.
     """
-    found = []
-    if footer_bytes_of(file_tail, file_bytes) is not None:
-        _, block_bytes, data_bytes, _ = _TAIL.unpack(file_tail)
-        found.append((block_bytes, data_bytes))
     blocks = -(-(file_bytes - FOOTER_TAIL_BYTES) // (BLOCK_BYTES + 4))
     data_bytes = file_bytes - FOOTER_TAIL_BYTES - 4 * blocks
-    if data_bytes >= 0 and size_with_footer(data_bytes) == file_bytes and (BLOCK_BYTES, data_bytes) not in found:
-        found.append((BLOCK_BYTES, data_bytes))
+    is_possible = data_bytes >= 0 and size_with_footer(data_bytes) == file_bytes
+    found = [(BLOCK_BYTES, data_bytes)] if is_possible else []
+    if footer_bytes_of(file_tail, file_bytes) is not None:
+        _, said_block_bytes, said_data_bytes, _ = _TAIL.unpack(file_tail)
+        if (said_block_bytes, said_data_bytes) not in found:
+            found.append((said_block_bytes, said_data_bytes))
     return tuple(found)
 
 

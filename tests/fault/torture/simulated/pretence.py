@@ -213,7 +213,7 @@ def _start_no_process(store: LocalStore, *_: Any) -> Endpoint:
 def _tables_of_size(tail: bytes, file_bytes: int) -> list[tuple[int, int]]:
     """A table is made anew with the blocks of the simulation, too, where a footer no longer tells their size."""
     data_bytes = file_bytes - FOOTER_TAIL_BYTES - 4 * -(-(file_bytes - FOOTER_TAIL_BYTES) // (BLOCK_BYTES + 4))
-    return [*tables_of_size(tail, file_bytes), *[(BLOCK_BYTES, data_bytes)] * (data_bytes >= 0)]
+    return [*[(BLOCK_BYTES, data_bytes)] * (data_bytes >= 0), *tables_of_size(tail, file_bytes)]
 
 
 def _never(*_: Any) -> bool:
