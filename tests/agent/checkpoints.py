@@ -30,6 +30,7 @@ def checkpointed(
     size_bytes: int = 700_000,
     on: Sequence[int] | None = None,
     url: str = "",
+    lineage: str = "",
 ) -> Manifest:
     """A committed checkpoint: each shard in the stores of these indices, the owner's first, on all stores or on `on`.
 
@@ -56,6 +57,7 @@ def checkpointed(
             for name, held in holders_by_shard.items()
         },
         upload=UploadEntry(url, False, len(METADATA), crc32c(METADATA)) if url else None,
+        lineage=lineage,
     )
     for index in range(len(stores)) if on is None else on:
         store = stores[index]

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
@@ -189,11 +189,14 @@ class Reprotector:
         if self._stopping.is_set():
             raise Stopped
         self._on_seen([view.node_id for view in others if view.presence is Presence.UP])
-        views = (own, *others)
         told = histories_of(holding.version for view in others for holding in view.holdings or ())
         self._service.sequence_floor.raise_to({lineage: history.sequence for lineage, history in told.items()})
         in_doubt = self.watch.has_doubt(others)
-        kept = self._retirer.keep(manifests, views, policies, in_doubt=in_doubt)
+        removed_before = self._retirer.removed
+        kept = self._retirer.keep(manifests, (own, *others), policies, in_doubt=in_doubt)
+        if self._retirer.removed > removed_before:  # a name may be free now for another run's checkpoint
+            own = replace(own, holdings=self._service.holdings(), remains=self._service.remains.found())
+        views = (own, *others)
         plan = plan_repair(kept, views, self._service.node_id)
         drop_outlived(self._service, kept, views, is_done=plan.is_complete and not in_doubt)
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
@@ -278,12 +281,10 @@ class Reprotector:
         now, held = self._clock(), {holding.save_id for holding in self._service.holdings()}
         for save_id in self._held_before - held:
             self._gone_since.setdefault(save_id, now)
-        for save_id in held:
-            self._gone_since.pop(save_id, None)
         self._held_before = held
         young = {save: at for save, at in self._gone_since.items() if now - at < self._patience.lost_after_s}
-        self._gone_since = young
-        return young.keys() & {action.save_id for action in part.adopt}
+        self._gone_since = {save_id: at for save_id, at in young.items() if save_id not in held}
+        return self._gone_since.keys() & {action.save_id for action in part.adopt}
 
     def _say(self, found: Protection, plan: RepairPlan) -> None:
         if found.planned and self._began_at is None:
@@ -293,6 +294,6 @@ class Reprotector:
             for short in plan.short:
                 log.warning("re-protection: nothing can be done now for %s", short)
         if found.is_complete and self._began_at is not None:
-            seconds = self._clock() - self._began_at
-            log.info("re-protection is done: every checkpoint has its copies again, after %.1f s", seconds)
+            took_s = self._clock() - self._began_at
+            log.info("re-protection is done: every checkpoint has its copies again, after %.1f s", took_s)
             self._began_at = None

@@ -20,16 +20,19 @@ BY_HAND = "this node's user has removed it"
 
 
 class Retirer:
-    """Each removal looks at the disk again before it changes it, so a plan that is out of date does no harm. One thread."""
+    """Each removal looks at the disk again before it changes it, so a plan that is out of date does no harm. One thread.
+
+    `removed`: so many so far.
+    """
 
     def __init__(self, service: NodeService, stopping: threading.Event) -> None:
         self._service = service
         self._stopping = stopping
         self._held_back: frozenset[str] = frozenset()
-        self._removed = 0
+        self.removed = 0
 
     def status(self) -> Mapping[str, int]:
-        return {"removed": self._removed, "held_back": len(self._held_back)}
+        return {"removed": self.removed, "held_back": len(self._held_back)}
 
     def keep(
         self, manifests: Mapping[str, Manifest], views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool
@@ -123,7 +126,7 @@ class Retirer:
         remove = retire if removal.rule == BY_HAND else recycle
         if not remove(self._service.store.root, removal.checkpoint_id, removal.save_id):
             return False
-        self._removed += 1
+        self.removed += 1
         log.info("removed %s (save %s): %s", removal.checkpoint_id, removal.save_id, removal.rule)
         return True
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from replicated_ckpt import Retention
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
@@ -116,6 +118,22 @@ def test_a_node_that_falls_silent_right_after_a_save_is_taken_to_hold_it(tmp_pat
         reprotector.round()
         assert held(nodes[0], "step-2") == set(RING)
     assert [findings(store) for store in nodes] == [[], [], []]
+
+
+def test_a_name_that_retention_frees_is_another_runs_in_the_same_round(tmp_path: Path) -> None:
+    """A round that retires a checkpoint does not say that all is done before the other run's of its name has its copies."""
+    nodes, stopping, run, another = stores(tmp_path, 2), threading.Event(), "a" * 16, "b" * 16
+    checkpointed(nodes, 1, {shard(0): (0,)}, copies=1, on=[0], lineage=run)
+    checkpointed(nodes, 2, {shard(0): (0,)}, copies=1, checkpoint_id="step-2", lineage=run)
+    theirs = checkpointed(nodes, 3, {shard(0): (1,)}, copies=1, on=[1], lineage=another)
+    service = NodeService(nodes[0])
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    service.policies.learn([Policy("", NODES, 2, Retention(keep_last=1), run)])
+    with running_agent(nodes[1].root) as other:
+        introduced(nodes[0], [other.endpoint.address()])
+        wait_for(lambda: reprotector.round().is_complete, 20, "a round that says that all is done")
+    assert dict(nodes[0].catalog.committed())["step-1"].save_id == theirs.save_id
+    assert [findings(store) for store in nodes] == [[], []]
 
 
 def test_what_is_long_gone_is_forgotten(tmp_path: Path) -> None:
