@@ -29,7 +29,7 @@ from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, SavePost, decide
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.metadata.metadata import decode_metadata
+from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.save.commit import commit_save
 from replicated_ckpt.dcp.save.writer import ReplicatedWriter
@@ -185,7 +185,7 @@ def _finish_again(
 
 
 def _load(steps: _Steps, nodes: WillingNodes) -> None:
-    steps("read metadata", lambda: decode_metadata(nodes.metadata, "here"))
+    steps("read metadata", lambda: decode_metadata_file(nodes.metadata, "here"))
     manifest = decode_manifest(nodes.manifest, "here")
     holdings = synthetic.holdings(manifest)
     addresses = [synthetic.address(node.node_id) for node in manifest.nodes]

@@ -23,8 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from replicated_ckpt.core.integrity.archive import ArchiveDamaged, find_records, within
+from replicated_ckpt.core.integrity.checksum import crc32c
+from replicated_ckpt.core.layout import is_shard_path
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
 from replicated_ckpt.dcp.convert.safetensors.format import decode_header
+from replicated_ckpt.dcp.metadata.columns import ColumnsInvalid, decode_columns, encode_columns
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.dcp.objects.weights_only import load_object
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
@@ -113,6 +116,46 @@ def _read_metadata(raw: bytes) -> str:
     return "read"
 
 
+_OF = 1000, 0xC0FFEE
+"""Size and CRC32C of the pickle that columns are of."""
+
+
+def _columns(random: Random) -> bytes:
+    """Columns of regular tensors, some of them with other numbers or bytes, and the checksum that fits."""
+    described: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for at in range(random.randrange(1, 5)):
+        dimensions, name = random.randrange(4), f"layer.{at}"
+        size = torch.Size([1 << 20] * dimensions)
+        offsets = {torch.Size([random.randrange(1 << 20) for _ in size]) for _ in range(random.randrange(1, 5))}
+        chunks = [ChunkStorageMetadata(offset, size) for offset in offsets]
+        described[name] = TensorStorageMetadata(TensorProperties(torch.float32), size, chunks)
+        for number, offset in enumerate(offsets):
+            places[MetadataIndex(name, offset)] = StorageInfo(f"__{number}_0.distcp", random.randrange(1 << 40), 64)
+    raw = encode_columns(Metadata(described, {}, places), *_OF)
+    assert raw is not None
+    if random.random() < 0.2:
+        return raw
+    if random.random() < 0.3:
+        raw = raw[:16] + random.choice((flipped, spliced))(raw[16:], random)
+    else:
+        at = random.randrange(2, len(raw) // 8) * 8
+        raw = raw[:at] + struct.pack("<q", random.choice((-1, 0, 1, 7, 65, 1 << 40, (1 << 63) - 1))) + raw[at + 8 :]
+    return raw[:8] + struct.pack("<I", crc32c(raw[16:])) + raw[12:]
+
+
+def _read_columns(raw: bytes) -> str:
+    """An error of ours, or items of shards, as many as there are chunks with a place."""
+    try:
+        with _nothing_runs():
+            places = decode_columns(raw, *_OF, "here").storage_data
+    except (ColumnsInvalid, MetadataUnsafe):
+        return "refused"
+    if len(list(places)) != len(places) or not all(is_shard_path(info.relative_path) for info in places.values()):
+        raise Difference("columns say what no pickle may say")
+    return "read"
+
+
 def _container(random: Random) -> bytes:
     """Of an object, or of a tensor, in torch's container, changed within the pickle or anywhere."""
     buffer = io.BytesIO()
@@ -183,6 +226,7 @@ TARGETS: Mapping[str, Target] = {
     "pickle": Target(_pickle, _compared),
     "honest": Target(honest, _must_be_taken),
     "metadata": Target(_metadata, _read_metadata),
+    "columns": Target(_columns, _read_columns),
     "container": Target(_container, _read_container),
     "archive": Target(_container, _read_archive),
     "safetensors": Target(_header, _read_header),

@@ -11,8 +11,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.dcp.find.survey import Survey
-from replicated_ckpt.dcp.metadata.columns_file import ColumnsFile
-from replicated_ckpt.dcp.metadata.metadata import decode_metadata
+from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file
 from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError, ShardLost
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.files.plain import read_plain
@@ -48,28 +47,14 @@ class UnreadMetadata(Metadata):
 def read_verified_metadata(
     store: LocalStore, survey: Survey, bucket: Bucket | None, reader_key: str, silent: set[str]
 ) -> Metadata:
-    """The checkpoint's metadata from the first copy that is intact, safely read; or from this node's columns of it.
+    """The checkpoint's metadata from the first copy that is intact, safely read.
 
     `silent` gets the nodes that let a time-out pass.
 
     Raises:
         ShardLost: no copy is. MetadataUnsafe: an intact one is not what DCP metadata consists of.
     """
-    columns = _columns(store, survey)
-    found = None if columns is None else columns.read()
-    if found is None:
-        found = decode_metadata(*_intact(store, survey, bucket, reader_key, silent))
-        if columns is not None:
-            columns.keep(found)
-    return found
-
-
-def _columns(store: LocalStore, survey: Survey) -> ColumnsFile | None:
-    """Where this node has the columns, if it holds this save: then the manifest says which `.metadata` is meant."""
-    own_node, manifest = store.read_node_id(), survey.manifest
-    if survey.unmanaged_warning or all(holding.node_id != own_node for holding in survey.found.holdings):
-        return None
-    return ColumnsFile.of(store.root_agent_directory(), manifest.metadata_bytes, manifest.metadata_crc32c)
+    return decode_metadata_file(*_intact(store, survey, bucket, reader_key, silent))
 
 
 def _intact(

@@ -1,4 +1,4 @@
-"""`.metadata` as columns: names once, numbers as int64. Derived from a `.metadata` that was read, and read in its place.
+"""`.metadata` as columns: names once, numbers as int64, to be read in place of its pickle.
 
 What is less regular than the chunks of a tensor stays a pickle, followed as `.metadata` is. docs/format.md has the bytes.
 """
@@ -8,6 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,21 @@ from replicated_ckpt.core.layout import is_shard_path
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
+from replicated_ckpt.errors import MetadataUnsafe
 
 _MAGIC = b"RCKCOL1\n"
 _HEAD = struct.Struct("<8sI4xQQQQQQQ")
-"""Magic; CRC32C of all after it; size and CRC32C of `.metadata`, sizes of pickle and paths; tensors, items, dimensions."""
+"""Magic; CRC32C of all after it; size and CRC32C of the pickle, sizes of the rest, of paths; tensors, items, dimensions."""
 _CRC_END = 16
 _WORD = 8
 _DIMENSIONS_MAX = 64
+_ALIKE_MAX = 64
+_flatten = chain.from_iterable
 Numbers = npt.NDArray[np.int64]
 
 
 class ColumnsInvalid(ValueError):
-    """These bytes are no columns of that `.metadata`. Nothing is lost: `.metadata` says the same."""
+    """These bytes are no columns of that pickle. Nothing is lost: the pickle says the same."""
 
 
 class Places(MutableMapping[MetadataIndex, StorageInfo]):
@@ -64,6 +68,7 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
 
     def _numbers_of(self, name: str) -> dict[torch.Size, int]:
         if name not in self._numbers:
+            _check_hashes(self._chunks[name])
             self._numbers[name] = {chunk.offsets: number for number, chunk in enumerate(self._chunks[name])}
         return self._numbers[name]
 
@@ -84,6 +89,8 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
 
     def _spread(self) -> dict[MetadataIndex, StorageInfo]:
         """All of them, made."""
+        for chunks in self._chunks.values():
+            _check_hashes(chunks)
         self.others, self._chunks, self._count = dict(self.items()), {}, 0
         return self.others
 
@@ -91,12 +98,49 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
         return dict, (list(self.items()),)
 
 
+def _check_hashes(chunks: Sequence[ChunkStorageMetadata]) -> None:
+    """So few may hash alike that no dictionary of them gets slow."""
+    if max(Counter(hash(chunk.offsets) for chunk in chunks).values(), default=0) > _ALIKE_MAX:
+        raise MetadataUnsafe("The .metadata has offsets that were chosen to hash alike.")
+
+
+class _Located:
+    """Where each item lies, looked at once and in order: there may be more of them than any cache holds."""
+
+    def __init__(self, places: Mapping[MetadataIndex, StorageInfo]) -> None:
+        self.number_by_path: dict[str, int] = {}
+        self._by_offset: dict[str, dict[torch.Size | None, int]] = {}
+        self._columns: tuple[list[int], list[int], list[int]] = [], [], []
+        self._odd: set[str] = set()
+        paths, offsets, lengths = self._columns
+        for number, (index, info) in enumerate(places.items()):
+            self._by_offset.setdefault(index.fqn, {})[index.offset] = number
+            paths.append(self.number_by_path.setdefault(str(info.relative_path), len(self.number_by_path)))
+            offsets.append(info.offset)
+            lengths.append(info.length)
+            if getattr(info, "transform_descriptors", None):
+                self._odd.add(index.fqn)
+
+    def order(self, name: str, chunks: Sequence[ChunkStorageMetadata]) -> list[int]:
+        """The numbers of a tensor's items in the order of its chunks; empty: columns cannot say where they lie."""
+        numbers = self._by_offset.get(name, {})
+        if len(numbers) != len(chunks) or name in self._odd:
+            return []
+        offsets, sizes = [one.offsets for one in chunks], [one.sizes for one in chunks]
+        if len({*map(len, offsets), *map(len, sizes)}) != 1 or numbers.keys() != set(offsets):
+            return []
+        return [numbers[offset] for offset in offsets]
+
+    def columns(self) -> Numbers:
+        """Of each item, by its number: the number of its path, offset and length. Raises OverflowError."""
+        return np.array(self._columns, np.int64)
+
+
 def encode_columns(metadata: Metadata, size_bytes: int, crc: int) -> bytes | None:
-    """The columns of the metadata that a `.metadata` of this size and CRC32C says; None: it is not regular enough."""
+    """The columns of the metadata that a pickle of this size and CRC32C says; None: it is not regular enough."""
     with put_off():
-        tensors, counts = _tensors(metadata), Counter(index.fqn for index in metadata.storage_data)
-        places = {name: _places(metadata, name, entry, counts[name]) for name, entry in tensors.items()}
-        regular = {name for name, found in places.items() if found}
+        tensors, there = _tensors(metadata), _Located(metadata.storage_data)
+        regular = {name: found for name, entry in tensors.items() if (found := there.order(name, entry.chunks))}
         if not regular:
             return None
         rest = copy(metadata)
@@ -106,33 +150,30 @@ def encode_columns(metadata: Metadata, size_bytes: int, crc: int) -> bytes | Non
         }
         rest.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn not in regular}
         chunks = [entry.chunks if name in regular else [] for name, entry in tensors.items()]
-        infos = [info for found in places.values() for info in found]
-        number_by_path = {path: number for number, path in enumerate(sorted({str(one.relative_path) for one in infos}))}
-        columns = [
-            [len(ones) for ones in chunks],
-            [len(ones[0].offsets) if ones else 0 for ones in chunks],
-            [number_by_path[str(one.relative_path)] for one in infos],
-            [one.offset for one in infos],
-            [one.length for one in infos],
-            [number for ones in chunks for one in ones for number in one.offsets],
-            [number for ones in chunks for one in ones for number in one.sizes],
-        ]
         try:
-            numbers = b"".join(np.array(column, np.int64).tobytes() for column in columns)
+            numbers = [
+                np.array([len(ones) for ones in chunks], np.int64),
+                np.array([len(ones[0].offsets) if ones else 0 for ones in chunks], np.int64),
+                *there.columns()[:, list(_flatten(regular.values()))],
+                np.array(list(_flatten(one.offsets for ones in chunks for one in ones)), np.int64),
+                np.array(list(_flatten(one.sizes for ones in chunks for one in ones)), np.int64),
+            ]
         except OverflowError:
             return None
-        pickled, paths = encode_metadata(rest), json.dumps(list(number_by_path)).encode()
-    sizes = size_bytes, crc, len(pickled), len(paths), len(chunks), len(infos), len(columns[-1])
-    body = b"".join((pickled, paths, bytes(-(len(pickled) + len(paths)) % _WORD), numbers))
+        pickled, paths = encode_metadata(rest), json.dumps(list(there.number_by_path)).encode()
+    sizes = size_bytes, crc, len(pickled), len(paths), len(chunks), numbers[2].size, numbers[-1].size
+    padding = bytes(-(len(pickled) + len(paths)) % _WORD)
+    body = b"".join((pickled, paths, padding, *(column.tobytes() for column in numbers)))
     raw = _HEAD.pack(_MAGIC, 0, *sizes)[_CRC_END:] + body
     return _MAGIC + struct.pack("<I4x", crc32c(raw)) + raw
 
 
-def decode_columns(raw: bytes, size_bytes: int, crc: int, source: str) -> Metadata:
-    """The metadata that a `.metadata` of this size and CRC32C says.
+def decode_columns(raw: bytes | memoryview, size_bytes: int, crc: int, source: str) -> Metadata:
+    """The metadata that a pickle of this size and CRC32C says.
 
     Raises:
-        ColumnsInvalid: these are damaged, or of another one. MetadataUnsafe: of the pickle in them.
+        ColumnsInvalid: these are damaged, or of another one. MetadataUnsafe: of the pickle in them; or later, of its
+        places, if their offsets were chosen to make looking them up slow.
     """
     if len(raw) < _HEAD.size:
         raise ColumnsInvalid("they are torn")
@@ -140,7 +181,7 @@ def decode_columns(raw: bytes, size_bytes: int, crc: int, source: str) -> Metada
     if magic != _MAGIC or crc32c(memoryview(raw)[_CRC_END:]) != own_crc:
         raise ColumnsInvalid("their checksum does not match")
     if (of_bytes, of_crc) != (size_bytes, crc):
-        raise ColumnsInvalid("they are of another .metadata")
+        raise ColumnsInvalid("they are of another pickle")
     begin = _HEAD.size + pickle_bytes + path_bytes
     begin += -(pickle_bytes + path_bytes) % _WORD
     counts = tensors, tensors, items, items, items, dimensions, dimensions
@@ -150,10 +191,10 @@ def decode_columns(raw: bytes, size_bytes: int, crc: int, source: str) -> Metada
     if numbers.min() < 0:
         raise ColumnsInvalid("a number is negative")
     parts = np.split(numbers, np.cumsum(counts)[:-1])
-    paths = _paths(raw[_HEAD.size + pickle_bytes : _HEAD.size + pickle_bytes + path_bytes])
+    paths = _paths(bytes(raw[_HEAD.size + pickle_bytes : _HEAD.size + pickle_bytes + path_bytes]))
     if parts[2].max() >= len(paths):
         raise ColumnsInvalid("an item lies in no shard")
-    metadata = decode_metadata(raw[_HEAD.size : _HEAD.size + pickle_bytes], source)
+    metadata = decode_metadata(bytes(raw[_HEAD.size : _HEAD.size + pickle_bytes]), source)
     with put_off():
         chunks = _chunks(_tensors(metadata), parts)
     places = Places(chunks, paths, numbers[2 * tensors : 2 * tensors + 3 * items].reshape(3, items))
@@ -167,19 +208,6 @@ def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in described if isinstance(entry, TensorStorageMetadata)}
 
 
-def _places(metadata: Metadata, name: str, entry: TensorStorageMetadata, count: int) -> list[StorageInfo]:
-    """Where the chunks of a tensor that has so many places lie, in their order; empty: columns cannot say it."""
-    if count != len(entry.chunks):
-        return []
-    places = metadata.storage_data
-    found = [places.get(MetadataIndex(name, chunk.offsets)) for chunk in entry.chunks]
-    shapes = {len(size) for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes)}
-    if len(shapes) != 1 or len({chunk.offsets for chunk in entry.chunks}) != len(found):
-        return []
-    infos = [one for one in found if one is not None and not getattr(one, "transform_descriptors", None)]
-    return infos if len(infos) == len(found) else []
-
-
 def _without_chunks(entry: TensorStorageMetadata) -> TensorStorageMetadata:
     found = copy(entry)
     found.chunks = []
@@ -188,7 +216,7 @@ def _without_chunks(entry: TensorStorageMetadata) -> TensorStorageMetadata:
 
 def _paths(raw: bytes) -> list[str]:
     try:
-        paths = json.loads(raw)
+        paths = json.loads(raw.decode())
     except (ValueError, RecursionError) as exc:
         raise ColumnsInvalid("their names of shards are unreadable") from exc
     if type(paths) is not list or not all(type(path) is str and is_shard_path(path) for path in paths):
@@ -211,6 +239,8 @@ def _chunks(
             continue
         if entry.chunks:
             raise ColumnsInvalid("they describe a tensor twice")
+        if shape != len(entry.size):
+            raise ColumnsInvalid("they have a chunk of other dimensions than its tensor")
         offsets, sizes = (part[at : at + count * shape].reshape(count, shape).tolist() for part in parts[5:])
         entry.chunks = made[name] = [
             ChunkStorageMetadata(torch.Size(offset), torch.Size(size))

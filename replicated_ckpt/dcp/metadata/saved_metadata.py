@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from replicated_ckpt.core.layout import METADATA_NAME
-from replicated_ckpt.dcp.metadata.metadata import decode_metadata
+from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file
 from replicated_ckpt.dcp.planning.kept_layouts import holds_paths_only
 from replicated_ckpt.errors import CheckpointNotFound, ObjectMissing
 from replicated_ckpt.stores.local.directories.committed import open_committed_save
@@ -86,6 +86,6 @@ def _read_metadata(store: LocalStore, checkpoint_id: str, save_id: str) -> Metad
             f"What dcp.save returned for {checkpoint_id} cannot be read any more: this node has retired or replaced it.",
             "Look at it before a later save retires the checkpoint.",
         ) from exc
-    metadata = decode_metadata(manifest.local_metadata(raw), f"{checkpoint_id}/{METADATA_NAME} in {store.root}")
+    metadata = decode_metadata_file(manifest.local_metadata(raw), f"{checkpoint_id}/{METADATA_NAME} in {store.root}")
     metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
     return metadata

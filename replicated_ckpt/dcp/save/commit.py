@@ -20,6 +20,7 @@ from replicated_ckpt.dcp.agreement.decision import Receipt, SaveDecision, ShardR
 from replicated_ckpt.dcp.agreement.nodes import Cluster, Committed
 from replicated_ckpt.dcp.hand_over.finishing import AgentSilent, Handing, finish_by_agent
 from replicated_ckpt.dcp.metadata.metadata import encode_metadata
+from replicated_ckpt.dcp.metadata.metadata_file import encode_metadata_file
 from replicated_ckpt.dcp.metadata.sharing import share_parts
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayout, KeptLayouts
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
@@ -159,7 +160,7 @@ def lay_out(
     if same is not None:
         return same, replace(same, save_id=decision.save_id, checkpoint_id=decision.checkpoint_id)
     share_parts(metadata)
-    raw = encode_metadata(metadata)
+    raw = encode_metadata_file(metadata)
     return None, KeptLayout.of(decision.save_id, decision.checkpoint_id, metadata, results, raw)
 
 

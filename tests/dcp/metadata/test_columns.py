@@ -1,4 +1,4 @@
-"""The columns of a `.metadata` say what it says, are never believed without their checksum, and nothing depends on them."""
+"""The columns of a `.metadata` say what its pickle says, are not believed without their checksum, and none needs them."""
 
 import copy
 import logging
@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.integrity.checksum import crc32c
-from replicated_ckpt.dcp.load import metadata_copies
-from replicated_ckpt.dcp.metadata import columns_file
+from replicated_ckpt.dcp.metadata import metadata_file
 from replicated_ckpt.dcp.metadata.columns import ColumnsInvalid, decode_columns, encode_columns
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata
+from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file, encode_metadata_file
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
-from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.errors import MetadataUnsafe, ReplicatedCkptError
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed"), pytest.mark.filterwarnings("ignore::UserWarning")]
 OF = (1000, 0xC0FFEE)
@@ -115,7 +116,7 @@ def test_what_is_no_number_of_64_bits_has_no_columns(length: int) -> None:
 
 
 def test_damaged_or_other_columns_are_not_believed() -> None:
-    """Each byte that counts, each length, and those of another `.metadata`."""
+    """Each byte that counts, each length, and those of another pickle."""
     raw = encoded()
     for at in [at for at in range(0, len(raw), 3) if not 12 <= at < 16]:
         with pytest.raises(ColumnsInvalid):
@@ -149,63 +150,74 @@ def state(count: int, value: int) -> dict[str, Any]:
     return {"text": "t", **{f"x{number}": torch.full((8,), value + number) for number in range(count)}}
 
 
-def save(root: Path, step: int, count: int = 5) -> None:
-    dcp.save(state(count, step), checkpoint_id=f"step-{step}", storage_writer=ReplicatedWriter(root), no_dist=True)
+def save(root: Path, step: int) -> Metadata:
+    writer = ReplicatedWriter(root)
+    found: Metadata = dcp.save(state(5, step), checkpoint_id=f"step-{step}", storage_writer=writer, no_dist=True)
+    return found
 
 
-def load(root: Path, step: int, count: int = 5) -> None:
-    found = state(count, 0)
+def load(root: Path, step: int) -> None:
+    found = state(5, 0)
     dcp.load(found, checkpoint_id=f"step-{step}", storage_reader=ReplicatedReader(root), no_dist=True)
-    assert all(torch.equal(found[name], wanted) for name, wanted in state(count, step).items() if name != "text")
+    assert_is(found, step)
 
 
-def columns_in(root: Path) -> list[Path]:
-    return sorted(root.glob(".agent/*.columns"))
+def assert_is(found: dict[str, Any], step: int) -> None:
+    assert all(torch.equal(found[name], wanted) for name, wanted in state(5, step).items() if name != "text")
 
 
-def test_the_first_load_leaves_columns_for_those_of_the_same_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A later one does not read `.metadata`; damaged columns are made anew, and those of two layouts are kept."""
-    monkeypatch.setattr(columns_file, "SIZE_MIN_BYTES", 0)
-    (tmp_path / ".agent").mkdir(mode=0o700)
+def test_a_large_metadata_is_read_by_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first load, and for what `dcp.save` returned: the pickle before them is for stock torch."""
+    monkeypatch.setattr(metadata_file, "COLUMNS_FROM_BYTES", 0)
     save(tmp_path, 1)
-    save(tmp_path, 2)
-    load(tmp_path, 1)
-    (kept,) = columns_in(tmp_path)
+    found = save(tmp_path, 2)
+    raw = (tmp_path / "step-2" / ".metadata").read_bytes()
     with monkeypatch.context() as patch:
-        patch.delattr(metadata_copies, "decode_metadata")
+        patch.delattr(metadata_file, "decode_metadata")
         load(tmp_path, 1)
         load(tmp_path, 2)
-    raw = kept.read_bytes()
-    kept.write_bytes(raw[:-1] + b"x")
-    with caplog.at_level(logging.WARNING, "replicated_ckpt"):
-        load(tmp_path, 1)
-    assert f"{kept} is not used" in caplog.text
-    assert kept.read_bytes() == raw
-    for step, count in ((3, 6), (4, 7)):
-        save(tmp_path, step, count)
-        load(tmp_path, step, count)
-    assert len(columns_in(tmp_path)) == columns_file.KEPT_MAX
-    assert kept not in columns_in(tmp_path)
-    load(tmp_path, 1)
+        assert len(found.storage_data) == 6
+    assert pickle.loads(raw) == decode_metadata_file(raw, "here") == decode_metadata(raw, "here")
+    stock = state(5, 0)
+    dcp.load(stock, storage_reader=dcp.FileSystemReader(tmp_path / "step-1"), no_dist=True)
+    assert_is(stock, 1)
 
 
-def test_small_metadata_and_a_full_disk_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What cannot be written costs no load."""
-    (tmp_path / ".agent").mkdir(mode=0o700)
+def test_a_small_metadata_has_no_columns(tmp_path: Path) -> None:
+    """It would take longer to look for them."""
     save(tmp_path, 1)
+    raw = (tmp_path / "step-1" / ".metadata").read_bytes()
+    assert raw.endswith(b".")
     load(tmp_path, 1)
-    assert columns_in(tmp_path) == []
-    monkeypatch.setattr(columns_file, "SIZE_MIN_BYTES", 0)
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(columns_file, "write_file", full)
-    with caplog.at_level(logging.WARNING, "replicated_ckpt"):
-        load(tmp_path, 1)
-    assert "reads the whole .metadata again next time" in caplog.text
-    assert columns_in(tmp_path) == []
+@pytest.mark.parametrize("at", range(1, HEAD_BYTES))
+def test_an_end_that_is_no_end_of_columns_is_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: int
+) -> None:
+    """Whatever the bytes behind the pickle are, and wherever they are cut, it is read by itself."""
+    monkeypatch.setattr(metadata_file, "COLUMNS_FROM_BYTES", 0)
+    wanted, raw = metadata(), encode_metadata_file(metadata())
+    with caplog.at_level(logging.CRITICAL):
+        for changed in (
+            raw[:-at],
+            raw[:-at] + bytes([raw[-at] ^ 1]) + raw[len(raw) - at + 1 :],
+            raw[: -8 * at] + raw[-8:],
+        ):
+            assert decode_metadata_file(changed, "here") == wanted
+
+
+def test_offsets_that_hash_alike_make_no_load_slow() -> None:
+    """Their hash is the same in every process, so who writes a checkpoint can choose them."""
+    like = [[2**61 - 1 + 1 if number >> bit & 1 else 1 for bit in range(7)] for number in range(2**7)]
+    assert len({hash(torch.Size(offset)) for offset in like}) == 1
+    chunks = tensor(*((offset, [1] * 7) for offset in like), size=[2**62] * 7)
+    places = {MetadataIndex("x", offset): StorageInfo("__0_0.distcp", number, 1) for number, offset in enumerate(like)}
+    raw = encode_columns(Metadata({"x": chunks}, {}, places), *OF)
+    assert raw is not None
+    found = decode_columns(raw, *OF, "here").storage_data
+    assert found[MetadataIndex("x", like[5], 5)].offset == 5
+    with pytest.raises(MetadataUnsafe, match="hash alike"):
+        found[MetadataIndex("x", like[5])]
+    with pytest.raises(MetadataUnsafe, match="hash alike"):
+        found.pop(MetadataIndex("x", like[5]))
