@@ -24,7 +24,7 @@ def test_it_is_exported_as_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Whole, although the export asks for pieces of its items."""
     monkeypatch.setattr(items_source, "PIECE_BYTES", 4096)
     state = stock(tmp_path / "root")
-    with pytest.warns(ReplicatedCkptWarning, match="written by stock torch"):
+    with pytest.warns(ReplicatedCkptWarning, match="stock torch wrote it"):
         export_checkpoint("step-1", tmp_path / "model.pt", format="torch", root=tmp_path / "root")
     found = torch.load(tmp_path / "model.pt")
     assert found.keys() == state.keys()

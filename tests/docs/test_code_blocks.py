@@ -160,7 +160,7 @@ def test_a_stock_checkpoint_loads_as_the_page_on_migrating_says(tmp_path: Path) 
     """With one changed line, from the directory above the checkpoint's."""
     dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt" / "step-10")
     state = {"a": torch.zeros(3)}
-    with pytest.warns(replicated_ckpt.ReplicatedCkptWarning, match="step-10 was written by stock torch"):
+    with pytest.warns(replicated_ckpt.ReplicatedCkptWarning, match="step-10 has no manifest: stock torch wrote it"):
         run("docs/migrating.md", tmp_path, dcp=dcp, ReplicatedReader=ReplicatedReader, state=state)
     assert state["a"].tolist() == [1, 1, 1]
 

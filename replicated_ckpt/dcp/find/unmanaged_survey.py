@@ -59,8 +59,9 @@ def unmanaged_warning(save: UnmanagedSave) -> str:
     """What a load of such a checkpoint warns about."""
     later = ", ".join(save.written_later)
     return (
-        f"{save.checkpoint_id} was written by stock torch: there are no manifest and no checksums of its shards: "
-        "only the CRC32 that torch.save left inside them is checked, where it is there. "
+        f"{save.checkpoint_id} has no manifest: stock torch wrote it, or it is lost on every node that was reached. "
+        "A shard that ends with checksums of ours is held against them; of any other only the CRC32 that torch.save left "
+        "inside is checked, where it is there. "
         f"{'There are no copies' if save.copies < 2 else f'Each shard was found {save.copies} times'}. "
         + (f"Written later than .metadata, so perhaps by another save: {later}. " if later else "")
         + "`replicated-ckpt repair` makes it a checkpoint with checksums and copies."

@@ -45,7 +45,7 @@ def test_what_stock_torch_scattered_loads_as_it_lies_and_is_adopted(cluster_of: 
         assert [results.digests(0), results.digests(1)] == [[saved] * sum(ranks)] * 2
         told = [by_step[0] for by_step in results.warnings]
         assert [len(warnings) for warnings in told] == [1] + [0] * (sum(ranks) - 1)
-        assert "written by stock torch" in told[0][0]
+        assert "stock torch wrote it" in told[0][0]
     assert cluster.launch([load("latest", ["plain"])], nodes=[2], launcher="single").digests(0) == [alone]
     assert [{path.name for path in (node.disk / "run/step-10").iterdir()} for node in cluster.nodes] == before
     done = command("repair", cluster.nodes[1].disk)
