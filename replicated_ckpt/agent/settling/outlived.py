@@ -60,7 +60,7 @@ def _is_without_a_name(
     service: NodeService, intent: Intent, decided: Version, whole: Sequence[Version], views: Sequence[NodeView]
 ) -> bool:
     """Whether it goes, which its coordinator's node can tell once its rank is gone: no other node publishes it first."""
-    if intent.coordinator != service.node_id or service.store.is_held(intent.save_id):
+    if intent.coordinator != service.node_id or service.is_held(intent.save_id):
         return False
     up = {view.node_id: view.holdings or () for view in views if view.presence is Presence.UP}
     is_published = any(holding.save_id == intent.save_id for holdings in up.values() for holding in holdings)

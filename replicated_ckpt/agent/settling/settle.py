@@ -58,7 +58,7 @@ def give_up_lost(service: NodeService, save_id: str, lost: Collection[str]) -> S
     intent = next((staged for staged in service.store.list_staged() if staged.save_id == save_id), None)
     if intent is None:
         raise ObjectMissing(f"node {service.node_id}", "give up", save_id, "it is not staged here")
-    if service.store.is_held(save_id):
+    if service.is_held(save_id):
         raise ConfigInvalid(f"Save {save_id} is not given up: ranks of this node still work on it.", _END_JOB)
     leftover = Leftover(intent, f"node {', '.join(sorted(lost))} never comes back, as the operator says")
     with service.completing:
