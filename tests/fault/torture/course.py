@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from replicated_ckpt.agent.saves.pins import PIN_S
 from replicated_ckpt.errors import (
     CheckpointAmbiguous,
     CheckpointNotFound,
@@ -54,7 +55,7 @@ class SlowSave:
 
 @dataclass
 class SlowLoad:
-    """A load that has found its checkpoint and reads it later. `attempts`: how many saves had begun by then."""
+    """A load that has found its checkpoint, at `found_at`, and reads it later. `attempts`: so many saves had begun then."""
 
     job: Any
     operation: Any
@@ -62,6 +63,7 @@ class SlowLoad:
     nodes: list[int]
     disturbed_before: int
     attempts: int
+    found_at: float
 
 
 @dataclass
@@ -343,7 +345,8 @@ class Course:
         if not load.operation.is_over:
             self.cluster.resume(load.operation)
         load.job.end()
-        error, is_due = load.operation.error, load.disturbed_before == self.disturbances
+        is_kept = self.cluster.now() - load.found_at < PIN_S
+        error, is_due = load.operation.error, is_kept and load.disturbed_before == self.disturbances
         self.say(f"load {load.checkpoint_id} on nodes {load.nodes}, which had paused: {error or 'done'!s:.300}")
         if error is None:
             for attempt, state in load.operation.result:

@@ -176,6 +176,10 @@ class Oracle:
         ids = {attempt.checkpoint_id for attempt in found if self.is_superseded(attempt)}
         return ids | {one.checkpoint_id for one in found if not self.is_kept(one.checkpoint_id)}
 
+    def untold_places(self) -> set[Path]:
+        """The directories of saves of which no manifest tells what they are."""
+        return {lying.place for lying in self._disks.lying() if not self._is_told(lying)}
+
     def _is_told(self, lying: Lying) -> bool:
         """Whether its manifest is there as it was written: a flipped bit may leave one that can be parsed."""
         attempt = self.attempt_of(lying)

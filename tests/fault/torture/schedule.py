@@ -1,6 +1,6 @@
 """One schedule: random steps from a seed, carried out on a cluster, and what must hold after each and in the end."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
@@ -189,14 +189,21 @@ class Schedule:
             course.oracle.check_files()
         if not is_done and is_mended:
             self._check_rivals(audits)
+        self._check_nothing_left(current, is_done=is_done, is_mended=is_mended)
+
+    def _check_nothing_left(self, current: Sequence[Attempt], *, is_done: bool, is_mended: bool) -> None:
+        oracle = self.course.oracle
         copied = self._find_published()
         lost = {found.save_id for found in current if found.parts and not found.has_all_parts()}
-        can_tell = is_done or not course.oracle.has_nameless()  # else nobody knows whether that is what is staged
-        is_known = is_mended and not course.oracle.forgotten_ids()  # else what it has replaced waits with it
+        rivals = [] if is_done else [found for found in current if found.checkpoint_id in oracle.rival_ids()]
+        untold = set() if is_done else oracle.untold_places()
+        can_tell = is_done or not oracle.has_nameless()  # else nobody knows whether that is what is staged
+        is_known = is_mended and not oracle.forgotten_ids()  # else what it has replaced waits with it
         places = [name for name in (*PASSING, *[REPLACED] * is_known) if can_tell or name != STAGING]
-        for node in course.cluster.nodes:
+        for node in self.course.cluster.nodes:
+            waits = {one.save_id for one in rivals if one.readable_on and (node.root / one.checkpoint_id).is_dir()}
             for name in places:
-                if left := _left_in(node.root / name, copied, lost):
+                if left := _left_in(node.root / name, copied, lost | waits, untold):
                     raise Violation(f"left on node {node.index}: {left}")
 
     def _is_kept_for_loads(self, attempt: Attempt) -> bool:
@@ -232,13 +239,16 @@ class Schedule:
         self.course.counts["rivals"] += 1
 
 
-def _left_in(directory: Path, published: Collection[str], lost: Collection[str]) -> list[str]:
+def _left_in(
+    directory: Path, published: Collection[str], waits: Collection[str], untold: Collection[Path]
+) -> list[str]:
     """What lies there but for versions that an agent keeps for a load: for minutes, which no real schedule waits.
 
-    A replaced version of which another node has the name is a copy of what lies there. A decided save of which the
-    schedule destroyed the last copy of a part stays staged where it waits for that part: a person may have it.
+    A replaced version of which another node has the name is a copy of what lies there. A decided save `waits` where it is
+    staged for a part of which the schedule destroyed the last copy, or for the name that another run's save has there: a
+    person may bring either. What is `untold`, without a manifest, stays until all is done.
     """
-    replaced = directory.glob("*") if directory.name == REPLACED else ()
-    kept = [path for path in replaced if path.name in published or is_read(path)]
-    kept += [path for path in directory.glob("*") if path.name.partition(".")[0] in lost]
+    replaced = list(directory.glob("*")) if directory.name == REPLACED else []
+    kept = [path for path in replaced if path.name in published or path in untold or is_read(path)]
+    kept += [path for path in directory.glob("*") if path.name.partition(".")[0] in waits]
     return [str(path) for path in directory.rglob("*") if not any(path.is_relative_to(one) for one in kept)]

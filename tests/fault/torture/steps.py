@@ -199,7 +199,8 @@ def load_slowly(course: Course) -> None:
     job = course.backend.job(course.cluster, course.random.sample(group, len(group)), course.policy)
     operation = course.cluster.begin(f"load {checkpoint_id}", lambda: job.load(checkpoint_id, 1), "load.planned")
     course.say(f"load {checkpoint_id} on nodes {job.nodes} begins, and pauses when it has found it")
-    load = SlowLoad(job, operation, checkpoint_id, job.nodes, course.disturbances, len(course.oracle.attempts))
+    now = course.cluster.now()
+    load = SlowLoad(job, operation, checkpoint_id, job.nodes, course.disturbances, len(course.oracle.attempts), now)
     course.slow_loads.append(load)
 
 
