@@ -44,7 +44,7 @@ PLACES: Mapping[str, tuple[Any, str]] = {
     "save: receipt": (replicated_ckpt.dcp.save.attempt, "present_again"),
     "save: post": (replicated_ckpt.dcp.save.attempt, "receipt_post"),
     "save: collect": (replicated_ckpt.dcp.save.attempt, "collect_receipts"),
-    "save: finish": (replicated_ckpt.dcp.save.commit, "encode_metadata"),
+    "save: finish": (replicated_ckpt.dcp.save.commit, "encode_metadata_file"),
     "load: reset": (ReplicatedReader, "reset"),
     "load: present": (replicated_ckpt.dcp.find.rendezvous, "reading_post"),
     "load: look": (Surveyor, "survey"),

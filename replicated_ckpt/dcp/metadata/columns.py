@@ -39,7 +39,10 @@ class ColumnsInvalid(ValueError):
 
 
 class Places(MutableMapping[MetadataIndex, StorageInfo]):
-    """Where each item lies: made when it is asked for. Copied or pickled, it is a dictionary; changed, it is one inside."""
+    """Where each item lies: made when it is asked for. Copied or pickled, it is a dictionary; changed, it is one inside.
+
+    The hint of an index is the number of its chunk, as DCP's global plan gives it.
+    """
 
     def __init__(
         self, chunks: Mapping[str, Sequence[ChunkStorageMetadata]], paths: Sequence[str], columns: Numbers
@@ -74,8 +77,8 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         for name, chunks in self._chunks.items():
-            for chunk in chunks:
-                yield MetadataIndex(name, chunk.offsets)
+            for number, chunk in enumerate(chunks):
+                yield MetadataIndex(name, chunk.offsets, number)
         yield from self.others
 
     def __len__(self) -> int:
