@@ -200,7 +200,8 @@ def decode_columns(raw: bytes | memoryview, size_bytes: int, crc: int, source: s
     metadata = decode_metadata(bytes(raw[_HEAD.size : _HEAD.size + pickle_bytes]), source)
     with put_off():
         chunks = _chunks(_tensors(metadata), parts)
-    places = Places(chunks, paths, numbers[2 * tensors : 2 * tensors + 3 * items].reshape(3, items))
+    located = numbers[2 * tensors : 2 * tensors + 3 * items].reshape(3, items).copy()  # a view would keep all of `raw`
+    places = Places(chunks, paths, located)
     places.others = dict(metadata.storage_data)
     metadata.storage_data = places
     return metadata
