@@ -248,7 +248,7 @@ class AgentConfig:
     less; `scrub_every_s`: pause between two passes of the scrub; `round_every_s`: pause between two rounds of re-protection
     while there is nothing to do; `drain_s`: once it is told to stop it stays so long at most for saves that are open, 120 s
     or less. `nice`: the niceness, 0 to 19, at which it writes and receives shards of asynchronous saves, beside training
-    that goes on.
+    that goes on; and that of all that it does, where the kernel shares processors out by session.
     `tls_cert`, `tls_key`: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
     `direct_io`: how copies are written, as of `check_direct_io`.
     """
@@ -265,7 +265,7 @@ class AgentConfig:
     round_every_s: float = 15.0
     drain_s: float = DRAIN_S
     upload_mib_per_s: float = 1024.0
-    nice: int = 0
+    nice: int = 10
     tls_cert: str = ""
     tls_key: str = ""
     direct_io: str | None = None

@@ -6,6 +6,7 @@ import os
 from typing import get_args
 
 from replicated_ckpt.agent.process import Agent
+from replicated_ckpt.agent.requests.worker_thread import give_way_as_session
 from replicated_ckpt.agent.state.log_file import BoundedLog
 from replicated_ckpt.config import DIRECT_IO_ENV, PLAIN_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV, AgentConfig, DirectIO
 from replicated_ckpt.stores.files.ownership import GROUP_ENV
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     certificate = os.environ.get(TLS_CERT_ENV, "")
     nice = os.environ.get("REPLICATED_CKPT_AGENT_NICE", AgentConfig.nice)
-    add("--nice", type=int, default=nice, help="niceness of writing asynchronous saves, 0 to 19 (default: %(default)s)")
+    add("--nice", type=int, default=nice, help="niceness beside training that goes on, 0 to 19 (default: %(default)s)")
     add("--tls-cert", default=certificate, metavar="FILE", help="certificate (PEM) to use (default: one of its own)")
     add("--tls-key", default=os.environ.get(TLS_KEY_ENV, ""), metavar="FILE", help="its private key (PEM)")
     add("--plain", action="store_true", help="talk to other nodes without TLS, where the network is trusted")
@@ -92,5 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     level = logging.DEBUG if arguments.verbose else logging.INFO
     logging.basicConfig(level=level, handlers=[BoundedLog(LocalStore(arguments.root).root_agent_directory())])
     options = {name: getattr(arguments, name) for name in (*_BACKGROUND, "tls_cert", "tls_key", "direct_io", "nice")}
-    Agent(AgentConfig(arguments.root, arguments.host, arguments.port, arguments.idle_exit_s, **options)).run()
+    config = AgentConfig(arguments.root, arguments.host, arguments.port, arguments.idle_exit_s, **options)
+    give_way_as_session(config.nice)
+    Agent(config).run()
     return 0

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from replicated_ckpt import failpoints
-from replicated_ckpt.agent.requests.worker_thread import give_way
+from replicated_ckpt.agent.requests.worker_thread import AUTOGROUP, give_way, give_way_as_session
 from replicated_ckpt.agent.saves.finish import Finished, Outline
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.shard_copies import WantedCopies
@@ -213,6 +215,21 @@ def test_what_is_written_behind_training_lets_it_go_first(job: Job) -> None:
         wait_for(partial(gives_way, threads), WITHIN_S, "a thread that gives way")
         assert niceness(threads)[str(agent.process.pid)] == usual
     assert list(niceness(Path(f"/proc/{job.agents[1].process.pid}/task")).values()).count(NICE) == 1
+
+
+@pytest.mark.usefixtures("gentle")
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not share processors out by session")
+def test_an_agents_session_gives_way_where_threads_cannot(job: Job) -> None:
+    """Its threads' niceness would count among themselves alone. The session of whoever runs an agent keeps what it has."""
+    for agent in job.agents:
+        said = Path(f"/proc/{agent.process.pid}/autogroup")
+        wait_for(lambda said=said: said.read_text().split()[-1] == str(NICE), WITHIN_S, "a session that gives way")  # type: ignore[misc]
+    before = AUTOGROUP.read_text()
+    module = give_way_as_session.__module__
+    call = f"import threading, {module} as m; m.give_way_as_session({NICE}); print(threading.active_count())"
+    threads = subprocess.run([sys.executable, "-c", call], check=True, capture_output=True, text=True).stdout
+    assert threads == "1\n", "it does not lead its session, and tells nobody"
+    assert AUTOGROUP.read_text() == before
 
 
 @pytest.fixture

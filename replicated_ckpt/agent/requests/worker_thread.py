@@ -1,12 +1,20 @@
 """Threads that end with their work, what is said where the system gives no more of them, and threads that give way."""
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.errors import StoreUnavailable
 
+log = logging.getLogger(__name__)
+
+AUTOGROUP = Path("/proc/self/autogroup")
+_TRIES, _TRY_AGAIN_S = 100, 0.11
+"""Without rights the kernel takes such a word every tenth of a second, from all processes together."""
 _FEWER = "Raise the limit of processes and threads (`ulimit -u`, pids.max of the container), or end what has too many."
 
 
@@ -33,3 +41,29 @@ def give_way(niceness: int) -> None:
     thread = threading.get_native_id()
     if niceness > max(0, os.getpriority(os.PRIO_PROCESS, thread)):
         os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
+def give_way_as_session(niceness: int) -> None:
+    """Lets processes of other sessions have the processor first, soon and for good, if this one leads its own session.
+
+    For where the kernel groups processes by session (sched(7), "The autogroup feature"): there the niceness of a thread
+    counts among those of its session alone, and an agent in a session of its own has as much of a processor as the rank
+    that it shares it with. Elsewhere this does nothing. `niceness`: as of `give_way`.
+    """
+    if niceness and os.getsid(0) == os.getpid():
+        start_worker(_tell_autogroup, niceness, name="rckpt-give-way")
+
+
+def _tell_autogroup(niceness: int) -> None:
+    for _ in range(_TRIES):
+        try:
+            AUTOGROUP.write_text(str(niceness))
+        except BlockingIOError:
+            time.sleep(_TRY_AGAIN_S)
+        except FileNotFoundError:
+            return None  # this kernel does not group by session
+        except OSError as exc:
+            return log.warning("this agent's session keeps its share of the processors, whatever --nice says: %s", exc)
+        else:
+            return None
+    return log.warning("this agent's session keeps its share of the processors: the kernel was told too much at once")
