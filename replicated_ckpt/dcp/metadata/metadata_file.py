@@ -29,7 +29,11 @@ def encode_metadata_file(metadata: Metadata) -> bytes:
     planner_data = metadata.planner_data
     if len(pickled) < COLUMNS_FROM_BYTES or not (planner_data is None or holds_paths_only(planner_data)):
         return pickled
-    columns = encode_columns(metadata, len(pickled), crc32c(pickled))
+    try:
+        columns = encode_columns(metadata, len(pickled), crc32c(pickled))
+    except (TypeError, ValueError, AttributeError) as exc:  # a planner may describe a state in any way that pickles
+        log.warning("this .metadata has no columns, and takes longer to read: %s: %s", type(exc).__name__, exc)
+        columns = None
     if columns is None:
         return pickled
     end = _END.pack(len(pickled), len(columns), _MAGIC)

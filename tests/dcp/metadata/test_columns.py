@@ -24,7 +24,7 @@ from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.dcp.metadata import metadata_file
 from replicated_ckpt.dcp.metadata.columns import ColumnsInvalid, decode_columns, encode_columns
-from replicated_ckpt.dcp.metadata.metadata import decode_metadata
+from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
 from replicated_ckpt.dcp.metadata.metadata_file import decode_metadata_file, encode_metadata_file
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.errors import MetadataUnsafe, ReplicatedCkptError
@@ -189,6 +189,21 @@ def test_a_small_metadata_has_no_columns(tmp_path: Path) -> None:
     raw = (tmp_path / "step-1" / ".metadata").read_bytes()
     assert raw.endswith(b".")
     load(tmp_path, 1)
+
+
+@pytest.mark.parametrize("offsets", [None, 5, object()])
+def test_what_columns_cannot_say_is_pickled_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, offsets: Any
+) -> None:
+    """A planner of one's own may describe chunks in its own way: that costs no save."""
+    monkeypatch.setattr(metadata_file, "COLUMNS_FROM_BYTES", 0)
+    described = metadata()
+    entry: Any = described.state_dict_metadata["last"]
+    for chunk in entry.chunks:
+        chunk.offsets = offsets
+    with caplog.at_level(logging.WARNING):
+        assert encode_metadata_file(described) == encode_metadata(described)
+    assert "has no columns" in caplog.text
 
 
 @pytest.mark.parametrize("at", range(1, HEAD_BYTES))
