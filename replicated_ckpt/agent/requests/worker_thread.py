@@ -57,6 +57,9 @@ def give_way_as_session(niceness: int) -> None:
 def _tell_autogroup(niceness: int) -> None:
     for _ in range(_TRIES):
         try:
+            words = AUTOGROUP.read_text().split()  # "/autogroup-7 nice 0", or none
+            if not words or int(words[-1]) >= niceness:
+                return None
             AUTOGROUP.write_text(str(niceness))
         except BlockingIOError:
             time.sleep(_TRY_AGAIN_S)
