@@ -66,8 +66,8 @@ _METADATA_FIELDS = frozenset(one.name for one in fields_of(Metadata))
 """What else a newer torch has put there is left out if this one lacks the classes: nothing here would ask for it."""
 _INT_MAX = (1 << 63) - 1
 _NAME_CHARACTERS = 200
-_COLLISIONS_MAX = 64
-_DIMENSIONS_MAX = 64
+COLLISIONS_MAX = 64
+DIMENSIONS_MAX = 64
 _LEAN_WEIGHT = 64
 """What a part of which nothing relies may weigh without costing steps."""
 _STEPS_MIN = 1 << 22
@@ -283,12 +283,12 @@ class _Builder(Values):
 
     def _size_of(self, numbers: tuple[Any, ...]) -> torch.Size:
         """So few may hash alike that no dictionary of places gets slow."""
-        if len(numbers) > _DIMENSIONS_MAX or not all(type(one) is int and 0 <= one <= _INT_MAX for one in numbers):
+        if len(numbers) > DIMENSIONS_MAX or not all(type(one) is int and 0 <= one <= _INT_MAX for one in numbers):
             raise PickleUnsafe("has a size of what are no sizes")
         size = torch.Size(numbers)
         if self._size_by_hash.setdefault(hash(size), size) != size:
             self._collisions += 1
-            if self._collisions > _COLLISIONS_MAX:
+            if self._collisions > COLLISIONS_MAX:
                 raise PickleUnsafe("has sizes that were chosen to hash alike")
         return size
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import is_shard_path
+from replicated_ckpt.dcp.metadata.build import COLLISIONS_MAX, DIMENSIONS_MAX
 from replicated_ckpt.dcp.metadata.metadata import decode_metadata, encode_metadata
 from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
@@ -28,8 +29,6 @@ _HEAD = struct.Struct("<8sI4xQQQQQQQ")
 """Magic; CRC32C of all after it; size and CRC32C of the pickle, sizes of the rest, of paths; tensors, items, dimensions."""
 _CRC_END = 16
 _WORD = 8
-_DIMENSIONS_MAX = 64
-_ALIKE_MAX = 64
 _flatten = chain.from_iterable
 Numbers = npt.NDArray[np.int64]
 
@@ -77,6 +76,7 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         for name, chunks in self._chunks.items():
+            _check_hashes(chunks)
             for number, chunk in enumerate(chunks):
                 yield MetadataIndex(name, chunk.offsets, number)
         yield from self.others
@@ -92,8 +92,6 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
 
     def _spread(self) -> dict[MetadataIndex, StorageInfo]:
         """All of them, made."""
-        for chunks in self._chunks.values():
-            _check_hashes(chunks)
         self.others, self._chunks, self._count = dict(self.items()), {}, 0
         return self.others
 
@@ -102,8 +100,8 @@ class Places(MutableMapping[MetadataIndex, StorageInfo]):
 
 
 def _check_hashes(chunks: Sequence[ChunkStorageMetadata]) -> None:
-    """So few may hash alike that no dictionary of them gets slow."""
-    if max(Counter(hash(chunk.offsets) for chunk in chunks).values(), default=0) > _ALIKE_MAX:
+    """So few may hash alike that no dictionary of them gets slow. Called wherever one may be made of them."""
+    if max(Counter(hash(chunk.offsets) for chunk in chunks).values(), default=0) > COLLISIONS_MAX:
         raise MetadataUnsafe("The .metadata has offsets that were chosen to hash alike.")
 
 
@@ -233,7 +231,7 @@ def _chunks(
 ) -> dict[str, list[ChunkStorageMetadata]]:
     """Gives the tensors their chunks; returns them by name."""
     counts, shapes = parts[0].tolist(), parts[1].tolist()
-    if len(tensors) != len(counts) or sum(counts) != parts[2].size or max(shapes, default=0) > _DIMENSIONS_MAX:
+    if len(tensors) != len(counts) or sum(counts) != parts[2].size or max(shapes, default=0) > DIMENSIONS_MAX:
         raise ColumnsInvalid("they do not have as many tensors or items as they say")
     if sum(count * shape for count, shape in zip(counts, shapes, strict=True)) != parts[5].size:
         raise ColumnsInvalid("they do not have as many offsets as they say")

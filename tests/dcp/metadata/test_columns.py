@@ -236,3 +236,5 @@ def test_offsets_that_hash_alike_make_no_load_slow() -> None:
         found[MetadataIndex("x", like[5])]
     with pytest.raises(MetadataUnsafe, match="hash alike"):
         found.pop(MetadataIndex("x", like[5]))
+    with pytest.raises(MetadataUnsafe, match="hash alike"):
+        pickle.dumps(found)
