@@ -247,8 +247,8 @@ class AgentConfig:
     re-protection has 256 while the node saves or loads, and else there is no bound; shards have 8 of their own where it is
     less; `scrub_every_s`: pause between two passes of the scrub; `round_every_s`: pause between two rounds of re-protection
     while there is nothing to do; `drain_s`: once it is told to stop it stays so long at most for saves that are open, 120 s
-    or less. `nice`: the niceness, 0 to 19, at which it writes and receives shards of asynchronous saves, beside training
-    that goes on; and that of all that it does, where the kernel shares processors out by session.
+    or less. `nice`: the niceness, 0 to 19, at which it writes and receives shards of asynchronous saves, while training
+    goes on; and that of all that it does, where the kernel shares processors out by session.
     `tls_cert`, `tls_key`: PEM files, in place of the certificate that it makes for itself where it listens beyond loopback.
     `direct_io`: how copies are written, as of `check_direct_io`.
     """

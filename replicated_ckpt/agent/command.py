@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     certificate = os.environ.get(TLS_CERT_ENV, "")
     nice = os.environ.get("REPLICATED_CKPT_AGENT_NICE", AgentConfig.nice)
-    add("--nice", type=int, default=nice, help="niceness beside training that goes on, 0 to 19 (default: %(default)s)")
+    add("--nice", type=int, default=nice, help="niceness while training goes on, 0 to 19 (default: %(default)s)")
     add("--tls-cert", default=certificate, metavar="FILE", help="certificate (PEM) to use (default: one of its own)")
     add("--tls-key", default=os.environ.get(TLS_KEY_ENV, ""), metavar="FILE", help="its private key (PEM)")
     add("--plain", action="store_true", help="talk to other nodes without TLS, where the network is trusted")

@@ -294,6 +294,6 @@ class Reprotector:
             for short in plan.short:
                 log.warning("re-protection: nothing can be done now for %s", short)
         if found.is_complete and self._began_at is not None:
-            took_s = self._clock() - self._began_at
-            log.info("re-protection is done: every checkpoint has its copies again, after %.1f s", took_s)
+            seconds = self._clock() - self._began_at
+            log.info("re-protection is done: every checkpoint has its copies again, after %.1f s", seconds)
             self._began_at = None

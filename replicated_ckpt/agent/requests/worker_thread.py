@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 AUTOGROUP = Path("/proc/self/autogroup")
 _TRIES, _TRY_AGAIN_S = 100, 0.11
-"""Without rights the kernel takes such a word every tenth of a second, from all processes together."""
+"""From processes without rights, all together, the kernel takes one every tenth of a second."""
 _FEWER = "Raise the limit of processes and threads (`ulimit -u`, pids.max of the container), or end what has too many."
 
 
@@ -55,18 +55,19 @@ def give_way_as_session(niceness: int) -> None:
 
 
 def _tell_autogroup(niceness: int) -> None:
+    refusal: OSError | None = None
     for _ in range(_TRIES):
         try:
             words = AUTOGROUP.read_text().split()  # "/autogroup-7 nice 0", or none
-            if not words or int(words[-1]) >= niceness:
-                return None
-            AUTOGROUP.write_text(str(niceness))
-        except BlockingIOError:
-            time.sleep(_TRY_AGAIN_S)
-        except FileNotFoundError:
-            return None  # this kernel does not group by session
+            if words and int(words[-1]) < niceness:
+                AUTOGROUP.write_text(str(niceness))
+        except FileNotFoundError:  # this kernel does not group by session
+            return
         except OSError as exc:
-            return log.warning("this agent's session keeps its share of the processors, whatever --nice says: %s", exc)
+            refusal = exc
+            if not isinstance(exc, BlockingIOError):
+                break
+            time.sleep(_TRY_AGAIN_S)
         else:
-            return None
-    return log.warning("this agent's session keeps its share of the processors: the kernel was told too much at once")
+            return
+    log.warning("this agent's session keeps its share of the processors, whatever --nice says: %s", refusal)
