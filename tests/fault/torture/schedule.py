@@ -194,6 +194,7 @@ class Schedule:
     def _check_nothing_left(self, current: Sequence[Attempt], *, is_done: bool, is_mended: bool) -> None:
         oracle = self.course.oracle
         copied = self._find_published()
+        unnamed = {found.save_id for found in oracle.attempts if found.readable_on and not self._is_left(found)}
         lost = {found.save_id for found in current if found.parts and not found.has_all_parts()}
         rivals = [] if is_done else [found for found in current if found.checkpoint_id in oracle.rival_ids()]
         untold = set() if is_done else oracle.untold_places()
@@ -203,7 +204,8 @@ class Schedule:
         for node in self.course.cluster.nodes:
             waits = {one.save_id for one in rivals if one.readable_on and (node.root / one.checkpoint_id).is_dir()}
             for name in places:
-                if left := _left_in(node.root / name, copied, lost | waits, untold):
+                newest = unnamed if name == REPLACED else set()
+                if left := _left_in(node.root / name, copied, lost | waits | newest, untold):
                     raise Violation(f"left on node {node.index}: {left}")
 
     def _is_kept_for_loads(self, attempt: Attempt) -> bool:
@@ -246,7 +248,8 @@ def _left_in(
 
     A replaced version of which another node has the name is a copy of what lies there. A decided save `waits` where it is
     staged for a part of which the schedule destroyed the last copy, or for the name that another run's save has there: a
-    person may bring either. What is `untold`, without a manifest, stays until all is done.
+    person may bring either. A replaced version stays where a person has removed the newer one on every node. What is
+    `untold`, without a manifest, stays until all is done.
     """
     replaced = list(directory.glob("*")) if directory.name == REPLACED else []
     kept = [path for path in replaced if path.name in published or path in untold or is_read(path)]
