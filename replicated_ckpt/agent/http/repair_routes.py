@@ -21,7 +21,7 @@ from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing, PeerProtocolError, StoreError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.versions.replaced import is_read
-from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.stores.local.versions.retire import renamed_refusal, retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 
 _PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
@@ -123,6 +123,7 @@ class RepairRoutes:
         checkpoint_id, save_id, service = fields["checkpoint_id"], fields["save_id"], self._service
         if not (is_checkpoint_id(checkpoint_id) and is_save_id(save_id)):
             raise ConfigInvalid("remove: no save of a checkpoint is named.")
+        self._refuse_renamed(checkpoint_id, save_id)
         if fields.get("session"):
             service.pins.end(str(fields["session"]))
         if service.pins.is_pinned(save_id) and not fields.get("force"):
@@ -142,6 +143,15 @@ class RepairRoutes:
                 service.removals.finish(save_id)
         why = "a process of this node reads it; it goes when that has ended" if is_left else ""
         return replace(json_answer(is_removed=is_removed, why=why), after=self._reprotector.wake)
+
+    def _refuse_renamed(self, checkpoint_id: str, save_id: str) -> None:
+        """A directory that a user renamed, or copied under another name, is the user's alone."""
+        try:
+            manifest = self._service.store.catalog.manifest(checkpoint_id)
+        except (ObjectMissing, ManifestInvalid):
+            return
+        if manifest.save_id == save_id and manifest.checkpoint_id != checkpoint_id:
+            raise renamed_refusal(checkpoint_id, manifest.checkpoint_id, self._service.store.root)
 
     def _is_read_here(self, checkpoint_id: str, save_id: str) -> bool:
         try:

@@ -22,7 +22,7 @@ from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
-from replicated_ckpt.core.upkeep.retention import plan_retention, without_retired
+from replicated_ckpt.core.upkeep.retention import plan_retention
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
@@ -191,20 +191,21 @@ class Auditor:
 def _plan(manifests: Mapping[str, Manifest], views: Sequence[NodeView]) -> RepairPlan:
     policies = agree(policy for view in views for policy in view.standing.policies)
     retired, removed = plan_retention(manifests, views, policies).retired, find_removed(views)
-    plan = plan_repair(without_retired(manifests, retired | removed), views)
+    plan = plan_repair(manifests, views, going=retired | removed)
     if not removed & manifests.keys():
         return plan
-    return replace(plan, short=(*plan.short, *_find_lost(without_retired(manifests, retired), views, removed)))
+    return replace(plan, short=(*plan.short, *_find_lost(manifests, views, retired, removed)))
 
 
 def _find_lost(
-    manifests: Mapping[str, Manifest], views: Sequence[NodeView], removed: Collection[str]
+    manifests: Mapping[str, Manifest], views: Sequence[NodeView], retired: Collection[str], removed: Collection[str]
 ) -> Iterator[ShortShard]:
     """Lost shards of saves that the user of a node has removed, unless the removal took them: agents copy none of these."""
-    for short in plan_repair(manifests, views).lost:
-        if short.save_id in removed and short.save_id in manifests:
+    for short in plan_repair(manifests, views, going=retired).lost:
+        manifest = manifests.get(short.save_id)
+        if short.save_id in removed and manifest is not None and manifest.checkpoint_id == short.checkpoint_id:
             removed_on = {view.node_id for view in views if short.save_id in view.standing.removed}
-            if not is_removed_everywhere(manifests[short.save_id], short.shard, removed_on):
+            if not is_removed_everywhere(manifest, short.shard, removed_on):
                 yield short
 
 

@@ -66,7 +66,6 @@ class Mender:
         Raises:
             ReplicatedCkptError: it could not be done; what was there is as it was. Stopped: the agent is leaving.
         """
-        self._refuse_removed(action.checkpoint_id, action.save_id)
         match action:
             case RestoreManifest():
                 self._adopt(action)
@@ -114,11 +113,14 @@ class Mender:
             self._service.damage.mark(*place, is_footless=is_footless)
         return finding
 
-    def _refuse_removed(self, checkpoint_id: str, save_id: str) -> None:
-        """Nothing is brought of what this node's user has removed: it would count as put back by the user."""
-        if save_id in self._service.removals.read_all():
+    def _refuse_removed(self, checkpoint_id: str, manifest: Manifest) -> None:
+        """Nothing is brought of what this node's user has removed: it would count as put back by the user.
+
+        A directory that a user renamed, or copied under another name, is not what was removed.
+        """
+        if manifest.checkpoint_id == checkpoint_id and manifest.save_id in self._service.removals.read_all():
             raise SaveAborted(
-                f"{checkpoint_id!r} (save {save_id}) was removed by this node's user.",
+                f"{checkpoint_id!r} (save {manifest.save_id}) was removed by this node's user.",
                 "To have it again, put its directory back under the root.",
             )
 
@@ -152,6 +154,7 @@ class Mender:
                 if own is None
                 else (own, b"")
             )
+            self._refuse_removed(action.checkpoint_id, manifest)
             problem = self._restore_metadata(directory, action, manifest)
             if own is None:
                 directory.put_small(MANIFEST_NAME, raw_manifest)
@@ -184,7 +187,7 @@ class Mender:
         if not may_publish(manifest.version, None if own is None else own.version, replaces=""):
             return
         with self._service.completing:
-            self._refuse_removed(action.checkpoint_id, action.save_id)
+            self._refuse_removed(action.checkpoint_id, manifest)
             self._store.begin(
                 Intent(action.save_id, action.checkpoint_id, _SESSION, overwrite=True), replaces_others=False
             )
@@ -208,6 +211,7 @@ class Mender:
 
     def _copy(self, action: CopyShard) -> None:
         with open_committed_save(self._store.root, action.checkpoint_id, action.save_id) as (directory, manifest):
+            self._refuse_removed(action.checkpoint_id, manifest)
             entry = manifest.shards.get(action.shard)
             if entry is None:
                 raise ObjectMissing(str(self._store.root), "copy", action.shard, "the manifest does not name it")

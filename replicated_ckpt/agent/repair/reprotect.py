@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from replicated_ckpt.agent.peers.manifests import ManifestBook
 from replicated_ckpt.agent.peers.watch import Patience, PeerWatch
+from replicated_ckpt.agent.repair.just_removed import JustRemoved
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S, PAUSE_S, Pauses
 from replicated_ckpt.agent.repair.retire import Retirer
@@ -26,6 +27,7 @@ from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import Action, RepairPlan, RestoreManifest
+from replicated_ckpt.core.upkeep.retention import without_retired
 from replicated_ckpt.errors import ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.throttle import Pace, Stopped
 
@@ -81,7 +83,6 @@ class Reprotector:
         self._on_seen = on_seen
         self._pauses = Pauses(idle_pause_s)
         self._retirer = Retirer(service, stopping)
-        self._patience = patience
         self._clock = clock
         self.watch = PeerWatch(service.peers, patience, clock)
         self._mender = Mender(service, pace)
@@ -91,8 +92,7 @@ class Reprotector:
         self._suspects = deque(service.damage.read_all(), maxlen=SUSPECTS_MAX)
         self._orders: deque[tuple[RepairPlan, bool, Future[list[Outcome]]]] = deque()
         self._manifests = ManifestBook(service.store, service.node_id, service.peers)
-        self._held_before: set[str] = set()
-        self._gone_since: dict[str, float] = {}
+        self._just_removed = JustRemoved(patience.lost_after_s, clock)
         self._stale: tuple[RepairPlan, int] = (RepairPlan(), 0)
         self._began_at: float | None = None
         self._rounds = 0
@@ -192,13 +192,14 @@ class Reprotector:
         told = histories_of(holding.version for view in others for holding in view.holdings or ())
         self._service.sequence_floor.raise_to({lineage: history.sequence for lineage, history in told.items()})
         in_doubt = self.watch.has_doubt(others)
-        removed_before = self._retirer.removed
-        kept = self._retirer.keep(manifests, (own, *others), policies, in_doubt=in_doubt)
-        if self._retirer.removed > removed_before:  # a name may be free now for another run's checkpoint
+        going, is_removed = self._retirer.retire(manifests, (own, *others), policies, in_doubt=in_doubt)
+        if is_removed:  # a name may be free now for another run's checkpoint
             own = replace(own, holdings=self._service.holdings(), remains=self._service.remains.found())
         views = (own, *others)
-        plan = plan_repair(kept, views, self._service.node_id)
-        drop_outlived(self._service, kept, views, is_done=plan.is_complete and not in_doubt)
+        plan = plan_repair(manifests, views, self._service.node_id, going=going)
+        drop_outlived(
+            self._service, without_retired(manifests, going), views, is_done=plan.is_complete and not in_doubt
+        )
         self._stale = (plan, self._stale[1] + 1 if plan == self._stale[0] else 0)
         done, failed = self._carry_out(plan.of_node(self._service.node_id))
         found = Protection(
@@ -268,23 +269,10 @@ class Reprotector:
         return ""
 
     def _carry_out(self, part: RepairPlan) -> tuple[int, list[str]]:
-        withheld = self._just_removed(part)
-        outcomes = [(action, self._try(action)) for action in part.actions if action.save_id not in withheld]
+        self._just_removed.look(self._service.holdings())
+        outcomes = [(action, self._try(action)) for action in self._just_removed.actions_to_do(part)]
         failed = [f"{action}: {error}" for action, error in outcomes if error]
         return len(outcomes) - len(failed), failed
-
-    def _just_removed(self, part: RepairPlan) -> set[str]:
-        """Saves that this node held a moment ago and holds no more: a user may be removing them on every node.
-
-        They are put back only if others still have them after the time after which a silent node counts as lost.
-        """
-        now, held = self._clock(), {holding.save_id for holding in self._service.holdings()}
-        for save_id in self._held_before - held:
-            self._gone_since.setdefault(save_id, now)
-        self._held_before = held
-        young = {save: at for save, at in self._gone_since.items() if now - at < self._patience.lost_after_s}
-        self._gone_since = {save_id: at for save_id, at in young.items() if save_id not in held}
-        return self._gone_since.keys() & {action.save_id for action in part.adopt}
 
     def _say(self, found: Protection, plan: RepairPlan) -> None:
         if found.planned and self._began_at is None:

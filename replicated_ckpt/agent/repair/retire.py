@@ -9,7 +9,7 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import NODES, Policy, agree, confirm
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView
-from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan, plan_retention, without_retired
+from replicated_ckpt.core.upkeep.retention import Removal, RetentionPlan, plan_retention
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
 from replicated_ckpt.stores.local.versions.retire import recycle, retire
@@ -34,17 +34,17 @@ class Retirer:
     def status(self) -> Mapping[str, int]:
         return {"removed": self.removed, "held_back": len(self._held_back)}
 
-    def keep(
+    def retire(
         self, manifests: Mapping[str, Manifest], views: Sequence[NodeView], told: Sequence[Policy], *, in_doubt: bool
-    ) -> Mapping[str, Manifest]:
-        """Removes what the policies of this node's ranks keep no longer; returns the manifests that are looked after.
+    ) -> tuple[frozenset[str], bool]:
+        """Removes what the policies of this node's ranks keep no longer; the saves that go, and whether any went from here.
 
         What the other nodes say of their policies can keep this one from removing, and from bringing back what they gave
         up. It has nothing removed here but what re-protection brought, of saves in which this node had no rank. While a
         node is silent nothing is removed. A policy that was not among those `told` before the look waits for the next one:
         nodes that answered this one may be silent by now.
         """
-        own = self._service.policies.read_all()
+        own, removed_before = self._service.policies.read_all(), self.removed
         agreed = agree([*own, *(policy for view in views for policy in view.standing.policies)])
         plan = plan_retention(manifests, views, agreed)
         if set(own) == set(told) and not in_doubt:
@@ -53,7 +53,7 @@ class Retirer:
         if not any(policy.tier == NODES and policy.retention for policy in own):
             self._drop_recycled()  # no checkpoint goes that would bring new ones
         self._finish_removals()
-        return without_retired(manifests, plan.retired | find_removed(views))
+        return plan.retired | find_removed(views), self.removed > removed_before
 
     def _drop_recycled(self) -> None:
         try:

@@ -164,11 +164,11 @@ def _count_copies(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> Check
     )
     state = WHOLE if least >= min(wanted, seen.nodes_known) else SHORT if least else NOT_SEEN if may_be_there else LOST
     nodes = tuple(sorted(node for node in save.holders if node in seen.held))
-    removed_on = frozenset(node for node, held in seen.held.items() if row.save_id in held.standing.removed)
+    removed_on = seen.removed_on(row.checkpoint_id, row.save_id)
     is_going = bool(removed_on) and all(is_removed_everywhere(save.manifest, name, removed_on) for name in missing)
     return replace(
         row,
-        removed_on=tuple(sorted(removed_on)),
+        removed_on=removed_on,
         state=REMOVED if is_going else state,
         nodes=nodes,
         copies_wanted=wanted,

@@ -72,6 +72,17 @@ class NodesSeen:
         """How many nodes there are to hold copies, those that do not answer included."""
         return len(self.held) + len(self.unreached)
 
+    def renamed_from(self, checkpoint_id: str, save_id: str) -> str | None:
+        """Under which id a save was made whose directory a user has given another name; None: this one, or nobody knows."""
+        manifest = self.manifests.get(save_id)
+        return None if manifest is None or manifest.checkpoint_id == checkpoint_id else manifest.checkpoint_id
+
+    def removed_on(self, checkpoint_id: str, save_id: str) -> tuple[str, ...]:
+        """The nodes whose user has removed a save there; none has where the directory was renamed or copied by hand."""
+        if self.renamed_from(checkpoint_id, save_id) is not None:
+            return ()
+        return tuple(sorted(node for node, held in self.held.items() if save_id in held.standing.removed))
+
     def name(self, node: str) -> str:
         return self.names.get(node, node)
 

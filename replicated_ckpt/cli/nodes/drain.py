@@ -17,7 +17,7 @@ from replicated_ckpt.core.upkeep.policy import agree
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
-from replicated_ckpt.core.upkeep.retention import plan_retention, without_retired
+from replicated_ckpt.core.upkeep.retention import plan_retention
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -136,8 +136,8 @@ def _plan(seen: NodesSeen) -> RepairPlan:
         for node, held in seen.held.items()
     ]
     policies = agree(policy for view in views for policy in view.standing.policies)
-    retired = plan_retention(seen.manifests, views, policies).retired | find_removed(views)
-    return plan_repair(without_retired(seen.manifests, retired), views)
+    going = plan_retention(seen.manifests, views, policies).retired | find_removed(views)
+    return plan_repair(seen.manifests, views, going=going)
 
 
 def _carry_out(seen: NodesSeen, plan: RepairPlan) -> dict[str, str]:
@@ -176,11 +176,7 @@ def _list_removed_elsewhere(seen: NodesSeen) -> list[str]:
     """What lies here and no node makes copies of, as the user of another one has removed it there."""
     own, found = seen.held[seen.own_node], []
     for holding in own.holdings:
-        nodes = [
-            node
-            for node, held in seen.held.items()
-            if node != seen.own_node and holding.save_id in held.standing.removed
-        ]
+        nodes = [node for node in seen.removed_on(holding.checkpoint_id, holding.save_id) if node != seen.own_node]
         if nodes and holding.save_id not in own.standing.removed:
             what = f"{holding.checkpoint_id} was removed on {seen.list_names(nodes)}, so gets no copies"
             found.append(f"{what}; `rm` it here, too, or copy it first")

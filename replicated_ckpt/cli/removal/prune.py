@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     retention = Retention(keep_last=arguments.keep_last, keep_every=arguments.keep_every)
     remover = Remover(open_store(arguments.root), arguments)
     verdicts = _judge(remover, retention)
-    going = {verdict.save_id for verdict in verdicts if not verdict.is_kept}
-    chosen = [row for row in remover.rows if row.save_id in going]
+    going = {(verdict.checkpoint_id, verdict.save_id) for verdict in verdicts if not verdict.is_kept}
+    chosen = [row for row in remover.rows if (row.checkpoint_id, row.save_id) in going]
     if not arguments.json:
         for verdict in verdicts:
             print(verdict)

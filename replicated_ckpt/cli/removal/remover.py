@@ -87,12 +87,13 @@ class Remover:
         )
 
     def removables(self) -> list[Removable]:
-        """The saves as the decision sees them; those without a manifest that is believed are left out."""
+        """The saves as the decision sees them; without those that no manifest tells of, and renamed directories."""
         waiting = pending(held.standing for held in self.seen.held.values())
         return [
             Removable(self._candidate(row, waiting), row.lineage, is_lost=row.state == LOST)
             for row in self.rows
-            if row.save_id in self.seen.manifests or row.state == IN_BUCKET
+            if (row.save_id in self.seen.manifests or row.state == IN_BUCKET)
+            and self.seen.renamed_from(row.checkpoint_id, row.save_id) is None
         ]
 
     def _candidate(self, row: CheckpointSeen, waiting: frozenset[str]) -> Candidate:

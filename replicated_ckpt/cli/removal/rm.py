@@ -9,6 +9,7 @@ from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
+from replicated_ckpt.stores.local.versions.retire import renamed_refusal
 
 HELP = "Remove one checkpoint from this node, and from the bucket once no other node has it. Run it on each node."
 
@@ -38,6 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"No node that was reached holds {arguments.id!r}, or it is stock torch's.",
             f"`ls` lists what there is; a checkpoint of stock torch is a plain directory on each node.{where}",
         )
+    for row in chosen:
+        if (saved_as := remover.seen.renamed_from(row.checkpoint_id, row.save_id)) is not None:
+            raise renamed_refusal(row.checkpoint_id, saved_as, store.root)
     why = _find_refusal(remover, chosen, is_forced=arguments.force)
     outcome = Removed(kept={arguments.id: why} if why else {})
     if not (why or arguments.dry_run):

@@ -1,6 +1,6 @@
 """Repair: from what the nodes hold, what must be copied where, so that every checkpoint has its number of copies again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -48,7 +48,11 @@ class NodeView:
 
 
 def plan_repair(
-    manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView], own_node: str | None = None
+    manifest_by_save: Mapping[str, Manifest],
+    nodes: Sequence[NodeView],
+    own_node: str | None = None,
+    *,
+    going: Collection[str] = (),
 ) -> RepairPlan:
     """What brings every checkpoint back to its number of intact copies on the nodes that are there.
 
@@ -58,11 +62,14 @@ def plan_repair(
     those of other lineages that it replaces; while none was, each is mended where it is. The same views give the same
     plan, so each node can plan for itself.
 
+    Saves that are `going`, retired or removed, are left alone. A directory that goes by another name than its save was
+    renamed or copied by a user, who wants it: it is kept up, whatever becomes of the save.
+
     Files of a save that no node knows any more stay where they are; only `own_node`, which plans for itself, lets a save
     that was seen whole take their place, and only if every node that it knows has answered.
     """
     plan = _Planning(nodes, own_node)
-    for checkpoint in _checkpoints(manifest_by_save, nodes):
+    for checkpoint in _checkpoints(manifest_by_save, nodes, going):
         plan.add(checkpoint)
     return RepairPlan(tuple(plan.adopt), tuple(plan.copy), tuple(plan.set_aside), tuple(plan.short))
 
@@ -101,11 +108,14 @@ class _Checkpoint:
         return next(iter(self.lineages), None)
 
 
-def _checkpoints(manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView]) -> Iterator[_Checkpoint]:
+def _checkpoints(
+    manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView], going: Collection[str]
+) -> Iterator[_Checkpoint]:
     there = [node for node in nodes if node.presence is not Presence.GONE]
     found: dict[str, list[SaveFound]] = {}
     for save in saves_found(holding for node in there for holding in node.holdings or ()):
-        if save.save_id in manifest_by_save:
+        manifest = manifest_by_save.get(save.save_id)
+        if manifest is not None and not (save.save_id in going and save.checkpoint_id == manifest.checkpoint_id):
             found.setdefault(save.checkpoint_id, []).append(save)
     remains: dict[str, list[Remains]] = {}
     for node in there:

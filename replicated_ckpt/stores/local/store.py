@@ -222,8 +222,11 @@ class LocalStore:
             trash = self._trash(save_id)
             others.remove_trash(self.root, trash, final.parent, staging.parent)
             replaced.take_back(self.catalog, save_id, staging)
+            if before is not None:  # what was kept of it under another name, to which a user had copied it
+                replaced.take_back(self.catalog, before.save_id, final)
             with replaced.unread(final) as is_unread:
-                is_over = is_unread and replaced.holds_all_shards(staging, manifest)
+                is_copied = replaced.is_copied_by_hand(self.catalog, name, before)
+                is_over = is_unread and (is_copied or replaced.holds_all_shards(staging, manifest))
                 place = trash if is_over else replaced.replaced_path(self.root, before, save_id)
                 is_kept, is_version, carry = not is_over, before is not None, partial(others.move_others, self.root)
                 publish_directory(staging, final, place, is_kept=is_kept, is_version=is_version, carry=carry)

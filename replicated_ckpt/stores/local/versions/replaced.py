@@ -132,6 +132,16 @@ def take_back(catalog: Catalog, save_id: str, staging: Path) -> None:
     remove_tree(path)
 
 
+def is_copied_by_hand(catalog: Catalog, checkpoint_id: str, before: Manifest | None) -> bool:
+    """Whether what has this name is a user's copy of a version that lies whole under its own name: it need not be kept."""
+    if before is None or before.checkpoint_id == checkpoint_id:
+        return False
+    own = read_believed(catalog.root / before.checkpoint_id)
+    if own is None or own.save_id != before.save_id:
+        return False
+    return catalog.shard_sizes(checkpoint_id).items() <= catalog.shard_sizes(own.checkpoint_id).items()
+
+
 def keep_replaced(root: Path, staging: Path, save_id: str, *, is_published: bool) -> bool:
     """Keeps what save `save_id` has replaced where a crash left that under the save's staged name; False if none did.
 

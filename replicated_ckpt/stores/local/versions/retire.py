@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR, TRASH_DIR, is_checkpoint_id
@@ -88,6 +89,15 @@ def _place_of(root: Path, checkpoint_id: str, save_id: str) -> Path | None:
     except (ObjectMissing, ManifestInvalid):
         return None
     return root / directory
+
+
+def renamed_refusal(checkpoint_id: str, saved_as: str, root: Path) -> ConfigInvalid:
+    """Why nothing removes a directory that a user has renamed, or copied under another name, and the way out."""
+    return ConfigInvalid(
+        f"{checkpoint_id!r} is a directory that was renamed, or copied by hand, from {saved_as!r}: no command removes it.",
+        f"`rm -r {quote(str(root / checkpoint_id))}`, on each node that has it; what one of them still has after its "
+        "agent's --lost-after-s (30 s) is brought back to the others.",
+    )
 
 
 def empty_trash(root: Path, origins: Sequence[Path]) -> None:

@@ -1,0 +1,112 @@
+"""A directory that a user renamed, or copied under another name, is the user's: commands leave it, and nodes keep it up."""
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import wait_for
+from tests.agent.checkpoints import checkpointed, findings, held, shard
+from tests.agent.repair.test_reprotect import PAIR, agents, stores
+from tests.cli.commands import command
+from tests.stores.local.test_order_of_commits import ELSEWHERE, open_save, published
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
+QUICK = ("--lost-after-s", "2", "--round-every-s", "1")
+BOTH = {shard(0), shard(1)}
+
+
+def copied_by_hand(tmp_path: Path) -> list[LocalStore]:
+    """Three checkpoints on two nodes, and a copy of the first, `mine`, which a user made on each."""
+    nodes = stores(tmp_path, 2)
+    for number in (1, 2, 3):
+        checkpointed(nodes, number, PAIR, checkpoint_id=f"step-{number}", size_bytes=3000)
+    for store in nodes:
+        shutil.copytree(store.root / "step-1", store.root / "mine")
+    return nodes
+
+
+def names(store: LocalStore) -> list[str]:
+    return [name for name, _ in sorted(store.catalog.committed())]
+
+
+def hold(nodes: Sequence[LocalStore], expected: list[str]) -> bool:
+    return all(names(store) == expected for store in nodes)
+
+
+def test_rm_of_a_copy_leaves_the_original_and_says_how_the_copy_goes(tmp_path: Path) -> None:
+    """The copy is of the same save: what removes the save would remove the original. `rm -r` on all nodes does it."""
+    nodes = copied_by_hand(tmp_path)
+    with agents(nodes, *QUICK):
+        done = command("rm", "mine", "--root", nodes[0].root, "--force")
+        assert done.returncode == ExitCode.USAGE
+        assert "renamed, or copied by hand, from 'step-1'" in done.stderr
+        assert f"rm -r {nodes[0].root / 'mine'}" in done.stderr
+        time.sleep(2)
+        assert hold(nodes, ["mine", "step-1", "step-2", "step-3"])
+        for store in nodes:
+            shutil.rmtree(store.root / "mine")
+            time.sleep(0.5)
+        time.sleep(3)
+        assert hold(nodes, ["step-1", "step-2", "step-3"]), "none brings it back from one that still had it"
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_a_copy_is_kept_up_when_the_original_is_removed(tmp_path: Path) -> None:
+    """It is another checkpoint now: it has its copies on both nodes, and what it loses comes back."""
+    nodes = copied_by_hand(tmp_path)
+    with agents(nodes, *QUICK):
+        for store in nodes:
+            assert "removed on this node: step-1" in command("rm", "step-1", "--root", store.root).stdout
+        assert hold(nodes, ["mine", "step-2", "step-3"])
+        listed = command("ls", "--root", nodes[0].root).stdout
+        assert "removed on" not in listed
+        (nodes[0].root / "mine" / shard(0)).unlink()
+        wait_for(lambda: held(nodes[0], "mine") == BOTH, 30, "the copy of the copy")
+        assert hold(nodes, ["mine", "step-2", "step-3"])
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_prune_leaves_a_renamed_checkpoint(tmp_path: Path) -> None:
+    """Nor is it counted among the newest."""
+    nodes = copied_by_hand(tmp_path)
+    with agents(nodes, *QUICK):
+        for store in nodes:
+            done = command("prune", "--keep-last", "1", "--root", store.root)
+            assert "mine" not in done.stdout
+        assert done.returncode == ExitCode.OK
+        assert hold(nodes, ["mine", "step-3"])
+    assert [findings(store) for store in nodes] == [[], []]
+
+
+def test_a_save_over_a_copy_keeps_no_second_one(tmp_path: Path) -> None:
+    """Every byte of what it replaces lies under its own name still."""
+    store = LocalStore(tmp_path)
+    store.commit(open_save(store, 1, checkpoint_id="step-1").save_id)
+    shutil.copytree(tmp_path / "step-1", tmp_path / "last")
+    newer = open_save(store, 2, is_whole=False)
+    store.commit(newer.save_id)
+    assert published(store) == newer.save_id
+    assert store.catalog.list_replaced() == []
+    assert {found.name for found in findings(store)} == {ELSEWHERE}, "what the newer save was not given here"
+
+
+def test_a_version_whose_copy_is_kept_already_can_be_replaced(tmp_path: Path) -> None:
+    """The user renamed it and saved over that, and put a copy back under the old name: one version is kept, whole."""
+    store = LocalStore(tmp_path)
+    old = open_save(store, 1, checkpoint_id="last")
+    store.commit(old.save_id)
+    shutil.copytree(tmp_path / "last", tmp_path / "backup")
+    (tmp_path / "last").rename(tmp_path / "renamed")
+    store.commit(open_save(store, 2, checkpoint_id="renamed", is_whole=False).save_id)
+    assert store.catalog.list_replaced() == [old.save_id]
+    (tmp_path / "backup").rename(tmp_path / "last")
+    newer = open_save(store, 3, is_whole=False)
+    store.commit(newer.save_id)
+    assert published(store) == newer.save_id
+    assert store.catalog.list_replaced() == [old.save_id]
+    assert {found.name for found in findings(store)} == {ELSEWHERE}, "what the newer save was not given here"
