@@ -8,8 +8,9 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
+from dataclasses import fields
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ _HEAD = struct.Struct("<8sI4xQQQQQQQ")
 """Magic; CRC32C of all after it; size and CRC32C of the pickle, sizes of the rest, of paths; tensors, items, dimensions."""
 _CRC_END = 16
 _WORD = 8
+_CHUNK_FIELDS, _INFO_FIELDS = len(fields(ChunkStorageMetadata)), len(fields(StorageInfo))
+"""What has attributes beyond these, which a planner has given it, is pickled."""
 _flatten = chain.from_iterable
 Numbers = npt.NDArray[np.int64]
 
@@ -38,70 +41,101 @@ class ColumnsInvalid(ValueError):
 
 
 class Places(MutableMapping[MetadataIndex, StorageInfo]):
-    """Where each item lies: made when it is asked for. Copied or pickled, it is a dictionary; changed, it is one inside.
+    """Where each item lies, made when it is asked for; all are made once somebody goes through them, or changes one.
 
-    The hint of an index is the number of its chunk, as DCP's global plan gives it.
+    To whoever has it, it is the dictionary that stock DCP has here: what is changed in its values stays changed, and what
+    is changed in the tensors' chunks changes nothing here. Copied or pickled it is a dictionary. The hint of an index is
+    the number of its chunk, as DCP's global plan gives it. Several threads may look up at once.
     """
 
     def __init__(
-        self, chunks: Mapping[str, Sequence[ChunkStorageMetadata]], paths: Sequence[str], columns: Numbers
+        self,
+        offsets: Mapping[str, Sequence[torch.Size]],
+        paths: Sequence[str],
+        columns: Numbers,
+        others: Mapping[MetadataIndex, StorageInfo],
     ) -> None:
-        """`columns`: of the items of all tensors, in order, number of the path, offset and length."""
-        self._chunks = chunks
+        """`columns`: of the tensors' items, in order, number of the path, offset and length. `others`: the rest."""
+        self._offsets = offsets
         self._paths = paths
         self._columns = columns
         self._first: dict[str, int] = {}
         self._numbers: dict[str, dict[torch.Size, int]] = {}
+        self._made: dict[int, StorageInfo] = {}
         self._count = 0
-        for name, ones in chunks.items():
+        for name, ones in offsets.items():
             self._first[name] = self._count
             self._count += len(ones)
-        self.others: dict[MetadataIndex, StorageInfo] = {}
+        self._others = dict(others)
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
-        chunks = self._chunks.get(index.fqn)
-        if chunks is None or index.offset is None:
-            return self.others[index]
+        offsets = self._offsets.get(index.fqn)
+        if offsets is None or index.offset is None:
+            return self._others[index]
         number = index.index
-        if number is None or not 0 <= number < len(chunks) or chunks[number].offsets != index.offset:
-            number = self._numbers_of(index.fqn)[index.offset]
-        path, offset, length = self._columns[:, self._first[index.fqn] + number].tolist()
-        return StorageInfo(self._paths[path], offset, length)
+        if number is None or not 0 <= number < len(offsets) or offsets[number] != index.offset:
+            number = self._numbers_of(index.fqn, offsets)[index.offset]
+        number += self._first[index.fqn]
+        if number not in self._made:
+            path, offset, length = self._columns[:, number].tolist()
+            self._made.setdefault(number, StorageInfo(self._paths[path], offset, length))
+        return self._made[number]
 
-    def _numbers_of(self, name: str) -> dict[torch.Size, int]:
+    def _numbers_of(self, name: str, offsets: Sequence[torch.Size]) -> dict[torch.Size, int]:
         if name not in self._numbers:
-            _check_hashes(self._chunks[name])
-            self._numbers[name] = {chunk.offsets: number for number, chunk in enumerate(self._chunks[name])}
+            _check_hashes(offsets)
+            self._numbers[name] = {offset: number for number, offset in enumerate(offsets)}
         return self._numbers[name]
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        for name, chunks in self._chunks.items():
-            _check_hashes(chunks)
-            for number, chunk in enumerate(chunks):
-                yield MetadataIndex(name, chunk.offsets, number)
-        yield from self.others
+        return iter(self._all())
 
     def __len__(self) -> int:
-        return self._count + len(self.others)
+        return self._count + len(self._others)
 
     def __setitem__(self, index: MetadataIndex, info: StorageInfo) -> None:
-        self._spread()[index] = info
+        self._all()[index] = info
 
     def __delitem__(self, index: MetadataIndex) -> None:
-        del self._spread()[index]
+        del self._all()[index]
 
-    def _spread(self) -> dict[MetadataIndex, StorageInfo]:
+    def __or__(self, other: Mapping[MetadataIndex, StorageInfo]) -> dict[MetadataIndex, StorageInfo]:
+        return {**self._all(), **other}
+
+    def __ror__(self, other: Mapping[MetadataIndex, StorageInfo]) -> dict[MetadataIndex, StorageInfo]:
+        return {**other, **self._all()}
+
+    def __ior__(self, other: Mapping[MetadataIndex, StorageInfo]) -> Self:
+        self.update(other)
+        return self
+
+    def copy(self) -> dict[MetadataIndex, StorageInfo]:
+        return dict(self._all())
+
+    def popitem(self) -> tuple[MetadataIndex, StorageInfo]:
+        return self._all().popitem()
+
+    def _all(self) -> dict[MetadataIndex, StorageInfo]:
         """All of them, made."""
-        self.others, self._chunks, self._count = dict(self.items()), {}, 0
-        return self.others
+        if not self._offsets:
+            return self._others
+        made: dict[MetadataIndex, StorageInfo] = {}
+        rows = enumerate(zip(*self._columns.tolist(), strict=True))
+        for name, offsets in self._offsets.items():
+            _check_hashes(offsets)
+            for hint, (at, (number, (path, offset, length))) in enumerate(zip(offsets, rows, strict=False)):
+                info = self._made.get(number) or StorageInfo(self._paths[path], offset, length)
+                made[MetadataIndex(name, at, hint)] = info
+        self._others, self._offsets, self._count = made | self._others, {}, 0
+        return self._others
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (list(self.items()),)
+        return dict, (list(self._all().items()),)
 
 
-def _check_hashes(chunks: Sequence[ChunkStorageMetadata]) -> None:
+def _check_hashes(offsets: Sequence[torch.Size]) -> None:
     """So few may hash alike that no dictionary of them gets slow. Called wherever one may be made of them."""
-    if max(Counter(hash(chunk.offsets) for chunk in chunks).values(), default=0) > COLLISIONS_MAX:
+    if max(Counter(map(hash, offsets)).values(), default=0) > COLLISIONS_MAX:
         raise MetadataUnsafe("The .metadata has offsets that were chosen to hash alike.")
 
 
@@ -119,13 +153,15 @@ class _Located:
             paths.append(self.number_by_path.setdefault(str(info.relative_path), len(self.number_by_path)))
             offsets.append(info.offset)
             lengths.append(info.length)
-            if getattr(info, "transform_descriptors", None):
+            if getattr(info, "transform_descriptors", None) or len(vars(info)) > _INFO_FIELDS:
                 self._odd.add(index.fqn)
 
     def order(self, name: str, chunks: Sequence[ChunkStorageMetadata]) -> list[int]:
         """The numbers of a tensor's items in the order of its chunks; empty: columns cannot say where they lie."""
         numbers = self._by_offset.get(name, {})
         if len(numbers) != len(chunks) or name in self._odd:
+            return []
+        if any(len(vars(one)) != _CHUNK_FIELDS for one in chunks):
             return []
         offsets, sizes = [one.offsets for one in chunks], [one.sizes for one in chunks]
         if len({*map(len, offsets), *map(len, sizes)}) != 1 or numbers.keys() != set(offsets):
@@ -197,11 +233,9 @@ def decode_columns(raw: bytes | memoryview, size_bytes: int, crc: int, source: s
         raise ColumnsInvalid("an item lies in no shard")
     metadata = decode_metadata(bytes(raw[_HEAD.size : _HEAD.size + pickle_bytes]), source)
     with put_off():
-        chunks = _chunks(_tensors(metadata), parts)
+        chunk_offsets = _give_chunks(_tensors(metadata), parts)
     located = numbers[2 * tensors : 2 * tensors + 3 * items].reshape(3, items).copy()  # a view would keep all of `raw`
-    places = Places(chunks, paths, located)
-    places.others = dict(metadata.storage_data)
-    metadata.storage_data = places
+    metadata.storage_data = Places(chunk_offsets, paths, located, metadata.storage_data)
     return metadata
 
 
@@ -226,10 +260,10 @@ def _paths(raw: bytes) -> list[str]:
     return paths
 
 
-def _chunks(
+def _give_chunks(
     tensors: Mapping[str, TensorStorageMetadata], parts: Sequence[Numbers]
-) -> dict[str, list[ChunkStorageMetadata]]:
-    """Gives the tensors their chunks; returns them by name."""
+) -> dict[str, tuple[torch.Size, ...]]:
+    """Gives the tensors their chunks; returns the chunks' offsets by name, which are nobody's to change."""
     counts, shapes = parts[0].tolist(), parts[1].tolist()
     if len(tensors) != len(counts) or sum(counts) != parts[2].size or max(shapes, default=0) > DIMENSIONS_MAX:
         raise ColumnsInvalid("they do not have as many tensors or items as they say")
@@ -244,9 +278,9 @@ def _chunks(
         if shape != len(entry.size):
             raise ColumnsInvalid("they have a chunk of other dimensions than its tensor")
         offsets, sizes = (part[at : at + count * shape].reshape(count, shape).tolist() for part in parts[5:])
-        entry.chunks = made[name] = [
-            ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
-            for offset, size in zip(offsets, sizes, strict=True)
+        made[name] = tuple(map(torch.Size, offsets))
+        entry.chunks = [
+            ChunkStorageMetadata(offset, torch.Size(size)) for offset, size in zip(made[name], sizes, strict=True)
         ]
         at += count * shape
     return made

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +41,9 @@ class CachedSavePlanner(DefaultSavePlanner):
     changed on any rank, the coordinator uses the global plan and the metadata that it has; else it plans all anew. Failed
     saves, loads, other writers and planners in between change nothing in that.
 
+    A subclass with a planning method of its own (`create_local_plan`, `create_global_plan`, `finish_plan`) plans anew at
+    every save: what it makes of a plan need not be the same again.
+
     Torch's own `enable_plan_caching` (2.15) keeps plans by the planner's class in the process, so that two states of one
     process meet in it, and the first save's storage data with them; here they belong to the object.
 
@@ -49,6 +53,8 @@ class CachedSavePlanner(DefaultSavePlanner):
         PlansUnknown: by `dcp.save`, on all ranks: a rank and the coordinator have not planned the save before with
             planners that were in it together. Nothing was saved, and the next save plans anew.
     """
+
+    _keeps_plans = True
 
     def __init__(
         self,
@@ -68,8 +74,15 @@ class CachedSavePlanner(DefaultSavePlanner):
         self._known: _Planned | None = None
         self._next_known: _Planned | None = None
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        planning = "create_local_plan", "create_global_plan", "finish_plan"
+        cls._keeps_plans = all(getattr(cls, name) is getattr(CachedSavePlanner, name) for name in planning)
+
     def create_local_plan(self) -> SavePlan:
         """This rank's part, or the word that it is the one of the save before."""
+        if not self._keeps_plans:
+            return super().create_local_plan()
         plan, basis = self._plan_locally()
         was_cut_short = self._asked is not None
         self._asked, self._asked_basis, self._next_known = plan, basis, None
@@ -83,10 +96,10 @@ class CachedSavePlanner(DefaultSavePlanner):
         local = [self._find_whole(rank, plan) for rank, plan in enumerate(all_plans)]
         are_kept = [isinstance(plan, KeptPlan) for plan in all_plans]
         if known is not None and all(are_kept) and len(all_plans) == len(known.local):
-            planned, metadata = known, replace(known.metadata)
+            planned, metadata = known, _to_give_out(known.metadata)
         else:
             final, metadata = super().create_global_plan(local)
-            planned = _Planned(secrets.token_hex(8), local, final, replace(metadata))
+            planned = _Planned(secrets.token_hex(8), local, final, _to_give_out(metadata))
             are_kept = [
                 is_kept and known is not None and _are_same(plan, known.final[rank])
                 for rank, (is_kept, plan) in enumerate(zip(are_kept, final, strict=True))
@@ -151,6 +164,12 @@ def _send(plan: SavePlan, place: Place, asked: SavePlan | None) -> SavePlan:
     if isinstance(asked, KeptPlan):
         return KeptPlan(ItemsKept(), was=asked.was, now=place, whole=plan)
     return replace(plan, planner_data=_Placed(place, plan.planner_data))
+
+
+def _to_give_out(metadata: Metadata) -> Metadata:
+    """What one save adds to it or takes from it is not in the next one's. The entries are the same: nobody changes them."""
+    described, data = dict(metadata.state_dict_metadata), copy(metadata.planner_data)
+    return replace(metadata, state_dict_metadata=described, planner_data=data)
 
 
 def _are_same(one: SavePlan, other: SavePlan) -> bool:

@@ -6,14 +6,18 @@ import operator
 import pickle
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, SupportsIndex
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.errors import SaveAborted
+
+_FIELDS: Mapping[type, int] = {
+    kind: len(fields(kind)) for kind in (Metadata, TensorStorageMetadata, BytesStorageMetadata)
+}
 
 
 class ShardResults(list[WriteResult]):
@@ -108,10 +112,16 @@ class KeptLayout:
     def is_of(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> bool:
         """Whether a save with this metadata and these results has the same `.metadata`."""
         return (
-            self.digests == [_digest_in(one) for one in results]
+            _has_fields_only(metadata)
+            and self.digests == [_digest_in(one) for one in results]
             and self.described == metadata.state_dict_metadata
             and self.planner_data.is_same(metadata.planner_data)
         )
+
+
+def _has_fields_only(metadata: Metadata) -> bool:
+    """Whether all that it says is in DCP's own fields, which `==` compares. A planner may have added attributes."""
+    return all(len(vars(one)) == _FIELDS.get(type(one)) for one in (metadata, *metadata.state_dict_metadata.values()))
 
 
 _by_save: "weakref.WeakValueDictionary[str, KeptLayout]" = weakref.WeakValueDictionary()

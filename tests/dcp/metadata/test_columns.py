@@ -5,8 +5,9 @@ import logging
 import pickle
 import random
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -104,6 +105,57 @@ def test_what_is_changed_stays_changed() -> None:
     assert len(found.storage_data) == len(wanted.storage_data)
     assert found.storage_data == wanted.storage_data
     assert pickle.loads(pickle.dumps(found)) == wanted
+
+
+def test_chunks_that_a_planner_changes_move_no_place() -> None:
+    """DCP's dictionary goes by offsets: sorted, added, emptied or moved chunks of the tensors change nothing in it."""
+    changes: dict[str, Callable[[list[ChunkStorageMetadata]], object]] = {
+        "sorted": lambda chunks: chunks.sort(key=lambda chunk: tuple(chunk.offsets), reverse=True),
+        "added": lambda chunks: chunks.append(chunks[0]),
+        "emptied": lambda chunks: chunks.clear(),
+        "moved": lambda chunks: setattr(chunks[0], "offsets", torch.Size([77] * len(chunks[0].offsets))),
+    }
+    for change in changes.values():
+        wanted, found = metadata(), decode_columns(encoded(), *OF, "here")
+        change(cast("TensorStorageMetadata", found.state_dict_metadata["last"]).chunks)
+        for index, info in wanted.storage_data.items():
+            assert found.storage_data[MetadataIndex(index.fqn, index.offset, 0)] == info
+        assert found.storage_data == wanted.storage_data
+
+
+def test_places_are_used_as_a_dictionary_is() -> None:
+    """Each of these is legal with stock's dictionary: put in anew while going through, changed in place, joined, copied."""
+    one = MetadataIndex("last", torch.Size([0]), 0)
+    more = {MetadataIndex("more", torch.Size([0])): StorageInfo("__9_0.distcp", 1, 2)}
+    wanted, found = metadata(), decode_columns(encoded(), *OF, "here")
+    for places in (wanted.storage_data, found.storage_data):
+        places[one].length += 1
+        for index, info in places.items():
+            places[index] = StorageInfo("moved/" + info.relative_path, info.offset, info.length)
+        for info in places.values():
+            info.offset += 1
+        places.__ior__(more)
+    assert found.storage_data == wanted.storage_data
+    for merged in (found.storage_data.copy(), found.storage_data | more, more | found.storage_data):
+        assert type(merged) is dict
+        assert merged == wanted.storage_data
+    assert found.storage_data.popitem() == wanted.storage_data.popitem()
+
+
+@pytest.mark.parametrize("what", ["chunk", "info"])
+def test_what_a_planner_added_to_chunks_or_places_is_kept(what: str) -> None:
+    """Columns have no room for it, so that tensor is pickled."""
+    made = metadata()
+    place = made.storage_data[MetadataIndex("last", torch.Size([0]))]
+    entry = cast("TensorStorageMetadata", made.state_dict_metadata["last"])
+    vars(entry.chunks[0] if what == "chunk" else place)["mark"] = 7
+    raw = encode_columns(made, *OF)
+    assert raw is not None
+    found = decode_columns(raw, *OF, "here")
+    place = found.storage_data[MetadataIndex("last", torch.Size([0]))]
+    entry = cast("TensorStorageMetadata", found.state_dict_metadata["last"])
+    assert vars(entry.chunks[0] if what == "chunk" else place)["mark"] == 7
+    assert found == made
 
 
 @pytest.mark.parametrize("length", [1 << 63, 1 << 80])
