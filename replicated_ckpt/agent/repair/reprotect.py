@@ -142,7 +142,8 @@ class Reprotector:
         its own look at all nodes, plans the same.
 
         Raises:
-            StoreUnavailable: the agent is leaving; some of it may have been done.
+            StoreUnavailable: the agent is leaving; some of it may have been done. ReplicatedCkptError: this node could not
+                look at its own store; nothing was done.
         """
         order: Future[list[Outcome]] = Future()
         self._orders.append((part, may_replace, order))
@@ -151,6 +152,8 @@ class Reprotector:
             try:
                 return order.result(PAUSE_S)
             except TimeoutError:
+                if order.done():
+                    raise
                 if self._stopping.is_set():
                     raise StoreUnavailable("this agent", "repair", "plan", "it is leaving") from None
 
@@ -168,6 +171,9 @@ class Reprotector:
             except (ReplicatedCkptError, OSError) as exc:
                 log.error("re-protection goes on soon: %s", exc)  # noqa: TRY400 - it explains itself
                 self.last = Protection(is_complete=False, failed=(str(exc),))
+            except Exception as exc:
+                log.exception("a defect: re-protection goes on soon")
+                self.last = Protection(is_complete=False, failed=(repr(exc),))
             is_active = self._is_active(self.last)
             if not is_active and not self._woken.is_set():
                 self._busy.clear()
@@ -241,10 +247,15 @@ class Reprotector:
     def _do_orders(self) -> None:
         while self._orders:
             part, may_replace, order = self._orders.popleft()
-            refused = frozenset() if may_replace else self._not_planned_here(part.adopt)
-            order.set_result(
-                [(action, _NOT_PLANNED if action in refused else self._try(action)) for action in part.actions]
-            )
+            try:
+                refused = frozenset() if may_replace else self._not_planned_here(part.adopt)
+                order.set_result(
+                    [(action, _NOT_PLANNED if action in refused else self._try(action)) for action in part.actions]
+                )
+            except Stopped:
+                raise
+            except Exception as exc:  # noqa: BLE001 - whoever waits for the order gets it
+                order.set_exception(exc)
 
     def _not_planned_here(self, adoptions: Sequence[RestoreManifest]) -> frozenset[RestoreManifest]:
         held = self._service.holdings()

@@ -1,16 +1,15 @@
 """Damage: which files of this node are known to be bad. They stay until a good copy is there to replace them."""
 
-import json
 import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import METADATA_NAME, is_checkpoint_file, is_checkpoint_id, is_save_id
 from replicated_ckpt.errors import ManifestVersionUnknown, StoreError
-from replicated_ckpt.stores.files.durable import translate_errors, write_file
 from replicated_ckpt.stores.local.store import LocalStore
 
 log = logging.getLogger(__name__)
@@ -38,6 +37,7 @@ class DamageBook:
     def __init__(self, store: LocalStore) -> None:
         self._store = store
         self._lock = threading.Lock()
+        self._file = NoteFile(store.root_agent_directory() / NAME)
         self._bad: dict[_Key, _Bad] = self._read()
 
     def mark(self, checkpoint_id: str, save_id: str, name: str, *, is_footless: bool = False) -> None:
@@ -100,22 +100,27 @@ class DamageBook:
     def _forget_changed(self) -> None:
         with self._lock:
             known = dict(self._bad)
-        self._note({}, [key for key, then in known.items() if self._signature(key) != then.signature])
+        changed = {key: then for key, then in known.items() if self._signature(key) != then.signature}
+        with self._lock:
+            kept = {
+                key: found for key, found in self._bad.items() if changed.get(key) != found
+            }  # marked anew since: it stays
+            self._keep(kept)
 
     def _note(self, marks: Mapping[_Key, _Bad], intact: Collection[_Key]) -> None:
         with self._lock:
-            before = dict(self._bad)
-            for key in intact:
-                self._bad.pop(key, None)
-            self._bad.update(marks)
-            while len(self._bad) > _KNOWN_MAX:
-                del self._bad[next(iter(self._bad))]
-            if self._bad == before:
-                return
-            try:
-                self._write()
-            except StoreError as exc:
-                log.warning("what is damaged is known until this agent ends: %s", exc)
+            self._keep({key: found for key, found in self._bad.items() if key not in intact} | dict(marks))
+
+    def _keep(self, bad: dict[_Key, _Bad]) -> None:
+        """With the lock held."""
+        if bad == self._bad:
+            return
+        self._bad = dict(list(bad.items())[-_KNOWN_MAX:])
+        try:
+            self._store.agent_directory()
+            self._file.write([[*key, found.signature, found.is_footless] for key, found in self._bad.items()])
+        except StoreError as exc:
+            log.warning("what is damaged is known until this agent ends: %s", exc)
 
     def _signature(self, key: _Key) -> _Signature | None:
         try:
@@ -124,18 +129,11 @@ class DamageBook:
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size
 
-    def _write(self) -> None:
-        entries = [[*key, found.signature, found.is_footless] for key, found in self._bad.items()]
-        path = self._store.agent_directory() / NAME
-        with translate_errors(str(self._store.root), "write", NAME):
-            write_file(path, json.dumps(entries).encode())
-
     def _read(self) -> dict[_Key, _Bad]:
         """What was known when the last agent ended; a file that cannot be read counts as none: the scrub finds it again."""
         try:
-            entries = json.loads((self._store.root_agent_directory() / NAME).read_bytes())
-            return dict(_parse(entry) for entry in entries)
-        except (OSError, ValueError, TypeError, RecursionError):
+            return dict(_parse(entry) for entry in self._file.read() or ())
+        except (ValueError, TypeError):
             return {}
 
 

@@ -1,15 +1,14 @@
 """The policies of retention that this node's own ranks have named, kept across restarts."""
 
-import json
 import logging
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.upkeep.policy import Policy, merge_policies
 from replicated_ckpt.errors import ConfigInvalid
-from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class PolicyBook:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / NAME
+        self._file = NoteFile(directory / NAME)
         self._lock = threading.Lock()
         self._by_key = {policy.key: policy for policy in self._read()}
 
@@ -40,28 +39,25 @@ class PolicyBook:
         """Takes over what is later than what is known; whether anything else is kept now than before.
 
         Raises:
-            StoreError: it cannot be written; it holds until this agent ends.
+            StoreError: it cannot be written, and holds until this agent ends; the next call writes it.
         """
-        changed, is_moved = [], False
+        changed = []
         with self._lock:
             for policy in policies:
                 before = self._by_key.pop(policy.key, replace(policy, revision=-1, retention=None))
                 after = self._by_key[policy.key] = merge_policies(before, policy)
-                is_moved = is_moved or before != after
                 if before.retention != after.retention:
                     changed.append(after)
             while len(self._by_key) > _POLICIES_MAX:
                 del self._by_key[next(iter(self._by_key))]
-            raw = json.dumps([policy.to_json() for policy in self._by_key.values()]).encode()
-            if is_moved:
-                with translate_errors(str(self._path.parent), "write", NAME):
-                    write_file(self._path, raw)
+            if self._by_key:
+                self._file.write([policy.to_json() for policy in self._by_key.values()])
         for policy in changed:
             log.info("retention of %r in %s: %s", policy.scope or "*", policy.tier or "the nodes", policy.retention)
         return bool(changed)
 
     def _read(self) -> list[Policy]:
         try:
-            return [Policy.from_json(fields) for fields in json.loads(self._path.read_bytes())]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigInvalid):
+            return [Policy.from_json(fields) for fields in self._file.read() or ()]
+        except (ValueError, KeyError, TypeError, AttributeError, ConfigInvalid):
             return []

@@ -1,15 +1,14 @@
 """The buckets that this node's ranks have named, kept across restarts, so that an agent alone can finish an upload."""
 
-import json
 import logging
 import threading
 from pathlib import Path
 
+from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class TargetBook:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / _NAME
+        self._file = NoteFile(directory / _NAME, 0o600)
         self._lock = threading.Lock()
         self._target_by_url = self._read()
         self._bucket_by_url: dict[str, Bucket] = {}
@@ -33,21 +32,20 @@ class TargetBook:
         """Keeps a target, in place of an older one of the same URL; whether it is a new one.
 
         Raises:
-            StoreError: it cannot be written.
+            StoreError: it cannot be written, and holds until this agent ends; it is written when it is told again.
         """
         with self._lock:
-            if self._target_by_url.get(target.url) == target:
-                return False
-            self._target_by_url.pop(target.url, None)
-            self._target_by_url[target.url] = target
-            while len(self._target_by_url) > _TARGETS_MAX:
-                del self._target_by_url[next(iter(self._target_by_url))]
-            self._bucket_by_url.pop(target.url, None)
-            raw = json.dumps([entry.to_json() for entry in self._target_by_url.values()]).encode()
-        with translate_errors(str(self._path.parent), "write", _NAME):
-            write_file(self._path, raw, 0o600)
-        log.info("object store %s is known", target.url)
-        return True
+            is_new = self._target_by_url.get(target.url) != target
+            if is_new:
+                self._target_by_url.pop(target.url, None)
+                self._target_by_url[target.url] = target
+                while len(self._target_by_url) > _TARGETS_MAX:
+                    del self._target_by_url[next(iter(self._target_by_url))]
+                self._bucket_by_url.pop(target.url, None)
+            self._file.write([entry.to_json() for entry in self._target_by_url.values()])
+        if is_new:
+            log.info("object store %s is known", target.url)
+        return is_new
 
     def read_all(self) -> tuple[str, ...]:
         """URLs, in the order in which they were learnt."""
@@ -73,8 +71,8 @@ class TargetBook:
 
     def _read(self) -> dict[str, ObjectTarget]:
         try:
-            targets = [ObjectTarget.from_json(fields) for fields in json.loads(self._path.read_bytes())]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigInvalid):
+            targets = [ObjectTarget.from_json(fields) for fields in self._file.read() or ()]
+        except (ValueError, KeyError, TypeError, AttributeError, ConfigInvalid):
             return {}
         return {target.url: target for target in targets}
 

@@ -1,13 +1,12 @@
 """Uploads ordered by hand, for checkpoints whose manifest asks for none; kept until they are done."""
 
-import json
 import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
 
+from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
-from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +17,7 @@ class OrderBook:
     """URLs by save id. Safe for concurrent use."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / _NAME
+        self._file = NoteFile(directory / _NAME, 0o600)
         self._lock = threading.Lock()
         self._url_by_save: dict[str, str] = self._read()
 
@@ -41,20 +40,16 @@ class OrderBook:
         """Keeps an order. Raises StoreError."""
         with self._lock:
             self._url_by_save[save_id] = url
-            self._write()
+            self._file.write(self._url_by_save)
 
     def done(self, save_id: str) -> None:
         """Forgets an order, if there is one."""
         with self._lock:
             if self._url_by_save.pop(save_id, None) is not None:
-                self._write()
-
-    def _write(self) -> None:
-        with translate_errors(str(self._path.parent), "write", _NAME):
-            write_file(self._path, json.dumps(self._url_by_save).encode(), 0o600)
+                self._file.write(self._url_by_save)
 
     def _read(self) -> dict[str, str]:
         try:
-            return {str(save_id): str(url) for save_id, url in dict(json.loads(self._path.read_bytes())).items()}
-        except (OSError, ValueError, TypeError, RecursionError):
+            return {str(save_id): str(url) for save_id, url in dict(self._file.read() or {}).items()}
+        except (ValueError, TypeError):
             return {}

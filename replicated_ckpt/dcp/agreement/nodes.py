@@ -19,6 +19,7 @@ from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.lineage import Histories, Named, histories_from_json, merge_histories
+from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.dcp.agreement.decision import SaveDecision
 from replicated_ckpt.dcp.agreement.relay_tree import RELAY_FROM_BYTES, Relay
@@ -186,7 +187,7 @@ class AgentCluster:
                 if node != self._own_node:
                     with suppress(SaveAborted):  # it may have it from a node that has published: `commit` tells
                         bring(client)
-                return tuple(client.call("POST", f"{path}/commit")["held"])
+                return _held_in(client.call("POST", f"{path}/commit"), node)
 
         outcome = self._run(committed)
         return Committed(outcome.results, outcome.errors)
@@ -197,6 +198,13 @@ class AgentCluster:
                 client.call("POST", f"/v1/saves/{save_id}/abort", {"why": why, "ticket": self._ticket})
 
         self._run(aborted)
+
+
+def _held_in(answer: Mapping[str, object], node: str) -> tuple[str, ...]:
+    held = answer.get("held")
+    if not isinstance(held, list):
+        raise PeerProtocolError(f"Node {node} answered a commit with {one_line(str(answer), 80)}.")
+    return tuple(map(str, held))
 
 
 def _has_same(client: AgentClient, path: str, same: KeptLayout, whole: Mapping[str, int]) -> bool:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -15,6 +15,8 @@ from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.repair.reprotect import Reprotector
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
+from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, RestoreManifest
+from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
@@ -148,6 +150,36 @@ def test_what_is_long_gone_is_forgotten(tmp_path: Path) -> None:
     now[0] += Patience().lost_after_s
     reprotector.round()
     assert not reprotector._just_removed._gone_since
+
+
+@pytest.mark.parametrize(
+    "problem", [StoreError("here", "list", "holdings", "EIO"), KeyError("a defect"), TimeoutError()]
+)
+def test_a_repair_that_cannot_begin_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    """Whoever has ordered it is told why, and the thread goes on with the next order."""
+    (store,), stopping = stores(tmp_path, 1), threading.Event()
+    made = checkpointed([store], 1, {shard(0): (0,)}, copies=1)
+    service = NodeService(store)
+    reprotector = Reprotector(service, Patience(), Pace(1e12, stopping), stopping)
+    part = RepairPlan(adopt=(RestoreManifest(store.node_id(), "step-2", "2" * 32, ("elsewhere",)),))
+
+    def fail() -> NoReturn:
+        raise problem
+
+    with monkeypatch.context() as broken:
+        broken.setattr(service, "holdings", fail)
+        reprotector.start()
+        with pytest.raises(type(problem)):
+            reprotector.carry_out(part, may_replace=False)
+    assert [error for _, error in reprotector.carry_out(part, may_replace=False)] != [""]
+    assert [error for _, error in reprotector.carry_out(RepairPlan(), may_replace=False)] == []
+    stopping.set()
+    reprotector.wake()
+    reprotector.join()
+    assert not reprotector._thread.is_alive()
+    assert [holding.save_id for holding in service.holdings()] == [made.save_id]
 
 
 DAMAGES: dict[str, Callable[[bytearray], bytes]] = {

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -175,3 +176,21 @@ def test_what_is_pulled_is_held_against_its_checksum(agents: list[RunningAgent])
         assert [path.name for path in staging.iterdir()] == []
         assert client.call("POST", f"/v1/saves/{save}/pull", wanted)["crc32c"] == crc32c(METADATA)
         assert (staging / METADATA_NAME).read_bytes() == METADATA
+
+
+def test_a_node_whose_answer_makes_no_sense_is_named(
+    agents: list[RunningAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is decided by then: what one node says takes nothing from what the others have published."""
+    nodes, _ = relayed(agents, monkeypatch)
+    manifest = decided(nodes, agents, "strange")
+    call, strange = AgentClient.call, agents[1].endpoint.node_id
+
+    def answer(client: AgentClient, method: str, path: str, *arguments: Any) -> dict[str, object]:
+        found = call(client, method, path, *arguments)
+        return {} if path.endswith("/commit") and client.address.node_id == strange else found
+
+    monkeypatch.setattr(AgentClient, "call", answer)
+    committed = nodes.commit(SAVE, METADATA, manifest)
+    assert {node: type(error) for node, error in committed.error_by_node.items()} == {strange: PeerProtocolError}
+    assert len(committed.held_by_node) == len(agents) - 1

@@ -1,0 +1,39 @@
+"""A small document that an agent keeps across restarts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from replicated_ckpt.stores.files.durable import translate_errors, write_file
+
+
+class NoteFile:
+    """JSON at `path`. Not for several threads at once: whoever changes the document has a lock."""
+
+    def __init__(self, path: Path, mode: int = 0o644) -> None:
+        self._path = path
+        self._mode = mode
+        self._written = b""
+
+    def read(self) -> Any:
+        """What the last agent wrote; None if it cannot be read."""
+        try:
+            raw = self._path.read_bytes()
+            document = json.loads(raw)
+        except (OSError, ValueError, RecursionError):
+            return None
+        self._written = raw
+        return document
+
+    def write(self, document: Any) -> None:
+        """Durably, unless it is there already. After a failure the same document is written by the next call.
+
+        Raises:
+            StoreError
+        """
+        raw = json.dumps(document).encode()
+        if raw == self._written:
+            return
+        with translate_errors(str(self._path.parent), "write", self._path.name):
+            write_file(self._path, raw, self._mode)
+        self._written = raw

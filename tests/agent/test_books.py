@@ -1,0 +1,101 @@
+"""What an agent keeps across restarts: several threads tell it at once, the disk may be full, and nothing told is lost."""
+
+import errno
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt import Retention
+from replicated_ckpt.agent.state.damage import DamageBook
+from replicated_ckpt.agent.state.policies import PolicyBook
+from replicated_ckpt.agent.state.sequence_floor import SequenceFloor
+from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.state.upload_orders import OrderBook
+from replicated_ckpt.core.upkeep.policy import NODES, Policy
+from replicated_ckpt.errors import StoreFull
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.checkpoints import checkpointed, shard
+
+SAVE = "1" * 32
+Book = TargetBook | SequenceFloor | OrderBook | PolicyBook
+POLICY = Policy("", NODES, 1, Retention(keep_last=1), lineage="")
+
+
+def target(url: str) -> ObjectTarget:
+    return ObjectTarget.check(url, None)
+
+
+def test_many_threads_name_buckets_at_once(tmp_path: Path) -> None:
+    """None fails, and a restarted agent knows them all."""
+    book = TargetBook(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(book.learn, [target(f"s3://bucket-{number}/run") for number in range(40)]))
+    assert sorted(TargetBook(tmp_path).read_all()) == sorted(book.read_all())
+    assert len(book.read_all()) == 40
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The disk takes nothing until the returned function is called."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("replicated_ckpt.agent.state.note_file.write_file", refuse)
+    return monkeypatch.undo
+
+
+@pytest.mark.parametrize("make", [TargetBook, SequenceFloor, OrderBook, PolicyBook])
+def test_what_a_full_disk_refused_is_written_when_it_is_told_again(
+    tmp_path: Path,
+    full_disk: Callable[[], None],
+    make: Callable[[Path], TargetBook | SequenceFloor | OrderBook | PolicyBook],
+) -> None:
+    """Nothing has changed meanwhile in the agent's memory: what counts is what lies on the disk."""
+    book = make(tmp_path)
+
+    def tell() -> None:
+        match book:
+            case TargetBook():
+                book.learn(target("s3://a/run"))
+            case SequenceFloor():
+                book.raise_to({"": 7})
+            case OrderBook():
+                book.take(SAVE, "s3://a/run")
+            case PolicyBook():
+                book.learn([POLICY])
+
+    def known() -> object:
+        again = make(tmp_path)
+        return again.is_ordered(SAVE) if isinstance(again, OrderBook) else bool(again.read_all())
+
+    with pytest.raises(StoreFull):
+        tell()
+    assert not known()
+    full_disk()
+    tell()
+    assert known()
+
+
+def test_a_file_that_is_found_bad_while_it_is_looked_at_stays_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bad file was replaced by another, which is bad, too, and was marked between the look and the forgetting."""
+    store = LocalStore(tmp_path)
+    key = "step-1", checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000).save_id, shard(0)
+    book, path = DamageBook(store), store.path_of("step-1", SAVE, shard(0))
+    book.mark(*key)
+    path.write_bytes(path.read_bytes()[:-1])
+    look = DamageBook._signature
+
+    def mark_meanwhile(self: DamageBook, at: tuple[str, str, str]) -> object:
+        monkeypatch.setattr(DamageBook, "_signature", look)
+        self.mark(*key)
+        return look(self, at)
+
+    monkeypatch.setattr(DamageBook, "_signature", mark_meanwhile)
+    assert book.is_known(*key)
+    assert DamageBook(store).is_known(*key)
