@@ -1,5 +1,6 @@
 """The life of an agent: one per root, from the lock to the last client."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -32,6 +33,7 @@ from replicated_ckpt.agent.state.endpoint import (
     has_one_to_stay,
     keep_identity,
     next_identity,
+    read_endpoint,
     remove_endpoint,
     served_already,
     shut_out_clients,
@@ -45,10 +47,11 @@ from replicated_ckpt.agent.state.trash import empty_trash
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io, parse_ports
 from replicated_ckpt.core.upkeep.policy import Standing
-from replicated_ckpt.errors import ReplicatedCkptError
-from replicated_ckpt.stores.files.durable import remove_broken_off_writes
+from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
+from replicated_ckpt.stores.files.durable import remove_broken_off_writes, translate_errors
+from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, lacks_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.recycled import make_room_to_start, measure_room
+from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.node_cache.cache import is_any_cache_held
 from replicated_ckpt.stores.throttle import Pace, copy_pace, hand_over_pace
 from replicated_ckpt.version import __version__
@@ -96,13 +99,16 @@ class Agent:
         thread.start()
         door = open_local_door(directory, self._service)
         try:
-            keep_identity(directory, replace(identity, port=self._endpoint.port))
-            self._hello = self._greeter.start()
-            write_endpoint(directory, self._endpoint)
+            with translate_errors(str(store.root), "start", "agent"):
+                keep_identity(directory, replace(identity, port=self._endpoint.port))
+                self._hello = self._greeter.start()
+                write_endpoint(directory, self._endpoint)
             log.info("serving %s as %r, completed %d saves", self.config.root, self._endpoint, len(completed))
             self._reprotector.start()
             self._scrubber.start()
             self._uploader.start()
+            if not lacks_room_to_start(store.root):
+                keep_room_to_start(store.root)
             self._wait(directory, lock)
             self._leave(server)
         finally:
@@ -230,6 +236,7 @@ class Agent:
                 log.warning("the root %s was removed", self.config.root)
                 return
             self._renew_certificate(directory)
+            self._show_endpoint(directory)
             if self.config.idle_exit_s is None:
                 continue
             if has_one_to_stay(directory):
@@ -258,6 +265,18 @@ class Agent:
             return
         self._endpoint = renewed
         self._hello = self._greeter.announce(renewed)
+
+    def _show_endpoint(self, directory: Path) -> None:
+        """Writes where this agent listens again if that is gone: whoever removes old files takes it for one."""
+        with contextlib.suppress(StoreDenied):  # another user has written it
+            if read_endpoint(directory) == self._endpoint:
+                return
+        try:
+            write_endpoint(directory, self._endpoint)
+        except OSError as exc:
+            log.warning("no rank of this node finds this agent, and its endpoint cannot be written again: %s", exc)
+            return
+        log.warning("the file that says where this agent listens was removed or changed; it is written again")
 
     def _on_signal(self, number: int) -> None:
         log.info("stopping on %s", signal.Signals(number).name)

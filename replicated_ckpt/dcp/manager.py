@@ -354,10 +354,9 @@ class CheckpointManager:
         self._told.check_not_inside(call)
 
     def _settle(self) -> None:
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is None:
+        if self._in_flight is None:
             return
-        checkpoint_id, future = in_flight
+        checkpoint_id, future = self._in_flight
         try:
             with contextlib.nullcontext() if self._checkpoints.is_cut_off else self._checkpoints.use_group():
                 future.result()
@@ -369,6 +368,9 @@ class CheckpointManager:
                 f"destroyed while it was under way ({one_line(exc)}). Checkpoints that were committed before it stand.",
                 "Call wait() or close() on every rank before destroy_process_group.",
             ) from exc
+        finally:
+            if future.done():  # else who waited was interrupted, and the next call waits
+                self._in_flight = None
 
     def _await_end(self) -> None:
         self._settle()

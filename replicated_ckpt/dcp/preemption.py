@@ -1,5 +1,6 @@
 """Notice to leave: a signal that any rank was sent, learned by all ranks at the same step."""
 
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ class Preemption:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.is_agreed = False
+        self._pid = os.getpid()
         self._is_signalled = False
         self._flag = torch.zeros((), dtype=torch.int64, device="cpu")
         self._previous: dict[int, Any] = {}
@@ -42,9 +44,16 @@ class Preemption:
             self._previous[number] = signal.signal(number, self._catch)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        """Only notes it: batch systems send the same signal twice, and an earlier handler still hears of it."""
-        self._is_signalled = True
+        """Only notes it: batch systems send the same signal twice, and an earlier handler still hears of it.
+
+        In a child that was forked meanwhile, and has no step to agree at, the signal means what it meant before.
+        """
         previous = self._previous.get(number)
+        if os.getpid() != self._pid:
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            os.kill(os.getpid(), number)
+            return
+        self._is_signalled = True
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 

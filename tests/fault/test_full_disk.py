@@ -12,11 +12,13 @@ import pytest
 
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.saves.service import NodeService
+from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.upkeep.repair_plan import CopyShard
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace
 from tests.agent.checkpoints import checkpointed, findings, shard
+from tests.cli.commands import command
 from tests.harness.cluster import Cluster, call
 
 pytestmark = [
@@ -102,3 +104,18 @@ def test_a_copy_that_finds_no_room_leaves_nothing_on_its_way(cluster: Cluster, l
     with pytest.raises(StoreFull):
         mender.carry_out(action)
     assert list((disk / ".incoming").iterdir()) == []
+
+
+def test_a_disk_that_is_full_to_the_last_byte_can_be_pruned(cluster: Cluster) -> None:
+    """As the error of a save on it says: the agent that the command starts has the room that was kept for it."""
+    store = LocalStore(cluster.nodes[1].disk)
+    store.node_id()
+    for number in (1, 2, 3):
+        checkpointed([store], number, {shard(0): [0]}, copies=1, checkpoint_id=f"step-{number}", size_bytes=50_000)
+    with (store.root / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
+        collections.deque(map(filler.write, itertools.repeat(bytes(512))), maxlen=0)
+    done = command("prune", "--keep-last", "2", "--root", store.root)
+    assert (done.returncode, done.stderr) == (ExitCode.OK, "")
+    assert command("rm", "step-2", "--root", store.root).returncode == ExitCode.OK
+    assert [name for name, _ in store.catalog.committed()] == ["step-3"]
+    assert findings(store) == []

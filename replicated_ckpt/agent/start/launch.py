@@ -77,7 +77,8 @@ def ensure_agent(store: LocalStore, bind_host: str, *, is_opening: bool = False)
             with translate_errors(str(store.root), "start", "agent"):
                 return _start(store, directory, bind_host, is_opening=is_opening)
         except AgentUnavailable as exc:
-            lock.path.write_text(json.dumps({"unix_s": time.time(), "why": exc.message, "hint": exc.hint}))
+            with contextlib.suppress(OSError):  # on a full disk each process that waits meets it by itself
+                lock.path.write_text(json.dumps({"unix_s": time.time(), "why": exc.message, "hint": exc.hint}))
             raise
 
 

@@ -6,8 +6,8 @@ import threading
 from replicated_ckpt.core.layout import TRASH_DIR
 from replicated_ckpt.errors import StoreError
 from replicated_ckpt.stores.files.existence import list_prefixed
+from replicated_ckpt.stores.local.room_to_start import lacks_room_to_start
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.local.versions.recycled import lacks_room_to_start
 
 log = logging.getLogger(__name__)
 

@@ -116,6 +116,7 @@ class Stager:
         if self._asked_by is threading.current_thread():
             self.wait_for_last()
             self._asked_by, self._is_staged = None, False
+            self._future, self._failure = None, ""  # `wait` is for the last save
         self._thread = threading.current_thread()
 
     def memory(self) -> memoryview | None:

@@ -2,9 +2,11 @@
 
 import copy
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from replicated_ckpt.dcp.runtime.torch_private import DTensor, ShardedTensor, local_part, with_local_part, with_shards
 from replicated_ckpt.dcp.tensors.container import is_plain
@@ -161,13 +163,18 @@ class StateCopy:
     def _copy_object(self, value: Any) -> Any:
         """What can be neither copied nor pickled stays as it is: writing it fails, as in a synchronous save, on all ranks.
 
-        An error here would be this rank's alone, and the others would wait for it.
+        An error here would be this rank's alone, and the others would wait for it. Of a container of such a kind, what
+        is in it is copied: DCP saves the values of any Mapping, list or tuple.
         """
         for copy_value in (_copy_deeply, _copy_by_pickle):
             try:
                 return copy_value(value, self._memo)
             except Exception:  # noqa: BLE001 - its own code runs
                 self._memo = {}  # parts of what failed are in it
+        if isinstance(value, Mapping):
+            return {key: self._copy(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return list(map(self._copy, value))
         return value
 
 
@@ -187,7 +194,11 @@ def _copy_by_pickle(value: Any, memo: dict[int, Any]) -> Any:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor without its history, if it is nothing but elements in memory, or a Parameter of such."""
-    if not (type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)) or tensor.is_meta:
+    if (
+        not (type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter))
+        or tensor.is_meta
+        or is_lazy(tensor)
+    ):
         return None
     plain = tensor.detach()
     return plain if is_plain(plain) else None

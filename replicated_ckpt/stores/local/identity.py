@@ -10,6 +10,7 @@ from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translate_errors, write_file
 from replicated_ckpt.stores.files.existence import is_there
 from replicated_ckpt.stores.files.ownership import check_root
+from replicated_ckpt.stores.local.room_to_start import keep_room_to_start
 
 
 def ensure_identity(root: Path) -> str:
@@ -32,6 +33,7 @@ def ensure_identity(root: Path) -> str:
                 pass  # another rank of this node was first; its identity is the node's
             finally:
                 fresh.unlink()
+            keep_room_to_start(root)
         fsync_directory(root)  # also the name that another process has just made
     return read_identity(root)
 

@@ -3,6 +3,9 @@
 import os
 import signal
 import threading
+import time
+from concurrent.futures import Future
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedWriter
+from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.main import main
 from replicated_ckpt.errors import ConfigInvalid, ShardLost
 
 pytestmark = [
@@ -95,6 +100,48 @@ def test_a_signal_asks_for_one_save_more(tmp_path: Path) -> None:
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_child_that_is_forked_can_be_ended(tmp_path: Path) -> None:
+    """In it the signal means what it meant before the manager: it has no step at which it would be heeded."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with CheckpointManager(tmp_path) as manager:
+            child = get_context("fork").Process(target=time.sleep, args=(60,))
+            child.start()
+            child.terminate()
+            child.join(20)
+            assert child.exitcode == -signal.SIGTERM
+            assert not manager.preempted
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Interrupting(Future[Any]):
+    """A save that is under way when whoever waits for it first is interrupted."""
+
+    waits = 0
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+        self.set_result(None)
+        return super().result(timeout)
+
+
+@pytest.mark.parametrize("call", ["restore", "latest_step", "save", "close"])
+def test_a_wait_that_was_interrupted_is_made_up_for(tmp_path: Path, call: str) -> None:
+    """The save goes on: whatever is called next waits for it, or two threads would meet others in one group."""
+    manager = CheckpointManager(tmp_path, preempt_on=())
+    manager.save(1, state(1))
+    manager._in_flight = "step-2", (future := Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        manager.wait()
+    getattr(manager, call)(*{"restore": (state(0),), "save": (3, state(3))}.get(call, ()))
+    assert future.waits == 2
+    manager.close()
+    assert main(["verify", "--root", str(tmp_path)]) == ExitCode.OK
 
 
 def test_every_so_many_checkpoints_go_to_the_bucket(tmp_path: Path) -> None:

@@ -77,6 +77,18 @@ def test_a_synchronous_save_waits_for_the_asynchronous_one(tmp_path: Path) -> No
     start(state, writer, "step-3").result(TIMEOUT_S)
 
 
+def test_waiting_is_for_the_last_save(tmp_path: Path) -> None:
+    """An asynchronous save failed, and its future said so; a later one succeeded."""
+    writer, state = ReplicatedWriter(tmp_path), {"t": torch.ones(10)}
+    failed = start({"lock": threading.Lock()}, writer, "step-1")
+    assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
+    dcp.save(state, checkpoint_id="step-2", storage_writer=writer)
+    writer.wait(ack="peer")
+    del failed
+    writer.wait(ack="peer")
+    verified(tmp_path, "step-2")
+
+
 def test_memory_that_the_system_refuses_counts_as_short() -> None:
     """For a new segment and for one that grows. An error of another kind would be this rank's alone; nothing leaks."""
     lease_segment(4096, lambda: 1 << 30).release()

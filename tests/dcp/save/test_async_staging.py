@@ -6,10 +6,11 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -361,6 +362,51 @@ def test_what_deepcopy_refuses_is_pickled(tmp_path: Path) -> None:
     copied = StateCopy(state).make(memoryview(bytearray(4096)))
     assert copied["pair"][0].tolist() == [2.0, 2.0, 2.0]
     assert copied["held"][0]["inner"].tolist() == [3.0, 3.0, 3.0]
+
+
+class Guarded(Mapping[str, Any]):
+    """Can neither be copied nor pickled."""
+
+    def __init__(self, inner: dict[str, Any]) -> None:
+        self._inner, self._lock = inner, threading.Lock()
+
+    def __getitem__(self, key: str) -> Any:
+        return self._inner[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
+class GuardedList(list[Any]):
+    """The same as a list."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("it is guarded")
+
+
+@pytest.mark.parametrize("wrap", [MappingProxyType, Guarded, lambda inner: GuardedList(inner.values())])
+def test_what_is_in_a_container_that_cannot_be_copied_is_copied(
+    tmp_path: Path, wrap: Callable[[dict[str, Any]], Any]
+) -> None:
+    """DCP saves what is in it, and a change of that after the call is none of the checkpoint."""
+    weights = torch.ones(1000)
+    future = start({"held": wrap({"w": weights, "lr": 0.5})}, ReplicatedWriter(tmp_path), "a")
+    weights.fill_(-7)
+    future.result(TIMEOUT_S)
+    (name,) = [name for name, entry in described(tmp_path, "a").items() if isinstance(entry, TensorStorageMetadata)]
+    into = {name: torch.zeros(1000)}
+    dcp.load(into, checkpoint_id="a", storage_reader=ReplicatedReader(tmp_path))
+    assert bool((into[name] == 1).all())
+    verified(tmp_path, "a")
+
+
+def test_a_lazy_parameter_fails_in_the_background(tmp_path: Path) -> None:
+    """It has no elements yet: the other ranks of the save learn of it, too."""
+    failed = start({"lazy": torch.nn.LazyLinear(3).weight, "t": torch.ones(3)}, ReplicatedWriter(tmp_path), "a")
+    assert isinstance(failed.exception(TIMEOUT_S), CheckpointException)
 
 
 def test_a_forked_child_has_memory_of_its_own() -> None:

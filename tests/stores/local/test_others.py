@@ -202,10 +202,21 @@ def test_a_file_in_the_way_is_refused(store: LocalStore) -> None:
     (store.root / "step-1").write_text("mine")
     (store.root / "folder").mkdir()
     (store.root / "step-2").symlink_to("folder")
-    for taken in ("step-1", "step-2"):
-        with pytest.raises(ConfigInvalid, match="no directory"):
+    for taken, why in (("step-1", "is no directory"), ("step-2", "is a symbolic link")):
+        with pytest.raises(ConfigInvalid, match=why):
             store.begin(Intent(save_id(1), taken, "session", overwrite=True))
     assert (store.root / "step-1").read_text() == "mine"
+
+
+def test_a_link_to_a_checkpoint_is_not_saved_over(store: LocalStore) -> None:
+    """It would be exchanged for the new directory, and what is not ours would leave the checkpoint that it leads to."""
+    store.commit(staged(store, 1, b"old"))
+    (store.root / "step-1" / "tokenizer").mkdir()
+    (store.root / "best").symlink_to("step-1")
+    with pytest.raises(ConfigInvalid, match="best is a symbolic link; it is not replaced"):
+        store.begin(Intent(save_id(2), "best", "session", overwrite=True))
+    assert (store.root / "best").readlink() == Path("step-1")
+    assert (store.root / "step-1" / "tokenizer").is_dir()
 
 
 def test_replaced_remains_of_a_checkpoint_are_kept_after_a_crash(store: LocalStore) -> None:

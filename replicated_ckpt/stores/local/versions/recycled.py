@@ -27,7 +27,6 @@ from replicated_ckpt.stores.files.room import Room
 
 log = logging.getLogger(__name__)
 _SUFFIX = ".recycled"
-_SMALL_FILES_BYTES = 1 << 20
 
 
 class RecycledFiles:
@@ -138,24 +137,6 @@ def write_with_room(root: Path, path: Path, data: bytes) -> None:
             raise
         RecycledFiles(root).drop()
         write_file(path, data)
-
-
-def make_room_to_start(root: Path) -> None:
-    """Has recycled files go if they leave no room for the small files that an agent writes when it starts.
-
-    Raises:
-        StoreError
-    """
-    if lacks_room_to_start(root):
-        with translate_errors(str(root), "make room in", RECYCLED_DIR):
-            RecycledFiles(root).drop()
-
-
-def lacks_room_to_start(root: Path) -> bool:
-    """Whether the disk is too full for the small files that an agent writes when it starts. Raises: StoreError."""
-    with translate_errors(str(root), "measure", ""):
-        found = os.statvfs(root)
-    return found.f_bavail * found.f_frsize < _SMALL_FILES_BYTES
 
 
 def measure_room(root: Path) -> Room:

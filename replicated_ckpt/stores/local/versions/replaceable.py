@@ -35,6 +35,8 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
     for parent in list(final.relative_to(root).parents)[:-1]:
         if is_checkpoint(root / parent):
             raise ConfigInvalid(f"{checkpoint_id!r} would lie inside the checkpoint {str(parent)!r}.", _ONE_EACH)
+    if is_link(final):
+        raise ConfigInvalid(f"{final} is a symbolic link; it is not replaced.", _MOVE_AWAY)
     if not is_there(final):
         return
     if intent.adopts:
@@ -43,7 +45,7 @@ def check_replaceable(root: Path, checkpoint_id: str, intent: Intent) -> None:
     if holds_checkpoint(final):
         if not intent.overwrite:
             raise CheckpointExists(f"Checkpoint already exists: {checkpoint_id!r} in {root}.")
-    elif is_link(final) or not is_directory(final):
+    elif not is_directory(final):
         raise ConfigInvalid(f"{final} is no directory; it is not replaced.", _MOVE_AWAY)
     _check_others(root, final)
 

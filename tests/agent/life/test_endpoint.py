@@ -1,0 +1,44 @@
+"""The file that says where an agent listens: whoever removes old files, or a full disk, keeps no rank from it for long."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent import process as life
+from replicated_ckpt.agent.start.launch import ensure_agent
+from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.config import AgentConfig
+from replicated_ckpt.errors import StoreFull
+from replicated_ckpt.stores.local.store import LocalStore
+from tests.agent.agents import running_agent, wait_for
+from tests.agent.life.test_life import signals_given_back
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
+
+
+def test_an_endpoint_that_was_removed_or_changed_is_written_again(tmp_path: Path) -> None:
+    """Ranks find the same agent then; before, each waited for its end in vain."""
+    with running_agent(tmp_path / "root") as agent:
+        directory = agent.root / ".agent"
+        for change in (Path.unlink, lambda path: path.write_text("{}"), lambda path: path.chmod(0o666)):
+            change(directory / "endpoint.json")
+            wait_for(lambda: _is_whole(directory) and read_endpoint(directory) == agent.endpoint, 10, "the endpoint")
+        assert ensure_agent(LocalStore(agent.root), "127.0.0.1") == agent.endpoint
+
+
+def _is_whole(directory: Path) -> bool:
+    path = directory / "endpoint.json"
+    return path.exists() and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_agent_that_a_full_disk_keeps_from_starting_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A typed error with the next step, as everywhere, and no trace of a start."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(life, "keep_identity", refuse)
+    with signals_given_back(), pytest.raises(StoreFull, match="No space left"):
+        life.Agent(AgentConfig(str(tmp_path))).run()
+    assert not (tmp_path / ".agent" / "endpoint.json").exists()
