@@ -14,6 +14,7 @@ from replicated_ckpt.agent.peers.watch import Patience, PeerWatch
 from replicated_ckpt.agent.repair.just_removed import JustRemoved
 from replicated_ckpt.agent.repair.mender import Mender
 from replicated_ckpt.agent.repair.pauses import IDLE_PAUSE_S, PAUSE_S, Pauses
+from replicated_ckpt.agent.repair.replaced import restore_replaced
 from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.outlived import drop_outlived
@@ -198,8 +199,9 @@ class Reprotector:
         told = histories_of(holding.version for view in others for holding in view.holdings or ())
         self._service.sequence_floor.raise_to({lineage: history.sequence for lineage, history in told.items()})
         in_doubt = self.watch.has_doubt(others)
+        is_restored = restore_replaced(self._service, manifests, others)
         going, is_removed = self._retirer.retire(manifests, (own, *others), policies, in_doubt=in_doubt)
-        if is_removed:  # a name may be free now for another run's checkpoint
+        if is_restored or is_removed:  # a name may be free now for another run's checkpoint
             own = replace(own, holdings=self._service.holdings(), remains=self._service.remains.found())
         views = (own, *others)
         plan = plan_repair(manifests, views, self._service.node_id, going=going)

@@ -16,6 +16,7 @@ from replicated_ckpt.core.upkeep.retention import whole_versions
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectCorrupt, ObjectMissing
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.local.directories.intent import Intent
+from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.staged_decision import read_decision
 
 log = logging.getLogger(__name__)
@@ -94,17 +95,17 @@ def _drop_replaced(service: NodeService, names: Sequence[str], whole: _WholeById
     for name in names:
         manifest = replaced.get(name)
         if manifest is None:  # not believed: named after the save that replaced it, or damaged since, and after itself
-            is_over = name in whole_saves or (is_done and not _is_of_newer_format(service, name))
+            is_over = name in whole_saves or (is_done and not is_of_newer_format(service.store, name))
         else:
             is_over = _is_outlived(service, manifest.checkpoint_id, manifest.version, whole)
         if is_over and service.store.drop_replaced(name):
             log.info("removed what a newer save has replaced: save %s", name)
 
 
-def _is_of_newer_format(service: NodeService, name: str) -> bool:
+def is_of_newer_format(store: LocalStore, name: str) -> bool:
     """Whether a replaced version has a manifest that only a newer version of the package can read."""
     try:
-        service.store.catalog.manifest(f"{REPLACED_DIR}/{name}")
+        store.catalog.manifest(f"{REPLACED_DIR}/{name}")
     except ManifestVersionUnknown:
         return True
     except (ObjectMissing, ManifestInvalid):

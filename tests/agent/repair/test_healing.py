@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +282,19 @@ def test_a_lost_shard_names_the_node_to_bring_back(tmp_path: Path) -> None:
     assert f"bring back node {min(nodes[0].node_id(), nodes[1].node_id())}" in done.stdout
     assert "(host0)" in done.stdout
     assert "nothing to do" not in done.stdout
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-9])])
+def test_a_replaced_version_without_its_manifest_gives_the_last_shards(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    """The newer save has come to one node alone and cannot be loaded: what it replaced there is the rest of the older."""
+    nodes = stores(tmp_path, 2)
+    old = checkpointed(nodes, 1, {shard(0): (0,), shard(1): (1,)})
+    checkpointed(nodes, 2, {shard(0): (0,), shard(1): (1,)}, on=[0])
+    kept = nodes[0].root / ".replaced" / old.save_id
+    damage(kept / MANIFEST_NAME)
+    with agents(nodes, *QUICK):
+        wait_for(lambda: held(nodes[1]) == {shard(0), shard(1)}, 30, "the shard")
+    assert of_save(nodes[1]) == 1
+    assert [finding.save_id for finding in findings(nodes[1])] == []

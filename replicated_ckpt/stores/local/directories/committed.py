@@ -205,15 +205,27 @@ def open_committed_save(root: Path, checkpoint_id: str, save_id: str) -> Iterato
             problem = exc
         if problem is not None or manifest.save_id != save_id:
             try:
-                fd = _open_replaced(root, checkpoint_id, save_id)
+                directory = held.enter_context(open_replaced(root, checkpoint_id, save_id))
             except ObjectMissing as exc:
                 raise problem or exc from exc
-            held.callback(os.close, fd)
-            directory = Committed(root, checkpoint_id, fd)
             manifest = directory.manifest()
             if (manifest.save_id, manifest.checkpoint_id) != (save_id, checkpoint_id):
                 raise ObjectMissing(str(root), "open", checkpoint_id, f"not of save {save_id}")
         yield directory, manifest
+
+
+@contextmanager
+def open_replaced(root: Path, checkpoint_id: str, save_id: str) -> Iterator[Committed]:
+    """Holds the directory in which a version of a checkpoint is kept that a newer save has replaced, whatever is in it.
+
+    Raises:
+        ObjectMissing: there is none.
+    """
+    fd = _open_replaced(root, checkpoint_id, save_id)
+    try:
+        yield Committed(root, checkpoint_id, fd)
+    finally:
+        os.close(fd)
 
 
 def _open_replaced(root: Path, checkpoint_id: str, save_id: str) -> int:
