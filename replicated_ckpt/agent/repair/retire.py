@@ -40,16 +40,17 @@ class Retirer:
         """Removes what the policies of this node's ranks keep no longer; the saves that go, and whether any went from here.
 
         What the other nodes say of their policies can keep this one from removing, and from bringing back what they gave
-        up. It has nothing removed here but what re-protection brought, of saves in which this node had no rank. While a
-        node is silent nothing is removed. A policy that was not among those `told` before the look waits for the next one:
-        nodes that answered this one may be silent by now.
+        up. It has nothing removed here but what re-protection brought, of saves in which this node had no rank. `in_doubt`:
+        a node is silent; then less is removed. A policy that was not among those `told` before the look waits for the next
+        one: nodes that answered this one may be silent by now.
         """
         own, removed_before = self._service.policies.read_all(), self.removed
         agreed = agree([*own, *(policy for view in views for policy in view.standing.policies)])
         plan = plan_retention(manifests, views, agreed)
-        if set(own) == set(told) and not in_doubt:
+        if set(own) == set(told):
+            careful = plan_retention(manifests, views, agreed, in_doubt=True) if in_doubt else plan
             by_own_word = plan_retention(manifests, views, confirm(agreed, own)).retired
-            self.carry_out(plan.only(by_own_word | self._find_brought(manifests)))
+            self.carry_out(careful.only(plan.retired & (by_own_word | self._find_brought(manifests))))
         if not any(policy.tier == NODES and policy.retention for policy in own):
             self._drop_recycled()  # no checkpoint goes that would bring new ones
         self._finish_removals()

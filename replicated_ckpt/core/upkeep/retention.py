@@ -149,16 +149,24 @@ class RetentionPlan:
 
 NOT_UPLOADED = "it is not in the object store yet"
 NO_MANIFEST = "a node has to restore its manifest first"
+NODE_SILENT = "a node that is silent may have the rest of it"
 _HOLDING_BACK = (NOT_UPLOADED, NO_MANIFEST)
 
 
 def plan_retention(
-    manifest_by_save: Mapping[str, Manifest], nodes: Sequence[NodeView], policies: Iterable[Policy]
+    manifest_by_save: Mapping[str, Manifest],
+    nodes: Sequence[NodeView],
+    policies: Iterable[Policy],
+    *,
+    in_doubt: bool = False,
 ) -> RetentionPlan:
     """What the nodes remove under the policies of the runs; the same views and policies give the same plan.
 
     Only nodes that answer count. A save whose manifest is not believed is neither counted nor touched, nor is a
     directory that goes by another name than its manifest: a user has renamed it, and wants it.
+
+    `in_doubt`: a node is silent that may come back with what it holds. Then a save counts as whole only with all its copies
+    on nodes that answer, and one of which they have not every shard stays: whatever the silent node has, nothing is missed.
     """
     up = [node for node in nodes if node.presence is Presence.UP]
     holdings = _holdings_by_save(manifest_by_save, up)
@@ -166,7 +174,7 @@ def plan_retention(
     for policy in sorted(policies, key=lambda policy: policy.key):
         if policy.tier == NODES and policy.retention is not None:
             mine = {save_id: found for save_id, found in manifest_by_save.items() if _is_under(found, policy)}
-            verdicts += judge(list(_candidates(mine, up, holdings)), policy.retention)
+            verdicts += judge(list(_candidates(mine, up, holdings, in_doubt=in_doubt)), policy.retention)
     verdicts += list(_replaced_by_those_that_go(verdicts, manifest_by_save))
     removals = tuple(
         Removal(node_id, verdict.checkpoint_id, verdict.save_id, verdict.rule)
@@ -208,7 +216,11 @@ def _holdings_by_save(manifests: Mapping[str, Manifest], up: Sequence[NodeView])
 
 
 def _candidates(
-    manifests: Mapping[str, Manifest], up: Sequence[NodeView], holdings: Mapping[str, list[Holding]]
+    manifests: Mapping[str, Manifest],
+    up: Sequence[NodeView],
+    holdings: Mapping[str, list[Holding]],
+    *,
+    in_doubt: bool,
 ) -> Iterator[Candidate]:
     waiting = pending(node.standing for node in up)
     unbelieved = {checkpoint_id for node in up for checkpoint_id in node.with_invalid_manifest}
@@ -217,12 +229,15 @@ def _candidates(
         if not held_back and manifest.checkpoint_id in unbelieved:
             held_back = NO_MANIFEST
         copies = _copies(manifest, holdings[save_id])
+        wanted = max(1, manifest.copies if in_doubt else min(manifest.copies, len(up)))
+        if in_doubt and not copies and not held_back:
+            held_back = NODE_SILENT
         yield Candidate(
             manifest.checkpoint_id,
             save_id,
             manifest.sequence,
-            is_whole=copies > 0,
-            is_protected=copies >= max(1, min(manifest.copies, len(up))),
+            is_whole=copies >= (wanted if in_doubt else 1),
+            is_protected=copies >= wanted,
             held_back=held_back,
             metrics=metrics_of(manifest.notes),
         )

@@ -227,6 +227,24 @@ def test_runs_in_directories_do_not_count_together() -> None:
     assert scope_of("run/deep/step-1") == "run/deep"
 
 
+def test_while_a_node_is_silent_only_what_nobody_needs_goes() -> None:
+    """The newest two have all their copies without the silent node. What lies here in part, that may have the rest of."""
+    silent = NodeView("c", ASSUMED, None)
+
+    def goes(*views: NodeView) -> set[str]:
+        plan = plan_retention(by_save(FOUR), [*views, silent], [policy(LAST_TWO)], in_doubt=True)
+        return {checkpoint_id for _, checkpoint_id in removed(plan)}
+
+    part = replace(
+        view("a", FOUR), holdings=(holding("a", FOUR[0], NAMES[:1]), *(holding("a", one) for one in FOUR[1:]))
+    )
+    assert goes(view("a", FOUR), view("b", FOUR)) == {"step-1", "step-2"}
+    assert goes(part, view("b", FOUR[1:])) == {"step-2"}
+    assert goes(view("a", FOUR), view("b", FOUR[:3])) == {"step-1"}
+    assert goes(view("a", FOUR), view("b", [])) == set()
+    assert goes(view("a", FOUR)) == set()
+
+
 def test_what_is_not_whole_does_not_count() -> None:
     """A newer checkpoint without some shard takes no place; one that is older than the kept ones goes with them."""
     broken = replace(
