@@ -102,6 +102,28 @@ def test_what_is_removed_during_its_upload_leaves_the_bucket_again(
     assert not uploader.is_busy
 
 
+def test_a_shard_goes_there_in_parts_without_threads(
+    moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system gives none, the uploader's own thread sends one part after the other."""
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "rckpt-part":
+            raise RuntimeError("can't start new thread")
+        start_really(thread)
+
+    start_really = threading.Thread.start
+    store, stopping = LocalStore(tmp_path / "node"), threading.Event()
+    target = ObjectTarget.check(f"s3://{moto.make_bucket('no-threads')}/x", moto.storage_options())
+    targets = TargetBook(store.agent_directory())
+    targets.learn(target)
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES, url=target.url)
+    uploader = Uploader(NodeService(store), targets, Pace(1e12, stopping), Patience(), stopping, lambda *_: None)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    uploader.round()
+    assert targets.bucket(target.url).save_of("step-1") is not None
+
+
 class Cut(Pace):
     """Lets nothing pass: the connection is lost before the first part."""
 

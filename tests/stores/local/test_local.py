@@ -302,6 +302,34 @@ def test_a_file_counts_only_when_it_is_complete(tmp_path: Path) -> None:
     sink.discard()
 
 
+@pytest.mark.parametrize("where", ["fchmod", "rename"])
+def test_a_file_that_the_disk_refuses_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """No part, and no open descriptor: of a new file that gets no rights, and of a whole one that gets no name."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    def write() -> None:
+        sink = FileSink(path)
+        try:
+            sink.finish_durably()
+        except StoreError:
+            sink.discard()
+            raise
+
+    store = LocalStore(tmp_path)
+    path = store.path_of_staged(staged(store, 1, b"data"), "__1_0.distcp")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(*{"fchmod": (os, "fchmod"), "rename": (Path, "rename")}[where], refuse)
+    with pytest.raises(StoreFull):
+        write()
+    monkeypatch.undo()
+    assert not list(path.parent.glob("__1_0*"))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 @pytest.mark.parametrize("name", ["../x", "node.json", "/etc/passwd", "__0_0.distcp/../../x", ""])
 def test_only_files_of_a_checkpoint_can_be_named(tmp_path: Path, name: str) -> None:
     """No name from outside reaches another file."""
