@@ -14,6 +14,7 @@ import pytest
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
 from replicated_ckpt.core.integrity.checksum import crc32c, table_of
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
+from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -25,7 +26,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of
 from replicated_ckpt.stores.bucket.manifest_of import manifest_in
-from replicated_ckpt.stores.bucket.shard import ObjectShard, UncheckedShard
+from replicated_ckpt.stores.bucket.shard import ObjectShard, UnmanagedObjectShard
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES, ObjectClient
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -35,6 +36,7 @@ from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.unmanaged.shard import UncheckedItems
 from replicated_ckpt.stores.verified import Expected
 from tests.agent.checkpoints import METADATA, checkpointed, shard
 from tests.buckets.faults import Fault, Kind
@@ -110,30 +112,35 @@ def test_shards_arrive_as_they_were_saved(
     with (store.root / "step-1" / name).open("rb") as file:
         file.seek(300_000)
         assert remote.read(300_000, 200_000) == file.read(200_000)
-    assert UncheckedShard(bucket, key_of(manifest, name), Expected(found.sizes[name], 0)).open().read(5, 10)
+    assert unmanaged(client, key_of(manifest, name), found.sizes[name]).read(5, 10)
     bucket.remove(found)
     assert bucket.is_empty("step-1")
 
 
+def unmanaged(client: ObjectClient, key: str, size_bytes: int, *items: ByteRange) -> UnmanagedObjectShard:
+    return UnmanagedObjectShard(Bucket(client), key, Expected(size_bytes, 0), UncheckedItems(items)).open()
+
+
 def test_a_shard_without_a_mark_is_held_against_a_footer_of_ours(client: ObjectClient) -> None:
-    """As where a user has copied a node's files to the bucket. What stock torch wrote has none, and comes as it is."""
+    """As where a user has copied a node's files to the bucket. What has no checksum at all comes as it is."""
     data = random.Random(1).randbytes(700_000)
-    ours = bytearray(data + table_of([data]).encode())
+    ours, whole = bytearray(data + table_of([data]).encode()), ByteRange(0, len(data))
     client.put("ours", bytes(ours))
-    read = UncheckedShard(Bucket(client), "ours", Expected(len(ours), 0)).open()
+    read = unmanaged(client, "ours", len(ours), whole)
     assert read.read(5, len(data) - 5) == data[5:]
     ours[300_000] ^= 1
     client.put("flipped", bytes(ours))
-    read = UncheckedShard(Bucket(client), "flipped", Expected(len(ours), 0)).open()
+    read = unmanaged(client, "flipped", len(ours), whole)
     with pytest.raises(ObjectCorrupt, match="expected CRC32C"):
         read.read(299_999, 2)
     assert read.read(600_000, 9) == data[600_000:600_009]
     ours[-1] ^= 1
     client.put("footless", bytes(ours))
+    read = unmanaged(client, "footless", len(ours), whole)
     with pytest.raises(ObjectCorrupt, match="footer"):
-        UncheckedShard(Bucket(client), "footless", Expected(len(ours), 0)).open()
+        read.read(0, 9)
     client.put("stock", data)
-    assert UncheckedShard(Bucket(client), "stock", Expected(len(data), 0)).open().read(0, len(data)) == data
+    assert unmanaged(client, "stock", len(data), whole).read(0, len(data)) == data
 
 
 def test_a_save_never_mixes_with_the_one_it_replaces(client: ObjectClient, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.unmanaged.adoption import stage_shards
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
-from replicated_ckpt.stores.unmanaged.shard import UnmanagedFileShard
+from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard
 from replicated_ckpt.stores.verified import Expected
 
 NAME = "__0_0.distcp"
@@ -51,7 +51,8 @@ def opened(tmp_path: Path) -> Opened:
     def opened(raw: bytes, size_bytes: int = len(WHOLE)) -> UnmanagedFileShard:
         (tmp_path / "step-1").mkdir(exist_ok=True)
         (tmp_path / "step-1" / NAME).write_bytes(raw)
-        return UnmanagedFileShard(UnmanagedDirectory(tmp_path), "step-1", NAME, Expected(size_bytes, 0), RANGES).open()
+        directory, expected = UnmanagedDirectory(tmp_path), Expected(size_bytes, 0)
+        return UnmanagedFileShard(directory, "step-1", NAME, expected, UncheckedItems(RANGES)).open()
 
     return opened
 
