@@ -222,6 +222,24 @@ def test_unfinished_uploads_are_ended(moto: Server, large: tuple[LocalStore, Man
         brought(Bucket(client), large, tmp_path)  # its notes name an upload that is gone
 
 
+@pytest.mark.parametrize(("code", "status"), [("NotImplemented", 501), ("InvalidArgument", 400)])
+def test_a_store_that_knows_no_checksums_gets_none(
+    moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path, code: str, status: int
+) -> None:
+    """Its refusal of them says so. Any other answer is an error of that upload, and the next one has them again."""
+    with faulty_bucket(moto) as proxy:
+        client = S3Client(s3_target(proxy.server))
+        begins = Fault("status", method="POST", key=shard(0), query="uploads", times=1)
+        proxy.add(replace(begins, status=400, code="BadRequest"))
+        with pytest.raises(StoreError, match="BadRequest"):
+            brought(Bucket(client), large, tmp_path)
+        assert client.has_checksums
+        proxy.add(replace(begins, status=status, code=code))
+        brought(Bucket(client), large, tmp_path)
+        assert not client.has_checksums
+        assert Bucket(client).is_intact(large[1], shard(0))
+
+
 @pytest.mark.parametrize("kind", ["reset", "lost_answer"])
 def test_what_the_server_holds_is_what_was_sent(
     moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path, kind: Kind
