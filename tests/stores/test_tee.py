@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.integrity.checksum import BlockTable, table_of
+from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import StoreFull, StoreUnavailable
 from replicated_ckpt.stores import tee
 from replicated_ckpt.stores.tee import Buffers, Tee
+from replicated_ckpt.testing.shard_files import table_of
 
 
 class Collecting:

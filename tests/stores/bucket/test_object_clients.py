@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
-from replicated_ckpt.core.integrity.checksum import crc32c, table_of
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import (
@@ -38,6 +38,7 @@ from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.unmanaged.shard import UncheckedItems
 from replicated_ckpt.stores.verified import Expected
+from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.checkpoints import METADATA, checkpointed, shard
 from tests.buckets.faults import Fault, Kind
 from tests.buckets.faulty_bucket import faulty_bucket
@@ -233,10 +234,10 @@ def test_a_store_that_knows_no_checksums_gets_none(
         proxy.add(replace(begins, status=400, code="BadRequest"))
         with pytest.raises(StoreError, match="BadRequest"):
             brought(Bucket(client), large, tmp_path)
-        assert client.has_checksums
+        assert client.checksum_of(0)
         proxy.add(replace(begins, status=status, code=code))
         brought(Bucket(client), large, tmp_path)
-        assert not client.has_checksums
+        assert not client.checksum_of(0)
         assert Bucket(client).is_intact(large[1], shard(0))
 
 

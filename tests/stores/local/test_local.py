@@ -16,7 +16,7 @@ import pytest
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
-from replicated_ckpt.core.integrity.checksum import crc32c, table_of
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.lineage import History
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import (
@@ -36,6 +36,7 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
+from replicated_ckpt.testing.shard_files import table_of
 from tests.damage import flip
 
 SHARD = "__0_0.distcp"

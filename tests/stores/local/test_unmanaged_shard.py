@@ -11,7 +11,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from replicated_ckpt.core.integrity.checksum import table_of
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
@@ -22,6 +21,7 @@ from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
 from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard
 from replicated_ckpt.stores.verified import Expected
+from replicated_ckpt.testing.shard_files import table_of
 
 NAME = "__0_0.distcp"
 
