@@ -1,7 +1,7 @@
 """Lineages: which run a save belongs to, and which of two saves of one run is the newer."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isnan
 from operator import index
 from typing import Any
@@ -98,7 +98,7 @@ class History:
     created_unix_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {"sequence": self.sequence, "created_unix_s": self.created_unix_s}
+        return asdict(self)
 
 
 Histories = Mapping[str, History]

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -360,8 +361,10 @@ class TieredCheckpoints:
     # The end -----------------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float = WAIT_TIMEOUT_S) -> tuple[str, ...]:
-        """As ReplicatedWriter.wait, of both tiers."""
-        return (*self.memory.wait(timeout_s), *self.disk.wait(timeout_s))
+        """As ReplicatedWriter.wait, of both tiers together."""
+        deadline = time.monotonic() + timeout_s
+        in_memory = self.memory.wait(timeout_s)
+        return (*in_memory, *self.disk.wait(max(0.0, deadline - time.monotonic())))
 
     def await_end(self) -> None:
         """Returns once what was acknowledged as staged is over, in both tiers."""

@@ -15,6 +15,8 @@ from functools import partial
 from typing import Protocol
 
 from replicated_ckpt.core.integrity.checksum import BlockHasher, BlockTable, Bytes
+from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.thread_start import start_thread
 
 BUFFER_BYTES = 4 << 20
 BUFFERS = 4
@@ -113,6 +115,7 @@ class Tee:
     """
 
     def __init__(self, sinks: Sequence[Sink], buffers: Buffers, *, copies: bool = False) -> None:
+        """Raises StoreUnavailable: the system gives no thread for each sink; the shard is given up at all of them."""
         self._buffers = buffers
         self._copies = copies
         self._lock = threading.Lock()
@@ -123,9 +126,17 @@ class Tee:
         self._listed = self._filled = self._size = 0
         self.position = 0
         self.waited_s = 0.0
-        self._threads = [_SinkThread(sink, self) for sink in sinks]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[_SinkThread] = []
+        for sink in sinks:
+            thread = _SinkThread(sink, self)
+            try:
+                start_thread(thread)
+            except StoreUnavailable:
+                self.discard()
+                for other in sinks[len(self._threads) :]:
+                    other.discard()
+                raise
+            self._threads.append(thread)
 
     def write(self, data: Bytes) -> int:
         """Appends a copy of `data` (any contiguous bytes-like object) to the shard; returns its size in bytes."""

@@ -2,9 +2,10 @@
 
 import os
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
-from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES, BlockTable, crc32c, table_of
+from replicated_ckpt.core.integrity.checksum import BLOCK_BYTES, BlockHasher, BlockTable, Bytes, crc32c
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.verified import Expected
 
@@ -15,6 +16,14 @@ DATA_BYTES = 2 * BLOCK_BYTES + 12345
 def make_data(size_bytes: int = DATA_BYTES, *, seed: int = 1) -> bytes:
     """The same bytes for the same seed."""
     return random.Random(seed).randbytes(size_bytes)  # noqa: S311 - reproducible, not secret
+
+
+def table_of(pieces: Iterable[Bytes], block_bytes: int = BLOCK_BYTES) -> BlockTable:
+    """Block table of data given as pieces in order."""
+    hasher = BlockHasher(block_bytes)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.table()
 
 
 def add_footer(data: bytes) -> tuple[bytes, BlockTable]:

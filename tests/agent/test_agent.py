@@ -21,7 +21,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.peers.watch import ask_holdings
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import client_lock, read_endpoint
-from replicated_ckpt.core.integrity.checksum import crc32c, table_of
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -37,6 +37,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, file_path
 from replicated_ckpt.stores.peer.copy import PeerShard, PeerSink
 from replicated_ckpt.stores.verified import Expected
+from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.harness.processes import wait_until_gone
 from tests.stopwatch import Stopwatch

@@ -1,6 +1,7 @@
 """Export: what comes out is what was saved, in each format, and nothing half-made ever has its name."""
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -178,6 +179,24 @@ def test_what_a_killed_export_left_is_taken_over(saved: Saved, tmp_path: Path) -
     ):
         exported(saved, place, "dcp")
     assert entries(tmp_path) == ["out"]
+
+
+def test_one_that_another_process_publishes_at_that_moment_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place beside it is gone between two looks: that is said, and no descriptor stays open."""
+    place = tmp_path / "out"
+
+    def lock(fd: int, how: int) -> None:
+        if how != fcntl.LOCK_UN:
+            (tmp_path / ".out.part").rename(place)
+        real(fd, how)
+
+    real, before = fcntl.flock, len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(fcntl, "flock", lock)
+    with pytest.raises(ConfigInvalid, match="Another process"):
+        output_local.LocalOutput(place, is_directory=True, size_bytes=1)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize("format_", ["torch", "safetensors", "dcp"])

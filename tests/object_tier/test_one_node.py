@@ -21,10 +21,13 @@ from replicated_ckpt.errors import (
     ConfigInvalid,
     ReplicatedCkptError,
     ReplicatedCkptWarning,
+    ShardLost,
     UploadFailed,
 )
+from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from tests.agent.agents import stop_agent
 from tests.buckets.servers import Server
+from tests.damage import flip
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 State = dict[str, torch.Tensor]
@@ -172,6 +175,30 @@ def test_what_stock_torch_wrote_there_is_read(where: Mapping[str, Any], tmp_path
     dcp.save(contents(5), storage_writer=FsspecWriter(f"{url}/theirs", **options))
     assert_loads(ReplicatedReader(**where), "theirs", 5)
     assert_loads(ReplicatedReader(tmp_path / "blank", **where), "latest", 5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_stock_torch_wrote_there_is_held_against_the_checksums_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte that differs is refused, as on a node's disk; and for that each item leaves the bucket twice, not more."""
+
+    def read(client: FsspecClient, key: str, offset: int, target: memoryview) -> None:
+        fetched.append(len(target))
+        read_really(client, key, offset, target)
+
+    fetched, read_really = list[int](), FsspecClient.read
+    monkeypatch.setattr(FsspecClient, "read", read)
+    written, reader = torch.rand(6 << 20), ReplicatedReader(object_store=f"file://{tmp_path}")
+    dcp.save({"w": written}, checkpoint_id=tmp_path / "theirs")
+    found = {"w": torch.zeros(6 << 20)}
+    dcp.load(found, checkpoint_id="theirs", storage_reader=reader)
+    assert torch.equal(found["w"], written)
+    shard = tmp_path / "theirs" / "__0_0.distcp"
+    assert sum(fetched) < 2.1 * shard.stat().st_size
+    flip(shard, 20 << 20)
+    with pytest.raises((CheckpointException, ShardLost), match=r"expected CRC32 "):
+        dcp.load(found, checkpoint_id="theirs", storage_reader=reader)
 
 
 def test_a_reader_needs_a_place() -> None:

@@ -13,6 +13,7 @@ from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.agent.uploads.bucket_retention import TOLD_MAX
 from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader
 from replicated_ckpt.core.manifest import Manifest
+from replicated_ckpt.errors import StoreUnavailable
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
@@ -99,6 +100,64 @@ def test_what_is_removed_during_its_upload_leaves_the_bucket_again(
     assert committed == ["step-1"]
     assert targets.bucket(url).save_of("step-1") is None
     assert not uploader.is_busy
+
+
+def test_a_shard_goes_there_in_parts_without_threads(
+    moto: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system gives none, the uploader's own thread sends one part after the other."""
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "rckpt-part":
+            raise RuntimeError("can't start new thread")
+        start_really(thread)
+
+    start_really = threading.Thread.start
+    store, stopping = LocalStore(tmp_path / "node"), threading.Event()
+    target = ObjectTarget.check(f"s3://{moto.make_bucket('no-threads')}/x", moto.storage_options())
+    targets = TargetBook(store.agent_directory())
+    targets.learn(target)
+    checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES, url=target.url)
+    uploader = Uploader(NodeService(store), targets, Pace(1e12, stopping), Patience(), stopping, lambda *_: None)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    uploader.round()
+    assert targets.bucket(target.url).save_of("step-1") is not None
+
+
+class Cut(Pace):
+    """Lets nothing pass: the connection is lost before the first part."""
+
+    def take(self, size_bytes: int) -> None:
+        raise StoreUnavailable("the bucket", "write", "a part", f"cut before {size_bytes} bytes")
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_nothing_is_left_of_an_upload_whose_checkpoint_was_overwritten(
+    moto: Server, tmp_path: Path, *, is_restarted: bool
+) -> None:
+    """Its order and the notes by which it would go on: the save is gone before its upload has ended."""
+    store, stopping = LocalStore(tmp_path / "node"), threading.Event()
+    service, targets = NodeService(store), TargetBook(store.agent_directory())
+    target = ObjectTarget.check(f"s3://{moto.make_bucket(f'overwritten-{is_restarted:d}')}/x", moto.storage_options())
+    targets.learn(target)
+
+    def start_uploader() -> Uploader:
+        return Uploader(service, targets, Cut(1.0, stopping), Patience(), stopping, lambda *_: None)
+
+    manifest = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=2 * PART_BYTES)
+    uploader = start_uploader()
+    uploader.orders.take(manifest.save_id, target.url)
+    uploader.round()
+    assert list(store.agent_directory().glob("upload-*"))
+    assert uploader.is_busy
+    checkpointed([store], 2, {shard(0): (0,)}, copies=1, size_bytes=3000)
+    if is_restarted:
+        uploader = start_uploader()
+    uploader.round()
+    assert not list(store.agent_directory().glob("upload-*"))
+    assert (store.agent_directory() / "orders.json").read_text() == "{}"
+    assert not uploader.is_busy
+    assert uploader.status()["pending"] == {}
 
 
 def test_a_replaced_version_goes_there_if_the_newer_one_stays_broken(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicated_ckpt.core.integrity.checksum import BlockTable, table_of
+from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.errors import StoreFull, StoreUnavailable
 from replicated_ckpt.stores import tee
 from replicated_ckpt.stores.tee import Buffers, Tee
+from replicated_ckpt.testing.shard_files import table_of
 
 
 class Collecting:
@@ -160,4 +161,22 @@ def test_no_thread_is_left_behind() -> None:
         written = Tee([Collecting(), Collecting()], Buffers(2, 4096))
         written.write(b"x" * 10_000)
         getattr(written, ends)()
+    assert threading.active_count() == before
+
+
+def test_a_sink_that_gets_no_thread_gives_the_shard_up_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose threads run already end, too; nothing waits for bytes that never come."""
+    given_out = iter([True, False])
+
+    def start(thread: threading.Thread) -> None:
+        if not next(given_out):
+            raise RuntimeError("can't start new thread")
+        start_really(thread)
+
+    start_really, before = threading.Thread.start, threading.active_count()
+    monkeypatch.setattr(tee._SinkThread, "start", start)
+    sinks = [Collecting("own"), Collecting("peer"), Collecting("other")]
+    with pytest.raises(StoreUnavailable, match="gets no thread"):
+        Tee(sinks, Buffers(2, 4096))
+    assert [sink.discarded for sink in sinks] == [True] * 3
     assert threading.active_count() == before

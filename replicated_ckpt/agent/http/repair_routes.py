@@ -84,7 +84,7 @@ class RepairRoutes:
         del request
         lineage, save_id, reader = (str(fields[name]) for name in ("lineage", "save_id", "reader"))
         if not is_lineage(lineage) or not is_save_id(save_id) or len(reader) > _READER_CHARS_MAX:
-            raise ConfigInvalid("hear: no save of a lineage is named.")
+            raise ConfigInvalid("sequence: no save of a lineage is named.")
         if fields.get("is_load", True):
             self._service.pin(save_id, reader)
         self._service.sequence_floor.raise_to({lineage: min(int(fields["sequence"]), SEQUENCE_FLOOR_MAX)})

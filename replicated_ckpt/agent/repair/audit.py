@@ -147,7 +147,7 @@ class Auditor:
         return Audit(readings, silent, manifests, _plan(manifests, views))
 
     def look_how_far(self) -> Mapping[str, tuple[int, int]]:
-        """How many bytes each node has read that reads now, and of how many. While `audited` runs, from another thread."""
+        """How many bytes each node has read that reads now, and of how many. While `audit` runs, from another thread."""
         addresses = {peer.node_id: peer for peer in self._peers.read_all() if peer.node_id not in self._lost}
         endpoint = listening_endpoint(self._store.root_agent_directory())
         if endpoint is not None:

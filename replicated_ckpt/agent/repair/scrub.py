@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from replicated_ckpt.core.inventory import Holding
@@ -80,6 +80,8 @@ class Scrubber:
                 return
             except (ReplicatedCkptError, OSError) as exc:
                 log.error("the scrub broke off: %s", exc)  # noqa: TRY400 - it explains itself
+            except Exception:
+                log.exception("a defect: the scrub broke off, and goes on in %.0f s", pause_s)
 
     def scrub(self) -> Scrubbed:
         """One pass over all checkpoints, from where the last one broke off; returns what was done so far.
@@ -87,10 +89,19 @@ class Scrubber:
         Raises:
             StoreError, Stopped
         """
-        self.done = Scrubbed(self.done.passes, self.done.bytes_read, self.done.findings, is_running=True)
+        self.done = replace(self.done, is_running=True)
+        try:
+            self._scrub_all()
+        finally:
+            self.done = replace(self.done, is_running=False)
+        log.info("scrub: pass %d done, %d bytes read, %d bad files so far", *list(asdict(self.done).values())[:3])
+        return self.done
+
+    def _scrub_all(self) -> None:
         after = self._position()
         ids = sorted(self._store.catalog.directories())
         for checkpoint_id in [*(found for found in ids if found > after), *(found for found in ids if found <= after)]:
+            self._keep_position(checkpoint_id)  # first: if the pass breaks off at it, the next one comes to it last
             inspector = Inspector(self._store, self._node_id, self._wait_for_pace)
             try:
                 findings = [found for found in inspector.inspect(checkpoint_id) if found.problem is Problem.CORRUPT]
@@ -105,12 +116,9 @@ class Scrubber:
                 log.warning("scrub: %s", finding)
                 self._on_bad(finding)
             total, bad = self.done.bytes_read + inspector.bytes_read, self.done.findings + len(findings)
-            self.done = Scrubbed(self.done.passes, total, bad, is_running=True)
-            self._keep_position(checkpoint_id)
-        self.done = Scrubbed(self.done.passes + 1, self.done.bytes_read, self.done.findings)
+            self.done = replace(self.done, bytes_read=total, findings=bad)
+        self.done = replace(self.done, passes=self.done.passes + 1)
         self._keep_position("")
-        log.info("scrub: pass %d done, %d bytes read, %d bad files so far", *list(asdict(self.done).values())[:3])
-        return self.done
 
     def _wait_for_pace(self, size_bytes: int) -> None:
         while any(self._store.is_held(intent.save_id) for intent in self._store.list_staged()):
@@ -129,5 +137,8 @@ class Scrubber:
             return ""
 
     def _keep_position(self, checkpoint_id: str) -> None:
-        with translate_errors(str(self._store.root), "write", _POSITION_NAME):
-            write_file(self._path, json.dumps({"after": checkpoint_id, "unix_s": time.time()}).encode())
+        try:
+            with translate_errors(str(self._store.root), "write", _POSITION_NAME):
+                write_file(self._path, json.dumps({"after": checkpoint_id, "unix_s": time.time()}).encode())
+        except StoreError as exc:
+            log.warning("after a restart of this agent the scrub reads some checkpoints again: %s", exc)

@@ -1,4 +1,4 @@
-"""Threads that end with their work, what is said where the system gives no more of them, and threads that give way."""
+"""Threads that end with their work, and threads that give way."""
 
 import logging
 import os
@@ -8,27 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.thread_start import start_thread
 
 log = logging.getLogger(__name__)
 
 AUTOGROUP = Path("/proc/self/autogroup")
 _TRIES, _TRY_AGAIN_S = 100, 0.11
 """From processes without rights, all together, the kernel takes one every tenth of a second."""
-_FEWER = "Raise the limit of processes and threads (`ulimit -u`, pids.max of the container), or end what has too many."
 
 
-def start_worker(work: Callable[..., object], *arguments: Any, name: str) -> None:
-    """Runs `work` in a thread that does not keep the process alive.
+def start_worker(work: Callable[..., object], *arguments: Any, name: str) -> threading.Thread:
+    """Runs `work` in a thread that does not keep the process alive; returns the thread.
 
     Raises:
         StoreUnavailable: the system gives no thread; nothing was begun.
     """
     thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)
-    try:
-        thread.start()
-    except (RuntimeError, MemoryError) as exc:
-        raise StoreUnavailable("this process", "start", name, f"it gets no thread: {exc}", _FEWER) from exc
+    start_thread(thread)
+    return thread
 
 
 def give_way(niceness: int) -> None:

@@ -69,7 +69,6 @@ class NodeService:
         self.removals = RemovalBook(store.agent_directory())
         self.doubts = Doubts()
         self.pins = Pins()
-        self.own_address: AgentAddress | None = None
         self.completing = threading.Lock()
         """Held by the thread that completes a save by what others know of it: one at a time, else they undo each other."""
         self._lock = threading.Lock()
@@ -383,9 +382,7 @@ class NodeService:
 
     def learn_peers(self, peers: Sequence[Mapping[str, Any]]) -> tuple[AgentAddress, ...]:
         """Keeps the addresses of the nodes of a save or load, for as long as this root lives; returns the other nodes'."""
-        addresses = tuple(map(AgentAddress.from_json, peers))
-        others = tuple(peer for peer in addresses if peer.node_id != self.node_id)
-        self.own_address = next((peer for peer in addresses if peer.node_id == self.node_id), self.own_address)
+        others = tuple(peer for peer in map(AgentAddress.from_json, peers) if peer.node_id != self.node_id)
         self.peers.learn(others)
         return others
 

@@ -30,11 +30,6 @@ class RemovalBook:
         with self._lock:
             return frozenset(self._told)
 
-    def read_pending(self) -> frozenset[str]:
-        """Those that are still to be removed here."""
-        with self._lock:
-            return frozenset(self._pending)
-
     def read_pending_and_done(self) -> tuple[frozenset[str], frozenset[str]]:
         """Those still to be removed, and those that are done, of one moment: one noted meanwhile is in neither."""
         with self._lock:

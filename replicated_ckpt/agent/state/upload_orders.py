@@ -32,6 +32,10 @@ class OrderBook:
         entry = UploadEntry(url, False, manifest.metadata_bytes, manifest.metadata_crc32c)
         return replace(manifest, upload=entry)
 
+    def read_all(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(self._url_by_save)
+
     def is_ordered(self, save_id: str) -> bool:
         with self._lock:
             return save_id in self._url_by_save

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 KEEP_EVERY_S = 5.0
 """So often nodes hear that the command lives, while it waits for those that stage."""
+_ANSWER_S = 10.0
 _SESSION = "adoption"
 _Staged = Mapping[str, tuple[int, int]]
 _Result = TypeVar("_Result")
@@ -83,11 +84,9 @@ class Adopter:
         finally:
             is_over.set()
 
-    def _each(
-        self, nodes: Iterable[str], call: Callable[[AgentClient, str], _Result], timeout_s: float = 10.0
-    ) -> Mapping[str, _Result]:
+    def _each(self, nodes: Iterable[str], call: Callable[[AgentClient, str], _Result]) -> Mapping[str, _Result]:
         def called(node: str) -> _Result:
-            with AgentClient(self._addresses[node], timeout_s) as client:
+            with AgentClient(self._addresses[node], _ANSWER_S) as client:
                 return call(client, node)
 
         return FanOut[str, _Result]().run(nodes, called).raise_first()
@@ -135,7 +134,7 @@ class Adopter:
         """From the first manifest that was sent on nothing is taken back: some node may have published already."""
 
         def published(node: str) -> None:
-            with AgentClient(self._addresses[node], 10.0) as client:
+            with AgentClient(self._addresses[node], _ANSWER_S) as client:
                 with suppress(SaveAborted):  # a load may have brought it from another node: `commit` tells
                     client.put("PUT", f"/v1/saves/{save_id}/{MANIFEST_NAME}", raw)
                 client.call("POST", f"/v1/saves/{save_id}/commit")

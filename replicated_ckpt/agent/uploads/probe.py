@@ -4,6 +4,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from replicated_ckpt.agent.requests.worker_thread import start_worker
 from replicated_ckpt.agent.state.targets import TargetBook
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX
@@ -39,10 +40,12 @@ class Prober:
             self._begun.add(url)
         found: list[Mapping[str, Any]] = []
         if not is_late:
-            thread = threading.Thread(
-                target=self._probe, args=(url, checkpoint_id, found), name="rckpt-probe", daemon=True
-            )
-            thread.start()
+            try:
+                thread = start_worker(self._probe, url, checkpoint_id, found, name="rckpt-probe")
+            except StoreUnavailable as exc:
+                with self._lock:
+                    self._under_way.discard(url)
+                return _describe_failure(exc)
             thread.join(wait_s)
         return (
             found[0]

@@ -5,10 +5,9 @@ So an agent that restarts looks and carries on, and a holder of a copy does the 
 """
 
 import logging
-import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -23,17 +22,11 @@ from replicated_ckpt.agent.uploads.bucket_retention import (
     standing_of,
     take_back_removed,
 )
+from replicated_ckpt.agent.uploads.upload import RETRY_MAX_S, Upload
 from replicated_ckpt.core.bucket.upload_plan import UploadState, choose_uploader
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import Standing
-from replicated_ckpt.errors import (
-    CheckpointExists,
-    ConfigInvalid,
-    ObjectCorrupt,
-    ReplicatedCkptError,
-    SaveAborted,
-    StoreDenied,
-)
+from replicated_ckpt.errors import ObjectCorrupt, ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.files.existence import list_prefixed
@@ -44,12 +37,10 @@ from replicated_ckpt.stores.verified import Expected
 log = logging.getLogger(__name__)
 
 IDLE_PAUSE_S = 5.0
-WAIT_FIRST_S, WAIT_MAX_S = 0.3, 10.0
-"""How long between two looks for the shards of the others."""
 WAITED_FOR_S = 1.0
-"""The same while a rank asks how far it has come."""
-RETRY_FIRST_S, RETRY_MAX_S = 0.5, 60.0
-"""How long between two tries after an error; drawn between half and all of it, so that nodes do not try in step."""
+"""How long between two looks for the shards of the others, while a rank asks how far it has come."""
+_NOTES_PREFIX = "upload-"
+"""Of files in the agent's directory, `upload-SAVE-SHARD.json`: what an upload needs to go on after a restart."""
 BUSY_S = 3600.0
 """An agent that ranks started stays that long for an upload that does not move."""
 _FORGOTTEN_MAX = 1024
@@ -79,13 +70,7 @@ class Uploader:
         self._on_bad = on_bad
         self._clock = clock
         self.orders = OrderBook(service.store.agent_directory())
-        self._states: dict[str, UploadState] = {}
-        self._failing_since: dict[str, float] = {}
-        self._first_seen: dict[str, float] = {}
-        self._moved_at: dict[str, float] = {}
-        self._due: dict[str, float] = {}
-        self._checked: set[tuple[str, str]] = set()
-        self._waits: dict[str, float] = {}
+        self._uploads: dict[str, Upload] = {}
         self._replaced_since: dict[str, float] = {}
         self._lock = threading.Lock()
         self._woken = threading.Event()
@@ -109,43 +94,43 @@ class Uploader:
         """Whether something waits to be uploaded, and has not waited in vain for BUSY_S."""
         since = self._clock() - BUSY_S
         return any(
-            state.state == "pending" and not state.is_denied and self._moved_at.get(save_id, since) > since
-            for save_id, state in self._read_states()
+            upload.is_pending and not upload.state.is_denied and upload.moved_at > since
+            for upload in self._read_uploads().values()
         )
 
-    def _read_states(self) -> list[tuple[str, UploadState]]:
+    def _read_uploads(self) -> dict[str, Upload]:
         with self._lock:
-            return list(self._states.items())
+            return dict(self._uploads)
 
     def status(self) -> Mapping[str, Any]:
-        states = self._read_states()
-        pending = {save_id: asdict(state) for save_id, state in states if state.state == "pending"}
-        return {"pending": pending, "done": len(states) - len(pending), "bytes_sent": self.bytes_sent}
+        uploads = self._read_uploads()
+        pending = {save_id: asdict(upload.state) for save_id, upload in uploads.items() if upload.is_pending}
+        return {"pending": pending, "done": len(uploads) - len(pending), "bytes_sent": self.bytes_sent}
 
     def standing(self) -> Standing:
         """What this node says of its policies of retention and its uploads. From any thread."""
-        return standing_of(self._service, self.orders, self._states)
+        states = {save_id: upload.state for save_id, upload in self._read_uploads().items()}
+        return standing_of(self._service, self.orders, states)
 
     def state_of(self, save_id: str) -> UploadState | None:
         """How far a save has come; the caller waits, so it is looked at soon. None: not here, or not to be uploaded."""
-        if save_id not in self._states:
+        if save_id not in self._uploads:
             self._find_wanted()
-        state = self._states.get(save_id)
-        if state is not None and state.state == "pending" and not state.error:
+        upload = self._uploads.get(save_id)
+        if upload is None:
+            return None
+        if upload.is_pending and not upload.state.error:
             soon = self._clock() + WAITED_FOR_S
-            if self._due.get(save_id, 0.0) > soon:
-                self._due[save_id] = soon
+            if upload.due > soon:
+                upload.due = soon
                 self._woken.set()
-        return state
+        return upload.state
 
     def try_now(self, *save_ids: str) -> None:
         """Has these saves, or all, tried at once as if they had not failed yet: the reason may be gone."""
-        for save_id in save_ids or list(self._due):
-            state = self._states.get(save_id)
-            if state is not None and state.state == "pending":
-                state.is_denied, state.failing_s = False, 0.0
-                self._failing_since.pop(save_id, None)
-                self._due[save_id] = 0.0
+        for save_id, upload in self._read_uploads().items():
+            if upload.is_pending and (save_id in save_ids or not save_ids):
+                upload.try_now()
         self._woken.set()
 
     def _run(self) -> None:
@@ -169,16 +154,17 @@ class Uploader:
         Raises:
             StoreError: the own store cannot be read. Stopped: the agent is leaving.
         """
-        wanted = sorted(self._find_wanted(), key=lambda manifest: -manifest.sequence)
-        for manifest in wanted:
+        for manifest, upload in sorted(self._find_wanted(), key=lambda wanted: -wanted[0].sequence):
             if self._stopping.is_set():
                 raise Stopped
-            if self._due.get(manifest.save_id, 0.0) <= self._clock():
-                self._try(manifest)
-        soonest = min((self._due[manifest.save_id] for manifest in self._find_wanted()), default=None)
+            if upload.due <= self._clock():
+                self._try(manifest, upload)
+        left = self._find_wanted()
+        self._forget_gone({manifest.save_id for manifest, _ in left})
+        soonest = min((upload.due for _, upload in left), default=None)
         return IDLE_PAUSE_S if soonest is None else min(IDLE_PAUSE_S, max(0.0, soonest - self._clock()))
 
-    def _find_wanted(self) -> list[Manifest]:
+    def _find_wanted(self) -> list[tuple[Manifest, Upload]]:
         """The saves here that are to be uploaded and are not known to be in the bucket, by what is committed here now."""
         removed, catalog = self._service.removals.read_all(), self._service.store.catalog
         committed = [manifest for _, manifest in catalog.committed()]
@@ -197,84 +183,68 @@ class Uploader:
         long = now - self._patience.lost_after_s
         return [manifest for manifest in replaced if self._replaced_since[manifest.save_id] < long]
 
-    def _pending(self, committed: Sequence[Manifest]) -> list[Manifest]:
-        found = []
+    def _pending(self, committed: Sequence[Manifest]) -> list[tuple[Manifest, Upload]]:
+        found, now = {}, self._clock()
         for asked in map(self.orders.apply, committed):
             if asked.upload is None:
                 continue
-            state = self._states.setdefault(asked.save_id, UploadState(asked.checkpoint_id, asked.upload.url))
-            if state.state == "pending":
-                self._first_seen.setdefault(asked.save_id, self._clock())
-                self._moved_at.setdefault(asked.save_id, self._clock())
-                self._due.setdefault(asked.save_id, 0.0)
-                found.append(asked)
-        here = {manifest.save_id for manifest in found}
-        for save_id in [
-            known for known, state in self._states.items() if state.state == "pending" and known not in here
-        ]:
-            del self._states[save_id]  # replaced or removed here before it was uploaded
-        while len(self._states) > _FORGOTTEN_MAX + len(here):
-            del self._states[next(iter(self._states))]
-        return found
+            state = UploadState(asked.checkpoint_id, asked.upload.url)
+            upload = self._uploads.setdefault(asked.save_id, Upload(state, first_seen=now, moved_at=now))
+            if upload.is_pending:
+                found[asked.save_id] = asked, upload
+        for save_id, upload in list(self._uploads.items()):
+            if upload.is_pending and save_id not in found:
+                del self._uploads[save_id]  # replaced or removed here before it was uploaded
+        while len(self._uploads) > _FORGOTTEN_MAX + len(found):
+            del self._uploads[next(iter(self._uploads))]
+        return list(found.values())
 
-    def _try(self, manifest: Manifest) -> None:
-        save_id, state = manifest.save_id, self._states[manifest.save_id]
-        state.attempts += 1
+    def _try(self, manifest: Manifest, upload: Upload) -> None:
+        upload.state.attempts += 1
         try:
-            is_done = self._advance(manifest, state)
+            if not self._advance(manifest, upload):
+                upload.wait(self._clock())
+                return
+            upload.end("committed")
+            log.info("%s is committed in %s", manifest.checkpoint_id, upload.state.url)
         except SaveAborted as exc:
-            state.state, state.error = "superseded", exc.message
-            self._forget(save_id)
+            upload.end("superseded", exc.message)
             log.info("%s is not uploaded any more: %s", manifest.checkpoint_id, exc.message)
-            return
         except ReplicatedCkptError as exc:
-            self._note_failure(save_id, state, exc)
-            log.warning("%s to %s: %s", manifest.checkpoint_id, state.url, exc)
+            upload.fail(exc, self._clock())
+            log.warning("%s to %s: %s", manifest.checkpoint_id, upload.state.url, exc)
             return
-        self._failing_since.pop(save_id, None)
-        state.error, state.kind, state.is_denied, state.failing_s = "", "", False, 0.0
-        if is_done:
-            state.state = "committed"
-            self._forget(save_id)
-            log.info("%s is committed in %s", manifest.checkpoint_id, state.url)
-            return
-        wait_s = self._waits[save_id] = min(WAIT_MAX_S, 1.5 * self._waits.get(save_id, WAIT_FIRST_S))
-        self._due[save_id] = self._clock() + wait_s * random.uniform(0.5, 1.0)  # noqa: S311 - chance, not secrecy
+        self._forget(manifest.save_id)
 
     def _forget(self, save_id: str) -> None:
-        """Drops what was only needed until the end of a save's upload."""
+        """Drops from the disk what was only needed until the end of a save's upload."""
         self.orders.done(save_id)
-        for notes in list_prefixed(self._service.store.agent_directory(), f"upload-{save_id}-"):
+        for notes in list_prefixed(self._service.store.agent_directory(), f"{_NOTES_PREFIX}{save_id}-"):
             notes.unlink(missing_ok=True)
-        self._checked = {key for key in self._checked if key[0] != save_id}
-        for book in (self._due, self._waits, self._moved_at, self._first_seen, self._failing_since):
-            book.pop(save_id, None)
 
-    def _note_failure(self, save_id: str, state: UploadState, exc: ReplicatedCkptError) -> None:
-        now = self._clock()
-        since = self._failing_since.setdefault(save_id, now)
-        state.error, state.kind, state.failing_s = str(exc), type(exc).__name__, now - since
-        state.is_denied = isinstance(exc, StoreDenied | ConfigInvalid | CheckpointExists)
-        pause_s = min(
-            RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(state.attempts, 20), max(RETRY_FIRST_S, 2 * state.failing_s)
-        )
-        self._due[save_id] = now + pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - chance, not secrecy
+    def _forget_gone(self, wanted: Collection[str]) -> None:
+        """Forgets the saves that lie here no longer: replaced, retired or removed before they were in the bucket."""
+        notes = list_prefixed(self._service.store.agent_directory(), _NOTES_PREFIX)
+        known = self.orders.read_all().union(path.name.split("-")[1] for path in notes)
+        gone = known.difference(wanted)
+        if not gone or any(self._service.store.catalog.with_invalid_manifest()):
+            return  # a manifest that is not believed now may be one of theirs
+        here = {holding.save_id for holding in self._service.holdings()} - self._service.removals.read_all()
+        for save_id in gone - here:
+            self._forget(save_id)
 
-    def _advance(self, manifest: Manifest, state: UploadState) -> bool:
+    def _advance(self, manifest: Manifest, upload: Upload) -> bool:
         """Uploads what is this node's to upload now; whether the save is committed in the bucket afterwards."""
-        bucket, save_id = self._targets.bucket(state.url), manifest.save_id
+        bucket, save_id = self._targets.bucket(upload.state.url), manifest.save_id
         there = bucket.save_of(manifest.checkpoint_id)
         if there is not None and there.save_id == save_id:
             return True
         check_wanted(self._service, bucket, manifest)
-        arrived = {name for name in bucket.find_arrived(manifest) if self._is_intact(bucket, manifest, name)}
-        missing = set(manifest.shards) - arrived
-        for name in sorted(self._mine(manifest, missing)):
-            self._bring(bucket, manifest, name, state)
+        missing = set(manifest.shards) - self._find_intact(bucket, manifest, upload)
+        for name in sorted(self._mine(manifest, missing, upload)):
+            self._bring(bucket, manifest, name, upload)
             missing.discard(name)
-        if missing and missing - {
-            name for name in bucket.find_arrived(manifest) if self._is_intact(bucket, manifest, name)
-        }:
+        if missing and missing - self._find_intact(bucket, manifest, upload):
             return False
         with open_committed_save(self._service.store.root, manifest.checkpoint_id, save_id) as (directory, _):
             raw_manifest, raw_metadata = descriptions(directory, manifest)
@@ -283,13 +253,13 @@ class Uploader:
         retire_in_bucket(self._service, bucket, manifest)
         return True
 
-    def _is_intact(self, bucket: Bucket, manifest: Manifest, name: str) -> bool:
-        key = (manifest.save_id, name)
-        if key not in self._checked and bucket.is_intact(manifest, name):
-            self._checked.add(key)
-        return key in self._checked
+    def _find_intact(self, bucket: Bucket, manifest: Manifest, upload: Upload) -> set[str]:
+        """The shards that are in the bucket; each is looked at until it was found intact once."""
+        arrived = bucket.find_arrived(manifest)
+        upload.intact.update(name for name in arrived - upload.intact if bucket.is_intact(manifest, name))
+        return arrived & upload.intact
 
-    def _mine(self, manifest: Manifest, missing: set[str]) -> set[str]:
+    def _mine(self, manifest: Manifest, missing: set[str], upload: Upload) -> set[str]:
         """Those of the missing shards that this node brings: its own, and those whose owners are gone."""
         own = self._service.node_id
         held = {
@@ -300,30 +270,30 @@ class Uploader:
         }
         mine = {name for name in missing & held if manifest.shards[name].owner_node == own}
         others = (missing & held) - mine
-        if others and self._clock() - self._first_seen[manifest.save_id] > self._patience.lost_after_s / 3:
+        if others and self._clock() - upload.first_seen > self._patience.lost_after_s / 3:
             views = self._watch.look()
             mine |= {name for name in others if choose_uploader(manifest, name, views, own) == own}
         return mine
 
-    def _bring(self, bucket: Bucket, manifest: Manifest, name: str, state: UploadState) -> None:
+    def _bring(self, bucket: Bucket, manifest: Manifest, name: str, upload: Upload) -> None:
         entry, store = manifest.shards[name], self._service.store
         label = f"node {self._service.node_id} at {store.root}"
-        notes = store.agent_directory() / f"upload-{manifest.save_id}-{name}.json"
+        notes = store.agent_directory() / f"{_NOTES_PREFIX}{manifest.save_id}-{name}.json"
         try:
             with open_committed_save(store.root, manifest.checkpoint_id, manifest.save_id) as (directory, _):
                 expected = Expected(entry.size_bytes, entry.crc32c)
                 source = UploadSource(directory.open(name), label, name, expected, resume_path=notes)
             with source:
-                bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, manifest.save_id))
+                bucket.put_shard(manifest, name, source, partial(self._wait_for_pace, upload))
         except ObjectCorrupt as exc:
             if exc.store == label:
                 self._on_bad(manifest.checkpoint_id, manifest.save_id, name, exc.message)
             raise
-        state.bytes_sent += entry.size_bytes
-        self._checked.add((manifest.save_id, name))
+        upload.state.bytes_sent += entry.size_bytes
+        upload.intact.add(name)
 
-    def _wait_for_pace(self, save_id: str, size_bytes: int) -> None:
+    def _wait_for_pace(self, upload: Upload, size_bytes: int) -> None:
         with self._pace_lock:
-            self._moved_at[save_id] = self._clock()
+            upload.moved_at = self._clock()
             self._pace.take(size_bytes)
             self.bytes_sent += size_bytes

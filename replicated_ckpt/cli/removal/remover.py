@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from replicated_ckpt.cli.checkpoints.ls import list_bucket
@@ -60,16 +60,7 @@ class Removed:
         return ExitCode.UNREACHABLE if self.not_reached else ExitCode.OK
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "removed": self.removed,
-            "not_here": self.not_here,
-            "removed_from": self.removed_from,
-            "kept": self.kept,
-            "still_on": self.still_on,
-            "not_reached": self.not_reached,
-            "still_in_bucket": self.still_in_bucket,
-            "freed_bytes": self.freed_bytes,
-        }
+        return asdict(self)
 
 
 class Remover:

@@ -15,7 +15,6 @@ Source: CRC32C (Castagnoli), RFC 3720 section 12.1, which fastcrc calls by the R
 import hashlib
 import struct
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -184,11 +183,3 @@ class BlockHasher:
         if self._filled:
             self._close_block()
         return BlockTable(self._block_bytes, self._data_bytes, tuple(self._crcs))
-
-
-def table_of(pieces: Iterable[Bytes], block_bytes: int = BLOCK_BYTES) -> BlockTable:
-    """Block table of data given as pieces in order."""
-    hasher = BlockHasher(block_bytes)
-    for piece in pieces:
-        hasher.update(piece)
-    return hasher.table()

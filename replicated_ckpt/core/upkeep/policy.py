@@ -33,15 +33,7 @@ class Policy:
         return self.scope, self.tier, self.lineage
 
     def to_json(self) -> dict[str, Any]:
-        kept = self.retention
-        fields = None if kept is None else asdict(kept)
-        return {
-            "scope": self.scope,
-            "tier": self.tier,
-            "revision": self.revision,
-            "retention": fields,
-            "lineage": self.lineage,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Policy":

@@ -1,7 +1,7 @@
 """Remains: files of a checkpoint whose manifest is damaged or gone, and which save their own checksums say they are of."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from operator import index
 from typing import Any
 
@@ -66,13 +66,7 @@ class Remains:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "node_id": self.node_id,
-            "checkpoint_id": self.checkpoint_id,
-            "is_ours": self.is_ours,
-            "sizes": dict(self.sizes),
-            "crcs": dict(self.crcs),
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Remains":

@@ -22,7 +22,7 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
     CachedSavePlanner says what such a plan stands for.
     """
     plans = [_whole(plan) for plan in plans]
-    if not all(map(_is_usable, plans)):
+    if not all(plan.usable for plan in plans):
         return NOTHING_ANNOUNCED
     sizes = [_shard_bytes_max(plan) for plan in plans]
     return Announced(max(sizes, default=0), sum(sizes))
@@ -31,15 +31,11 @@ def announce(plans: Sequence[SavePlan]) -> Announced:
 def tensor_bytes(plan: SavePlan) -> int | None:
     """Of the tensors that a plan writes, as they are planned; None: DCP has kept the plan back."""
     plan = _whole(plan)
-    return _tensor_bytes(plan) if _is_usable(plan) else None
+    return _tensor_bytes(plan) if plan.usable else None
 
 
 def _whole(plan: SavePlan) -> SavePlan:
     return (plan.whole or plan) if isinstance(plan, KeptPlan) else plan
-
-
-def _is_usable(plan: SavePlan) -> bool:
-    return getattr(plan, "usable", True)  # torch 2.6 keeps none back, and has no such field
 
 
 def _shard_bytes_max(plan: SavePlan) -> int:

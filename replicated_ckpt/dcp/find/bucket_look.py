@@ -11,11 +11,15 @@ LOOK_WITHIN_S = 5.0
 
 @dataclass(frozen=True)
 class InBucket:
-    """How a save lies in the bucket. `metadata_crc32c` None: stock torch wrote it, and there are no checksums."""
+    """How a save lies in the bucket. `metadata_crc32c` None: stock torch wrote it, and it has no checksums of ours."""
 
     prefix: str
     metadata_bytes: int
     metadata_crc32c: int | None
+
+    @property
+    def is_unmanaged(self) -> bool:
+        return self.metadata_crc32c is None
 
     @classmethod
     def of(cls, save: BucketSave) -> "InBucket":

@@ -114,7 +114,9 @@ class LoadAttempt:
         self.check_failure()
         key, bucket = f"rank {self._world.rank}", self._parts.bucket.open()
         metadata = read_verified_metadata(self._store, self._survey, bucket, key, self._silent)
-        self._places = places_of(metadata) if self._survey.unmanaged_warning else None
+        there = self._survey.in_bucket
+        if self._survey.unmanaged_warning or (there is not None and there.is_unmanaged):
+            self._places = places_of(metadata)
         if self._survey.unmanaged_warning and self._world.is_coordinator:
             warn(self._survey.unmanaged_warning, self._parts.made_at)
         if len(self._survey.lineages) > 1:

@@ -15,7 +15,7 @@ from replicated_ckpt.dcp.find.survey import Survey
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, ReplicatedCkptError, ShardLost, StoreUnavailable
 from replicated_ckpt.stores.any_source import AnySource, Source, Tables
 from replicated_ckpt.stores.bucket.bucket import Bucket
-from replicated_ckpt.stores.bucket.shard import ObjectShard, UncheckedShard
+from replicated_ckpt.stores.bucket.shard import ObjectShard, UnmanagedObjectShard
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.node_cache.exchange import Exchange
@@ -23,7 +23,7 @@ from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.copy import PeerShard
 from replicated_ckpt.stores.peer.suspects import tell_suspect
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
-from replicated_ckpt.stores.unmanaged.shard import UnmanagedFileShard, UnmanagedPeerShard
+from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard, UnmanagedPeerShard
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class ShardReader:
         bucket: Bucket | None = None,
         places: Mapping[str, Sequence[ByteRange]] | None = None,
     ) -> None:
-        """`places`: of all items of each shard, if stock torch wrote them: it is items that are checked there."""
+        """`places`: of all items of each shard, if they have no manifest: it is items that are checked there."""
         self._store = store
         self._own_node = own_node
         self._survey = survey
@@ -129,6 +129,7 @@ class ShardReader:
         self._address_by_node = {address.node_id: address for address in survey.addresses}
         self._nodes_by_shard = self._order(shards, reader_key)
         self._places = places or {}
+        self._unchecked: dict[tuple[str, str], UncheckedItems] = {}
         self._open: dict[str, AnySource] = {}
         self._rebuilt: Tables = {}
         self.findings = Findings()
@@ -186,18 +187,23 @@ class ShardReader:
             return ShardFile(open_file, f"node {node} at {self._store.root}", f"{save.checkpoint_id}/{shard}", expected)
         if node == OBJECT_NODE and self._bucket is not None and survey.in_bucket is not None:
             key = f"{save.checkpoint_id}/{survey.in_bucket.prefix}{shard}"
-            kind = UncheckedShard if survey.in_bucket.metadata_crc32c is None else ObjectShard
-            return kind(self._bucket, key, expected)
+            if survey.in_bucket.is_unmanaged:
+                return UnmanagedObjectShard(self._bucket, key, expected, self._unchecked_items(shard, node))
+            return ObjectShard(self._bucket, key, expected)
         if node not in self._address_by_node:
             raise StoreUnavailable(f"node {node}", "open", shard, "only its own ranks can read its store", _NO_AGENT)
         client = AgentClient(self._address_by_node[node])
         return PeerShard(client, save.checkpoint_id, save.save_id, shard, expected)
 
     def _stock_shard_at(self, shard: str, node: str, expected: Expected) -> VerifiedShard:
-        checkpoint_id, items = self._survey.found.checkpoint_id, self._places.get(shard, ())
+        checkpoint_id, items = self._survey.found.checkpoint_id, self._unchecked_items(shard, node)
         if node == self._own_node:
             return UnmanagedFileShard(UnmanagedDirectory(self._store.root), checkpoint_id, shard, expected, items)
         return UnmanagedPeerShard(AgentClient(self._address_by_node[node]), checkpoint_id, shard, expected, items)
+
+    def _unchecked_items(self, shard: str, node: str) -> UncheckedItems:
+        """The same for all siblings."""
+        return self._unchecked.setdefault((shard, node), UncheckedItems(self._places.get(shard, ())))
 
     def _note(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
         is_ours = not self._survey.unmanaged_warning  # what stock torch wrote is not mended

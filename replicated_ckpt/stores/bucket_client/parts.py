@@ -1,6 +1,7 @@
 """One shard to S3 in parallel parts, in bounded memory; it goes on after a restart with the parts that are there."""
 
 import base64
+import contextlib
 import json
 import queue
 import struct
@@ -84,9 +85,13 @@ class MultipartUpload:
                 except BaseException as exc:  # noqa: BLE001 - top of a thread; raised by its owner below
                     errors.append(exc)
 
-        threads = [threading.Thread(target=work, name="rckpt-part", daemon=True) for _ in range(PARTS_PARALLEL)]
-        for thread in threads:
-            thread.start()
+        threads: list[threading.Thread] = []
+        with contextlib.suppress(RuntimeError, MemoryError):  # as many as the system gives; this one sends what is left
+            for _ in range(PARTS_PARALLEL - 1):
+                thread = threading.Thread(target=work, name="rckpt-part", daemon=True)
+                thread.start()
+                threads.append(thread)
+        work()
         for thread in threads:
             thread.join()
         if errors:

@@ -55,6 +55,7 @@ _DENIED = {
 }  # fmt: skip
 _CONDITION_FAILED = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 _CONDITION_UNKNOWN = ("NotImplemented", "501")
+_CHECKSUM_UNKNOWN = ("NotImplemented:", "InvalidArgument:", "InvalidRequest:")
 _MISSING = {"NoSuchKey", "404", "NotFound"}
 _BUSY = {
     "SlowDown",
@@ -203,7 +204,7 @@ class S3Client:
                 with self.translate_errors("begin the upload of", key):
                     return str(self.s3.create_multipart_upload(**where, ChecksumAlgorithm="CRC32C")["UploadId"])
             except StoreError as exc:
-                if type(exc) is not StoreError:
+                if not exc.detail.startswith(_CHECKSUM_UNKNOWN):
                     raise
                 self.has_checksums = False
         with self.translate_errors("begin the upload of", key):

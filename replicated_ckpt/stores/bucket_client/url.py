@@ -77,7 +77,7 @@ class ObjectTarget:
         """The target as a process of this node's user has named it, and nothing of this process's environment.
 
         Raises:
-            ConfigInvalid: it names environment variables, which no agent takes; and as `checked`.
+            ConfigInvalid: it names environment variables, which no agent takes; and as `check`.
             KeyError, TypeError, ValueError: it is no target.
         """
         if fields.get("environment"):

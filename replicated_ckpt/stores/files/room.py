@@ -1,7 +1,7 @@
 """How much room a file system has left for this user."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import index
 from typing import Any
 
@@ -14,7 +14,7 @@ class Room:
     size_bytes: int
 
     def to_json(self) -> dict[str, int]:
-        return {"free_bytes": self.free_bytes, "size_bytes": self.size_bytes}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Room":

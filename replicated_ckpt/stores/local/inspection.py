@@ -69,7 +69,7 @@ class Inspector:
                     yield from self._of_save(directory, manifest)
 
     def sum_sizes(self, checkpoint_id: str | None = None) -> int:
-        """How many bytes `inspected` has to read, as the directory shows them now; for progress."""
+        """How many bytes `inspect` has to read, as the directory shows them now; for progress."""
         catalog = self._store.catalog
         ids = catalog.directories() if checkpoint_id is None else [checkpoint_id]
         names = [

@@ -36,10 +36,14 @@ class FileSink:
                 self._is_recycled = taken is not None
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._fd = os.open(self._part, flags, 0o640) if taken is None else taken
-                os.fchmod(self._fd, 0o640)  # whatever the umask: who may come this far is said by the directories
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {path} belongs to is not open any more.") from exc
-            self.is_direct = wants_direct and switch_direct_io(self._fd, on=True)
+            try:
+                os.fchmod(self._fd, 0o640)  # whatever the umask: who may come this far is said by the directories
+                self.is_direct = wants_direct and switch_direct_io(self._fd, on=True)
+            except OSError:
+                self.discard()
+                raise
 
     @property
     def label(self) -> str:
@@ -100,8 +104,6 @@ class FileSink:
     def publish(self) -> None:
         with translate_errors(str(self._path.parent), "rename", self._path.name):
             is_own = self._is_own()
-            os.close(self._fd)
-            self._fd = -1
             failpoints.reach("store.shard-fsynced")
             if not is_own:
                 raise SaveAborted(f"{self._path} was aborted, or is written anew by another process.")
@@ -113,6 +115,8 @@ class FileSink:
                 failpoints.reach("store.shard-named")
             except FileNotFoundError as exc:
                 raise SaveAborted(f"The save that {self._path} belongs to was aborted.") from exc
+            os.close(self._fd)  # not before: what has failed is told by it from a part of another process
+            self._fd = -1
 
     def _is_own(self) -> bool:
         """Whether the part has its name still: another process that writes the shard anew has taken it."""

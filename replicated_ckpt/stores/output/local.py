@@ -90,24 +90,26 @@ class LocalOutput(Output):
 
     def _begin(self) -> None:
         """Takes the place beside `path`, and removes what a killed conversion left there."""
-        with translate_errors(str(self._path.parent), "write", self._part.name):
+        try:
+            with translate_errors(str(self._path.parent), "write", self._part.name):
+                self._take_part()
+                for leftover in self._part.iterdir():
+                    leftover.unlink()
+        except BaseException:
+            self._close()
+            raise
+
+    def _take_part(self) -> None:
+        """Locks the directory beside `path`. Raises ConfigInvalid: another process has it, or has just published it."""
+        try:
             self._part.mkdir(exist_ok=True)
             self._lock = HeldLock(os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
-        try:
             fcntl.flock(self._lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = self._is_there()
-        except BlockingIOError:
+            is_ours = os.path.samestat(self._part.stat(), os.fstat(self._lock.fd))
+        except (BlockingIOError, FileNotFoundError):
             is_ours = False
         if not is_ours:
-            self._close()
             raise ConfigInvalid(f"Another process is writing {self._path}.", "Wait for its end.")
-        for leftover in self._part.iterdir():
-            leftover.unlink()
-
-    def _is_there(self) -> bool:
-        """Whether the directory that is locked still has its name."""
-        found, held = self._part.stat(), os.fstat(self._lock.fd)
-        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
     def _check_room(self, size_bytes: int) -> None:
         status = os.statvfs(self._part)

@@ -23,7 +23,6 @@ from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors, write_file
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
-from replicated_ckpt.stores.local.inspection import Paced, at_once
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.versions.carry_over import Signature, originals_path, signature
 from replicated_ckpt.stores.local.versions.others import link_others
@@ -77,9 +76,7 @@ def check_adopted(root: Path, intent: Intent, raw_manifest: bytes) -> None:
         )
 
 
-def stage_shards(
-    root: Path, checkpoint_id: str, save_id: str, names: Sequence[str], paced: Paced = at_once
-) -> Mapping[str, BlockTable]:
+def stage_shards(root: Path, checkpoint_id: str, save_id: str, names: Sequence[str]) -> Mapping[str, BlockTable]:
     """Copies these shards of a checkpoint without a manifest into the staged save, each with a footer, durably.
 
     `.metadata` must be staged. Each item of the copy is read back and held against its CRC32, where it has one; all of it
@@ -104,7 +101,7 @@ def stage_shards(
             try:
                 signatures[name] = signature(os.fstat(fd))
                 sink = FileSink(staging / name, recycled=RecycledFiles(root))
-                tables[name] = copy_with_footer(fd, sink, f"{root}/{checkpoint_id}/{name}", paced)
+                tables[name] = copy_with_footer(fd, sink, f"{root}/{checkpoint_id}/{name}")
             finally:
                 os.close(fd)
             _check_copy(staging / name, ranges.get(name, ()), tables[name].data_bytes)
@@ -114,7 +111,7 @@ def stage_shards(
     return tables
 
 
-def copy_with_footer(fd: int, sink: FileSink, path: str, paced: Paced) -> BlockTable:
+def copy_with_footer(fd: int, sink: FileSink, path: str) -> BlockTable:
     """Copies a file into a sink and puts a footer behind it; the sink's file is whole and durable afterwards.
 
     Raises:
@@ -123,7 +120,6 @@ def copy_with_footer(fd: int, sink: FileSink, path: str, paced: Paced) -> BlockT
     hasher, piece, position = BlockHasher(), memoryview(bytearray(PIECE_BYTES)), 0
     try:
         while True:
-            paced(PIECE_BYTES)
             with translate_errors(path, "read", ""):
                 count = read_exactly(fd, piece, position)
             hasher.update(piece[:count])

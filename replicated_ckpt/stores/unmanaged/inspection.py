@@ -12,7 +12,6 @@ from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ObjectMissing
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
-from replicated_ckpt.stores.local.inspection import Paced, at_once
 from replicated_ckpt.stores.local.store import LocalStore
 
 
@@ -22,10 +21,9 @@ class UnmanagedInspector:
     `unchecked` counts afterwards the items that have no CRC32, or are no containers.
     """
 
-    def __init__(self, store: LocalStore, node_id: str, paced: Paced = at_once) -> None:
+    def __init__(self, store: LocalStore, node_id: str) -> None:
         self._store = store
         self._node_id = node_id
-        self._paced = paced
         self.bytes_read = 0
         self.unchecked = 0
 
@@ -100,7 +98,6 @@ class UnmanagedInspector:
         self.unchecked += check_item(fetch, item.length, must_tell=must_tell) is Verdict.UNCHECKED
 
     def _read(self, fd: int, offset: int, length: int) -> memoryview:
-        self._paced(length)
         target = memoryview(bytearray(length))
         if read_exactly(fd, target, offset) != length:
             raise ItemDamaged("the file ended early")

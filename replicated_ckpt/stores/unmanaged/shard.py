@@ -3,7 +3,8 @@
 Where the shard has a footer of ours, as its manifest alone is lost, its blocks are held against that.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from replicated_ckpt.core.integrity.checksum import BlockTable
@@ -16,14 +17,33 @@ from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 
 
+class UncheckedItems:
+    """The items of a shard that were not checked yet at one source, for all threads that read it there.
+
+    Each is checked once: the threads that meet it meanwhile wait, as they need the outcome and would all read it again.
+    """
+
+    def __init__(self, items: Sequence[ByteRange]) -> None:
+        self.end = end_of(items)
+        self._items = sorted(items, key=lambda item: item.offset)
+        self._lock = threading.Lock()
+
+    def check(self, there: ByteRange, check: Callable[[ByteRange], None]) -> None:
+        """Calls `check` for each that has bytes in this range; it counts as checked unless that raises."""
+        with self._lock:
+            for item in [item for item in self._items if item.offset < there.end and item.end > there.offset]:
+                check(item)
+                self._items.remove(item)
+
+
 class UnmanagedShard(VerifiedShard):
     """Reads a shard of no manifest. An item is checked before the first byte of it is given out, if it has checksums.
 
     `items` are the places of the items that may be read. One thread.
     """
 
-    def __init__(self, store: str, name: str, expected: Expected, items: Sequence[ByteRange]) -> None:
-        self._unchecked = sorted(items, key=lambda item: item.offset)
+    def __init__(self, store: str, name: str, expected: Expected, items: UncheckedItems) -> None:
+        self._unchecked = items
         self._footer = OwnFooter()
         super().__init__(store, name, expected)
 
@@ -31,7 +51,7 @@ class UnmanagedShard(VerifiedShard):
         """That of its footer; of a shard without one a single block, whose checksum nobody has."""
         size = expected.size_bytes
         self._footer = find_footer(
-            lambda offset, length: self._fetch(offset, offset + length), size, end_of(self._unchecked)
+            lambda offset, length: self._fetch(offset, offset + length), size, self._unchecked.end
         )
         return self._footer.table or BlockTable(size or 1, size, (0,))
 
@@ -44,13 +64,11 @@ class UnmanagedShard(VerifiedShard):
         span = self._reuse(length, lent)
         if span:
             self._fill(span, offset)
-        touched = [item for item in self._unchecked if item.offset < offset + length and item.end > offset]
-        for item in touched:
-            self._check(item, span, ByteRange(offset, length))
-            self._unchecked.remove(item)
+        there = ByteRange(offset, length)
+        self._unchecked.check(there, partial(self._check, span, there))
         return span
 
-    def _check(self, item: ByteRange, span: memoryview, there: ByteRange) -> None:
+    def _check(self, span: memoryview, there: ByteRange, item: ByteRange) -> None:
         """Checks one item, from memory where all of it is there; read a second time before it counts as damaged."""
         is_inside = there.offset <= item.offset and item.end <= there.end
 
@@ -82,7 +100,7 @@ class UnmanagedFileShard(OpenFile, UnmanagedShard):
         checkpoint_id: str,
         name: str,
         expected: Expected,
-        items: Sequence[ByteRange],
+        items: UncheckedItems,
     ) -> None:
         super().__init__(str(directory.root), f"{checkpoint_id}/{name}", expected, items)
         self._open_file = partial(directory.open, checkpoint_id, name, expected.size_bytes)
@@ -92,7 +110,7 @@ class UnmanagedPeerShard(UnmanagedShard):
     """On a peer's disk, through its agent, which refuses a file of another size. The client is taken over."""
 
     def __init__(
-        self, client: AgentClient, checkpoint_id: str, name: str, expected: Expected, items: Sequence[ByteRange]
+        self, client: AgentClient, checkpoint_id: str, name: str, expected: Expected, items: UncheckedItems
     ) -> None:
         self._client = client
         self._path = unmanaged_path(checkpoint_id, name, expected.size_bytes)

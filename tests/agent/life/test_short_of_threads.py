@@ -15,16 +15,20 @@ from replicated_ckpt.agent.peers.greeting import Greeter
 from replicated_ckpt.agent.saves.finish import Outline
 from replicated_ckpt.agent.saves.hand_overs import HandedShard
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.agent.saves.shard_copies import WantedCopies
+from replicated_ckpt.agent.saves.shard_copies import WantedCopies, write_copies
 from replicated_ckpt.agent.state.endpoint import Endpoint
+from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.uploads.probe import Prober
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME, ShardName
 from replicated_ckpt.core.manifest import Manifest, NodeEntry
 from replicated_ckpt.dcp.hand_over.handed import hand_over
 from replicated_ckpt.errors import StoreUnavailable
+from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.stores.tee import Buffers
 from tests.stopwatch import Stopwatch
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
@@ -89,6 +93,24 @@ def test_a_rank_that_gets_no_thread_of_the_agent_is_sent_away(service: NodeServi
     finally:
         os.close(fd)
         door.close()
+
+
+def test_a_shard_that_gets_no_thread_to_be_written_leaves_no_file(service: NodeService) -> None:
+    """What was made for it is gone when the error comes."""
+    wanted = WantedCopies(SAVE, SHARD, service.node_id)
+    with without_threads(), pytest.raises(StoreUnavailable, match="gets no thread"):
+        write_copies(service.store, wanted, Buffers(2, 4096), lambda tee: tee.write(b"data"))
+    assert not list(service.store.staging(SAVE).glob(f"{SHARD}*"))
+
+
+def test_a_bucket_is_probed_once_there_are_threads_again(tmp_path: Path) -> None:
+    """A probe that got none is not taken for one that the bucket has not answered yet."""
+    targets, url = TargetBook(tmp_path), f"file://{tmp_path}/bucket"
+    targets.learn(ObjectTarget.check(url, {}))
+    prober = Prober(targets)
+    with without_threads():
+        assert "gets no thread" in prober.probe(url, "step-1")["error"]
+    assert prober.probe(url, "step-1")["is_empty"]
 
 
 def test_a_save_that_gets_no_thread_is_not_begun(service: NodeService) -> None:

@@ -206,14 +206,14 @@ def test_a_removal_ends_once_it_is_done(tmp_path: Path) -> None:
         book.take(f"{number:032x}")
     book.finish(f"{1:032x}")
     for again in (book, RemovalBook(tmp_path)):
-        assert again.read_pending() == {f"{2:032x}"}
+        assert again.read_pending_and_done() == (frozenset({f"{2:032x}"}), frozenset({f"{1:032x}"}))
         assert again.read_all() == {f"{1:032x}", f"{2:032x}"}
     book.forget(f"{2:032x}")
     book.forget(f"{1:032x}")
-    assert RemovalBook(tmp_path).read_all() == RemovalBook(tmp_path).read_pending() == {f"{2:032x}"}
+    assert RemovalBook(tmp_path).read_pending_and_done() == (frozenset({f"{2:032x}"}), frozenset())
     for number in range(REMOVALS_MAX + 5):
         book.take(f"{number + 3:032x}")
-    assert len(book.read_all()) == len(book.read_pending()) == REMOVALS_MAX
+    assert len(book.read_all()) == len(book.read_pending_and_done()[0]) == REMOVALS_MAX
 
 
 def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
@@ -245,9 +245,8 @@ def test_a_removal_during_a_look_is_not_taken_for_one_that_was_put_back(
         return found
 
     book.take(OTHER_SAVE)  # without a note there is no look
-    for name in ("read_all", "read_pending", "read_pending_and_done"):
-        if hasattr(RemovalBook, name):
-            monkeypatch.setattr(RemovalBook, name, move_on(getattr(RemovalBook, name)))
+    for name in ("read_all", "read_pending_and_done"):
+        monkeypatch.setattr(RemovalBook, name, move_on(getattr(RemovalBook, name)))
     monkeypatch.setattr(Retirer, "_find_here", scan)
     Retirer(service, threading.Event())._finish_removals()
     assert save_id in RemovalBook(store.root / ".agent").read_all()

@@ -10,9 +10,9 @@ from replicated_ckpt.core.integrity.checksum import (
     crc32c,
     decode_footer,
     footer_bytes_of,
-    table_of,
 )
 from replicated_ckpt.core.integrity.crc_combination import combine_crcs
+from replicated_ckpt.testing.shard_files import table_of
 
 
 def test_crc32c_is_castagnoli() -> None:

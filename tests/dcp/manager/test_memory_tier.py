@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,11 +19,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from replicated_ckpt import CheckpointManager, ReplicatedReader, Retention, WorldSizeChanged
 from replicated_ckpt.core.lineage import Version
+from replicated_ckpt.dcp import tiered_checkpoints
 from replicated_ckpt.dcp.memory import limit
 from replicated_ckpt.dcp.memory import root as place
 from replicated_ckpt.dcp.memory.root import SHARED_MEMORY, find_memory_root, measure_memory
 from replicated_ckpt.dcp.node import seen_lineage
 from replicated_ckpt.dcp.staging.segment import drop_idle_segments
+from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.dcp.told_saves import ToldSaves
 from replicated_ckpt.errors import ConfigInvalid, StoreFull, StoreUnavailable
 from replicated_ckpt.stores.local.shard_file import FileSink
@@ -65,6 +68,24 @@ def test_the_bucket_and_keep_every_count_what_goes_to_the_disk(root: Path, tmp_p
         assert manager.wait() == ("step-4", "step-8")
     assert {path.name for path in bucket.glob("step-*")} == {"step-4", "step-8"}
     assert steps_in(root) == {6, 8}
+
+
+def test_a_wait_for_both_tiers_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first tier has used of the time, the second one has no more."""
+    now, given = [100.0], []
+
+    def tier() -> Any:
+        def wait(timeout_s: float) -> tuple[str, ...]:
+            given.append(timeout_s)
+            now[0] += 7.0
+            return ()
+
+        return SimpleNamespace(wait=wait)
+
+    monkeypatch.setattr(tiered_checkpoints, "time", SimpleNamespace(monotonic=lambda: now[0]), raising=False)
+    both: Any = SimpleNamespace(memory=tier(), disk=tier())
+    assert TieredCheckpoints.wait(both, 10.0) == ()
+    assert given == [10.0, 3.0]
 
 
 def test_metrics_and_notes_of_both_tiers_are_seen(root: Path, memory: Path) -> None:

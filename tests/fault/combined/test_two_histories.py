@@ -19,12 +19,13 @@ import pytest
 
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.integrity.checksum import crc32c, table_of
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.inventory import Holding, saves_found
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.agents import RunningAgent, peers_of, running_agent, wait_for
 from tests.agent.checkpoints import METADATA, findings, shard
 from tests.marks import mark_long

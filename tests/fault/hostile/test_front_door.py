@@ -24,7 +24,7 @@ from replicated_ckpt.agent.requests.request import DOCUMENT_BYTES_MAX
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.agent.state.rights import Tokens
-from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, decode_footer, footer_bytes_of, table_of
+from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, decode_footer, footer_bytes_of
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.manifest import decode_manifest
 from replicated_ckpt.core.upkeep.finding import Finding
@@ -35,6 +35,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.throttle import Pace
 from replicated_ckpt.stores.verified import Expected
+from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.agents import object_routes, running_agent
 from tests.agent.checkpoints import checkpointed, held, shard
 

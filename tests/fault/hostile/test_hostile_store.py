@@ -25,7 +25,7 @@ from replicated_ckpt.stores.local.remains import RemainsReader
 from replicated_ckpt.stores.local.shard_file import ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
-from replicated_ckpt.stores.unmanaged.shard import UnmanagedFileShard
+from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, shard
@@ -113,7 +113,7 @@ def sparse_shard(directory: Path, kind: str) -> VerifiedShard:
     path.touch()
     filled(path)
     if kind == "stock's":
-        whole = [ByteRange(0, TERABYTE)]
+        whole = UncheckedItems([ByteRange(0, TERABYTE)])
         return UnmanagedFileShard(UnmanagedDirectory(directory), "step-1", shard(0), Expected(TERABYTE, 0), whole)
     expected = Expected(TERABYTE, 0, BlockTable(TERABYTE, TERABYTE, (0,)))
     return ShardFile(partial(os.open, path, os.O_RDONLY), "here", shard(0), expected)

@@ -18,7 +18,7 @@ from replicated_ckpt.agent.repair.mender import pull_shard
 from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.core.integrity.checksum import crc32c, table_of
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import MANIFEST_NAME
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.stores.any_source import AnySource, Source
@@ -34,6 +34,7 @@ from replicated_ckpt.stores.local.versions.retire import recycle, retire
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.tee import Buffers, Tee
 from replicated_ckpt.stores.verified import Expected, VerifiedShard
+from replicated_ckpt.testing.shard_files import table_of
 from tests.fault.power_loss.recorder import Recorder
 
 CHECKPOINT = "runs/seed-0/step-1"

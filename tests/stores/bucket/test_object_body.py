@@ -9,7 +9,6 @@ from uuid import uuid4
 
 import pytest
 
-from replicated_ckpt.core.integrity.checksum import table_of
 from replicated_ckpt.stores.bucket_client import parts
 from replicated_ckpt.stores.bucket_client import s3 as object_s3
 from replicated_ckpt.stores.bucket_client.body import MemoryBody
@@ -17,6 +16,7 @@ from replicated_ckpt.stores.bucket_client.s3 import S3Client
 from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.verified import Expected
+from replicated_ckpt.testing.shard_files import table_of
 from tests.buckets.faults import Fault
 from tests.buckets.faulty_bucket import faulty_bucket
 from tests.buckets.servers import Server

@@ -12,8 +12,9 @@ from uuid import uuid4
 import pytest
 
 from replicated_ckpt.core.bucket.commit_mark import MARK_BYTES, CommitMark, decode_mark
-from replicated_ckpt.core.integrity.checksum import crc32c, table_of
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
+from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -25,7 +26,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.bucket.bucket import Bucket, key_of
 from replicated_ckpt.stores.bucket.manifest_of import manifest_in
-from replicated_ckpt.stores.bucket.shard import ObjectShard, UncheckedShard
+from replicated_ckpt.stores.bucket.shard import ObjectShard, UnmanagedObjectShard
 from replicated_ckpt.stores.bucket_client.client import PART_BYTES, ObjectClient
 from replicated_ckpt.stores.bucket_client.fsspec import FsspecClient
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -35,7 +36,9 @@ from replicated_ckpt.stores.bucket_client.upload_source import UploadSource
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.unmanaged.shard import UncheckedItems
 from replicated_ckpt.stores.verified import Expected
+from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.checkpoints import METADATA, checkpointed, shard
 from tests.buckets.faults import Fault, Kind
 from tests.buckets.faulty_bucket import faulty_bucket
@@ -110,30 +113,35 @@ def test_shards_arrive_as_they_were_saved(
     with (store.root / "step-1" / name).open("rb") as file:
         file.seek(300_000)
         assert remote.read(300_000, 200_000) == file.read(200_000)
-    assert UncheckedShard(bucket, key_of(manifest, name), Expected(found.sizes[name], 0)).open().read(5, 10)
+    assert unmanaged(client, key_of(manifest, name), found.sizes[name]).read(5, 10)
     bucket.remove(found)
     assert bucket.is_empty("step-1")
 
 
+def unmanaged(client: ObjectClient, key: str, size_bytes: int, *items: ByteRange) -> UnmanagedObjectShard:
+    return UnmanagedObjectShard(Bucket(client), key, Expected(size_bytes, 0), UncheckedItems(items)).open()
+
+
 def test_a_shard_without_a_mark_is_held_against_a_footer_of_ours(client: ObjectClient) -> None:
-    """As where a user has copied a node's files to the bucket. What stock torch wrote has none, and comes as it is."""
+    """As where a user has copied a node's files to the bucket. What has no checksum at all comes as it is."""
     data = random.Random(1).randbytes(700_000)
-    ours = bytearray(data + table_of([data]).encode())
+    ours, whole = bytearray(data + table_of([data]).encode()), ByteRange(0, len(data))
     client.put("ours", bytes(ours))
-    read = UncheckedShard(Bucket(client), "ours", Expected(len(ours), 0)).open()
+    read = unmanaged(client, "ours", len(ours), whole)
     assert read.read(5, len(data) - 5) == data[5:]
     ours[300_000] ^= 1
     client.put("flipped", bytes(ours))
-    read = UncheckedShard(Bucket(client), "flipped", Expected(len(ours), 0)).open()
+    read = unmanaged(client, "flipped", len(ours), whole)
     with pytest.raises(ObjectCorrupt, match="expected CRC32C"):
         read.read(299_999, 2)
     assert read.read(600_000, 9) == data[600_000:600_009]
     ours[-1] ^= 1
     client.put("footless", bytes(ours))
+    read = unmanaged(client, "footless", len(ours), whole)
     with pytest.raises(ObjectCorrupt, match="footer"):
-        UncheckedShard(Bucket(client), "footless", Expected(len(ours), 0)).open()
+        read.read(0, 9)
     client.put("stock", data)
-    assert UncheckedShard(Bucket(client), "stock", Expected(len(data), 0)).open().read(0, len(data)) == data
+    assert unmanaged(client, "stock", len(data), whole).read(0, len(data)) == data
 
 
 def test_a_save_never_mixes_with_the_one_it_replaces(client: ObjectClient, tmp_path: Path) -> None:
@@ -213,6 +221,24 @@ def test_unfinished_uploads_are_ended(moto: Server, large: tuple[LocalStore, Man
         assert client.end_unfinished("step-1/", 0) == 0
         proxy.clear()
         brought(Bucket(client), large, tmp_path)  # its notes name an upload that is gone
+
+
+@pytest.mark.parametrize(("code", "status"), [("NotImplemented", 501), ("InvalidArgument", 400)])
+def test_a_store_that_knows_no_checksums_gets_none(
+    moto: Server, large: tuple[LocalStore, Manifest], tmp_path: Path, code: str, status: int
+) -> None:
+    """Its refusal of them says so. Any other answer is an error of that upload, and the next one has them again."""
+    with faulty_bucket(moto) as proxy:
+        client = S3Client(s3_target(proxy.server))
+        begins = Fault("status", method="POST", key=shard(0), query="uploads", times=1)
+        proxy.add(replace(begins, status=400, code="BadRequest"))
+        with pytest.raises(StoreError, match="BadRequest"):
+            brought(Bucket(client), large, tmp_path)
+        assert client.checksum_of(0)
+        proxy.add(replace(begins, status=status, code=code))
+        brought(Bucket(client), large, tmp_path)
+        assert not client.checksum_of(0)
+        assert Bucket(client).is_intact(large[1], shard(0))
 
 
 @pytest.mark.parametrize("kind", ["reset", "lost_answer"])

@@ -16,7 +16,7 @@ import pytest
 from replicated_ckpt import failpoints
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.settling.settle import settle
-from replicated_ckpt.core.integrity.checksum import crc32c, table_of
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.lineage import History
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.errors import (
@@ -36,6 +36,7 @@ from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink, ShardFile
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.verified import Expected
+from replicated_ckpt.testing.shard_files import table_of
 from tests.damage import flip
 
 SHARD = "__0_0.distcp"
@@ -300,6 +301,34 @@ def test_a_file_counts_only_when_it_is_complete(tmp_path: Path) -> None:
     assert store.commit(name) == (SHARD,)
     assert sorted(path.name for path in (tmp_path / "step-1").iterdir()) == [".manifest.json", ".metadata", SHARD]
     sink.discard()
+
+
+@pytest.mark.parametrize("where", ["fchmod", "rename"])
+def test_a_file_that_the_disk_refuses_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """No part, and no open descriptor: of a new file that gets no rights, and of a whole one that gets no name."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    def write() -> None:
+        sink = FileSink(path)
+        try:
+            sink.finish_durably()
+        except StoreError:
+            sink.discard()
+            raise
+
+    store = LocalStore(tmp_path)
+    path = store.path_of_staged(staged(store, 1, b"data"), "__1_0.distcp")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(*{"fchmod": (os, "fchmod"), "rename": (Path, "rename")}[where], refuse)
+    with pytest.raises(StoreFull):
+        write()
+    monkeypatch.undo()
+    assert not list(path.parent.glob("__1_0*"))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize("name", ["../x", "node.json", "/etc/passwd", "__0_0.distcp/../../x", ""])

@@ -11,7 +11,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.config import Retention
-from replicated_ckpt.core.integrity.checksum import crc32c, table_of
+from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.manifest import Manifest, NodeEntry, ShardEntry
 from replicated_ckpt.core.upkeep.policy import NODES, Policy
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
@@ -22,6 +22,7 @@ from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.local.versions.retire import retire
+from replicated_ckpt.testing.shard_files import table_of
 
 RUN, OTHER = "a" * 16, "b" * 16
 HERE, ELSEWHERE = "__0_0.distcp", "__1_0.distcp"

@@ -24,7 +24,6 @@ from replicated_ckpt.agent.repair.retire import Retirer
 from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.saves.receive import receive_file
 from replicated_ckpt.agent.saves.service import NodeService
-from replicated_ckpt.core.integrity.checksum import table_of
 from replicated_ckpt.core.layout import RECYCLED_DIR, STAGING_DIR, TRASH_DIR
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.files.direct import PAGE_BYTES
@@ -35,6 +34,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles, measure_room
 from replicated_ckpt.stores.local.versions.retire import recycle, retire
 from replicated_ckpt.stores.tee import Buffers, Tee
+from replicated_ckpt.testing.shard_files import table_of
 from tests.agent.agents import running_agent
 from tests.agent.checkpoints import checkpointed, findings, held, shard
 from tests.killed import killed_at

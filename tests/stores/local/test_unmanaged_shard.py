@@ -11,7 +11,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from replicated_ckpt.core.integrity.checksum import table_of
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing
@@ -20,8 +19,9 @@ from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.unmanaged.adoption import stage_shards
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
-from replicated_ckpt.stores.unmanaged.shard import UnmanagedFileShard
+from replicated_ckpt.stores.unmanaged.shard import UncheckedItems, UnmanagedFileShard
 from replicated_ckpt.stores.verified import Expected
+from replicated_ckpt.testing.shard_files import table_of
 
 NAME = "__0_0.distcp"
 
@@ -51,7 +51,8 @@ def opened(tmp_path: Path) -> Opened:
     def opened(raw: bytes, size_bytes: int = len(WHOLE)) -> UnmanagedFileShard:
         (tmp_path / "step-1").mkdir(exist_ok=True)
         (tmp_path / "step-1" / NAME).write_bytes(raw)
-        return UnmanagedFileShard(UnmanagedDirectory(tmp_path), "step-1", NAME, Expected(size_bytes, 0), RANGES).open()
+        directory, expected = UnmanagedDirectory(tmp_path), Expected(size_bytes, 0)
+        return UnmanagedFileShard(directory, "step-1", NAME, expected, UncheckedItems(RANGES)).open()
 
     return opened
 

@@ -18,10 +18,10 @@ from replicated_ckpt.dcp.tensors.memory import tensor_over
 from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
 PIECE_BYTES = 4 << 20
+"""Items larger than this are read in pieces of this size: each is in memory up to three times on its way."""
 _HINT_DAMAGED = "It is damaged, or its save never ended: convert another checkpoint."
 _HINT_ITEM = "Convert another checkpoint, or leave this entry out with --exclude."
 _HINT_TRANSFORMED = "Load it with the reader that knows the transforms, save it without them, and convert that."
-"""Items larger than this are read in pieces of this size: each is in memory up to three times on its way."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from replicated_ckpt.agent.saves import service
 from replicated_ckpt.agent.start import launch
 from replicated_ckpt.agent.state import targets
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.agent.uploads import uploader as upload
+from replicated_ckpt.agent.uploads import upload
 from replicated_ckpt.cli.checkpoints import repair
 from replicated_ckpt.cli.look import start
 from replicated_ckpt.core.integrity.checksum import FOOTER_TAIL_BYTES, BlockHasher, tables_of_size

@@ -1,0 +1,72 @@
+"""The scrub goes on: on a full disk, after a defect, and past the checkpoint at which it broke off."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from replicated_ckpt.agent.repair import scrub
+from replicated_ckpt.agent.repair.scrub import Scrubber
+from replicated_ckpt.core.inventory import Holding
+from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.throttle import Pace
+from tests.agent.agents import wait_for
+from tests.agent.checkpoints import checkpointed, shard
+
+IDS = ["step-1", "step-2", "step-3"]
+
+
+class Reading:
+    """A scrub of three checkpoints; `read` are those it has read, and it fails at `bad`."""
+
+    def __init__(self, root: Path, bad: Exception | None = None) -> None:
+        store, self.stopping = LocalStore(root), threading.Event()
+        for number, checkpoint_id in enumerate(IDS, 1):
+            checkpointed([store], number, {shard(0): (0,)}, checkpoint_id=checkpoint_id, copies=1, size_bytes=3000)
+        self.read: list[str] = []
+        self.bad = bad
+        pace = Pace(1e12, self.stopping)
+        self.scrubber = Scrubber(store, store.node_id(), pace, self.stopping, 0.01, lambda _: None, self._note)
+
+    def _note(self, holding: Holding) -> None:
+        if self.bad is not None and holding.checkpoint_id == IDS[0]:
+            raise self.bad
+        self.read.append(holding.checkpoint_id)
+
+
+def test_a_full_disk_ends_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The position cannot be kept: every checkpoint is read all the same."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    reading = Reading(tmp_path / "root")
+    monkeypatch.setattr(scrub, "write_file", fail)
+    assert reading.scrubber.scrub().passes == 1
+    assert reading.read == IDS
+
+
+def test_a_pass_that_breaks_off_is_over_and_the_next_one_reads_the_others_first(tmp_path: Path) -> None:
+    """What breaks it off each time keeps no other checkpoint from being read."""
+    reading = Reading(tmp_path / "root", OSError(errno.EIO, os.strerror(errno.EIO)))
+    for _ in range(2):
+        with pytest.raises(OSError, match="Input/output"):
+            reading.scrubber.scrub()
+        assert not reading.scrubber.done.is_running
+    assert reading.read == IDS[1:]
+
+
+def test_a_defect_ends_no_scrub(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its thread says so, and begins again."""
+    reading = Reading(tmp_path / "root", LookupError("a defect"))
+    reading.scrubber.start()
+    try:
+        wait_for(lambda: IDS[2] in reading.read, 20, "the others being read")
+        reading.bad = None
+        wait_for(lambda: reading.scrubber.done.passes, 20, "a whole pass")
+    finally:
+        reading.stopping.set()
+        reading.scrubber.join()
+    assert "a defect: the scrub broke off" in caplog.text
