@@ -8,7 +8,8 @@ from typing import get_args
 from replicated_ckpt.agent.process import Agent
 from replicated_ckpt.agent.requests.worker_thread import give_way_as_session
 from replicated_ckpt.agent.state.log_file import BoundedLog
-from replicated_ckpt.config import DIRECT_IO_ENV, PLAIN_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV, AgentConfig, DirectIO
+from replicated_ckpt.config import AgentConfig, DirectIO
+from replicated_ckpt.environment import DIRECT_IO_ENV, PLAIN_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV
 from replicated_ckpt.stores.files.ownership import GROUP_ENV
 from replicated_ckpt.stores.local.store import LocalStore
 

@@ -12,10 +12,11 @@ from replicated_ckpt.core.layout import (
     STAGING_DIR,
     ShardName,
 )
+from replicated_ckpt.environment import TRUST_ROOT_ENV
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
-from replicated_ckpt.stores.files.ownership import TRUST_ROOT_ENV, find_other_owner
+from replicated_ckpt.stores.files.ownership import find_other_owner
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import plural
 

@@ -14,8 +14,8 @@ from replicated_ckpt.agent.http.server import status_of
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.listeners import describe_listeners
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.config import HOST_ENV
 from replicated_ckpt.dcp.node.node import find_host
+from replicated_ckpt.environment import HOST_ENV
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
