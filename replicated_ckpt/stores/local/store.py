@@ -41,7 +41,7 @@ from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.directories.place import PlaceNotes
-from replicated_ckpt.stores.local.identity import ensure_identity, find_identity
+from replicated_ckpt.stores.local.identity import check_place, ensure_identity, find_identity
 from replicated_ckpt.stores.local.versions import others, replaced
 from replicated_ckpt.stores.local.versions.carry_over import carry_over
 from replicated_ckpt.stores.local.versions.recycled import write_with_room
@@ -82,7 +82,7 @@ class LocalStore:
         """This store's identity, made once; racing callers get the same one.
 
         Raises:
-            ConfigInvalid: node.json is there and holds no identity.
+            ConfigInvalid: node.json is there and holds no identity; or the root is a checkpoint, or above stores.
             StoreError: the root cannot be created or written.
         """
         return ensure_identity(self.root)
@@ -96,9 +96,12 @@ class LocalStore:
 
         Raises:
             StoreDenied: another user of the host can have put it there, or something in it. StoreError
+            ConfigInvalid: as `node_id`.
         """
         path = self.root_agent_directory()
         with translate_errors(str(self.root), "create", AGENT_DIR):
+            if self._private is None:
+                check_place(self.root)
             self._private = make_private(self.root, path, self._private)
         return path
 
