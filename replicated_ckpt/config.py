@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from replicated_ckpt.environment import DIRECT_IO_ENV, PORT_ENV, check_switches
+from replicated_ckpt.environment import DIRECT_IO_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV, check_switches
 from replicated_ckpt.errors import ConfigInvalid
 
 Ack = Literal["staged", "local", "peer-memory", "peer", "object"]
@@ -285,11 +285,13 @@ class AgentConfig:
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
         if not 0 <= self.nice <= NICE_MAX:
-            raise ConfigInvalid(f"nice must be 0 to {NICE_MAX}, not {self.nice}.")
+            raise ConfigInvalid(f"nice (or REPLICATED_CKPT_AGENT_NICE) must be 0 to {NICE_MAX}, not {self.nice}.")
         if self.drain_s > DRAIN_S:
             problem = f"drain_s may be {DRAIN_S:g} at most, not {self.drain_s:g}"
             raise ConfigInvalid(f"{problem}: a rank that begins a save meanwhile waits no longer for the agent's end.")
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise ConfigInvalid("tls_cert and tls_key are both needed for TLS, or neither.")
+            raise ConfigInvalid(
+                f"tls_cert and tls_key (or {TLS_CERT_ENV} and {TLS_KEY_ENV}) are both needed, or neither."
+            )
         object.__setattr__(self, "direct_io", check_direct_io(self.direct_io))
         object.__setattr__(self, "root", _check_root(self.root))

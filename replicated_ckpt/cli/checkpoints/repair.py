@@ -18,6 +18,7 @@ from replicated_ckpt.cli.look.doubts import describe_loss, label_nodes, list_sta
 from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import bind_host, start_agent
+from replicated_ckpt.cli.look.table import count
 from replicated_ckpt.cli.look.unmanaged import Adoptions
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.one_line import one_line
@@ -274,4 +275,4 @@ def _print_outcome(done: _Done, audit: Audit) -> None:
         print(describe_short(short))
     for action, error in done.errors.items():
         print(f"failed: {action}: {error}")
-    print(f"{max(0, len(done.actions) - len(done.errors))} of {len(done.actions)} actions done")
+    print(f"{max(0, len(done.actions) - len(done.errors))} of {count(len(done.actions), 'action')} done")

@@ -112,7 +112,9 @@ def _print_bucket(there: _InBucket) -> None:
         print(f"not checked: {checkpoint_id} in {there.url} was written by stock torch, without checksums")
     if there.url:
         verdict = "NOT intact" if there.findings else "intact"
-        print(f"{len(there.checkpoint_ids)} checkpoints in {there.url}, {there.bytes_read} bytes read: {verdict}")
+        print(
+            f"{count(len(there.checkpoint_ids), 'checkpoint')} in {there.url}, {there.bytes_read} bytes read: {verdict}"
+        )
 
 
 def describe_short(short: ShortShard) -> str:

@@ -239,6 +239,25 @@ def test_what_the_disk_says_has_a_next_step_of_its_own(number: int, kind: type[S
     assert step in error.hint
 
 
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("REPLICATED_CKPT_AGENT_NICE", "must be a whole number, not 'x'"),
+        ("REPLICATED_CKPT_AGENT_DRAIN_S", "must be a number, not 'x'"),
+        ("REPLICATED_CKPT_TLS_CERT", "are both needed"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, said: str
+) -> None:
+    """Who set no option is not told of one alone."""
+    monkeypatch.setenv(variable, "x")
+    done = command("agent", tmp_path / "node")
+    assert done.returncode == ExitCode.USAGE
+    assert variable in done.stderr
+    assert said in done.stderr
+
+
 # Nodes ---------------------------------------------------------------------------------------------------------------
 
 
