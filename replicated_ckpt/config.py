@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from replicated_ckpt.environment import DIRECT_IO_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV, check_switches
 from replicated_ckpt.errors import ConfigInvalid
 
 Ack = Literal["staged", "local", "peer-memory", "peer", "object"]
@@ -13,15 +14,6 @@ OnDegraded = Literal["warn", "raise"]
 CheckpointIdFrom = Literal["all", "coordinator"]
 DirectIO = Literal["auto", "on", "off"]
 BestIs = Literal["min", "max"]
-
-DIRECT_IO_ENV = "REPLICATED_CKPT_DIRECT_IO"
-HOST_ENV = "REPLICATED_CKPT_HOST"
-PLAIN_ENV = "REPLICATED_CKPT_PLAIN"
-PORT_ENV = "REPLICATED_CKPT_PORT"
-TLS_CERT_ENV = "REPLICATED_CKPT_TLS_CERT"
-TLS_KEY_ENV = "REPLICATED_CKPT_TLS_KEY"
-JOB_SECRET_ENV = "REPLICATED_CKPT_JOB_SECRET"  # noqa: S105 - where it stands, not what it is
-JOB_SECRET_FILE_ENV = "REPLICATED_CKPT_JOB_SECRET_FILE"  # noqa: S105
 
 NEWEST_LINEAGE = "newest"
 REFUSE_LINEAGES = "refuse"
@@ -33,11 +25,25 @@ _PORT_MAX = 65535
 NICE_MAX = 19
 
 
-def _check_root(root: str | os.PathLike[str]) -> str:
-    text = os.fspath(root)
+def _check_root(root: object) -> str:
+    check_switches()
+    text = os.fspath(root) if isinstance(root, os.PathLike) else root
     if not isinstance(text, str) or not text or "\0" in text or "://" in text:
         raise ConfigInvalid(f"root must be a directory on this node's disk, not {text!r}.")
+    if text.split("/")[0] == "~":
+        raise ConfigInvalid(f"root {text!r} would be a folder named ~.", f"Pass os.path.expanduser({text!r}).")
     return os.path.abspath(text)  # noqa: PTH100 - a symbolic link stays what the user called it
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raises ConfigInvalid: a hook that is given and cannot be called."""
+    if value is not None and not callable(value):
+        raise ConfigInvalid(f"{name} must be a function, not {value!r}.")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigInvalid(f"{name} must be a whole number from 1, not {value!r}.")
 
 
 def check_direct_io(mode: str | None) -> DirectIO:
@@ -91,11 +97,9 @@ class Retention:
             raise ConfigInvalid(f"Retention(keep_best=...) must be the name of a metric, not {self.keep_best!r}.")
         if self.best_is not in get_args(BestIs):
             raise ConfigInvalid(f"Retention(best_is=...) must be one of {get_args(BestIs)}, not {self.best_is!r}.")
-        for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
-            if value is None and name == "keep_every":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigInvalid(f"Retention({name}=...) must be a whole number from 1, not {value!r}.")
+        _check_number("Retention(keep_last=...)", self.keep_last)
+        if self.keep_every is not None:
+            _check_number("Retention(keep_every=...)", self.keep_every)
 
 
 @dataclass(frozen=True)
@@ -169,18 +173,20 @@ class WriterConfig:
         ):
             if choice not in get_args(choices):
                 raise ConfigInvalid(f"{name} must be one of {get_args(choices)}, not {choice!r}.")
-        if ack == "object" and object_store is None:
-            raise ConfigInvalid('ack="object" needs object_store="s3://bucket/prefix", say.')
-        if isinstance(object_every, bool) or not isinstance(object_every, int) or object_every < 1:
-            raise ConfigInvalid(f"object_every must be a whole number from 1, not {object_every!r}.")
+        _check_number("object_every", object_every)
+        if not isinstance(overwrite, bool):
+            raise ConfigInvalid(f"overwrite must be True or False, not {overwrite!r}.")
         if domain is not None and (not isinstance(domain, str) or not domain):
             raise ConfigInvalid(f"domain must be a name such as a rack's, not {domain!r}.")
         for name, value in (("retention", retention), ("object_retention", object_retention)):
             if value is not None and not isinstance(value, Retention):
                 raise ConfigInvalid(f"{name} must be a Retention, Retention(keep_last=3) say, not {value!r}.")
-        if object_retention is not None and object_store is None:
-            raise ConfigInvalid('object_retention needs object_store="s3://bucket/prefix", say.')
-        checked = (_check_root(root), copies, ack, domain, on_degraded, bool(overwrite), object_store, object_every)
+        of_bucket = {'ack="object"': ack == "object", "object_every": object_every > 1}
+        of_bucket["object_retention"] = object_retention is not None
+        for name, is_given in of_bucket.items():
+            if is_given and object_store is None:
+                raise ConfigInvalid(f'{name} needs object_store="s3://bucket/prefix", say.')
+        checked = (_check_root(root), copies, ack, domain, on_degraded, overwrite, object_store, object_every)
         return cls(*checked, retention, object_retention, checkpoint_id_from, check_direct_io(direct_io))  # type: ignore[arg-type]
 
 
@@ -203,7 +209,8 @@ class ReaderConfig:
         """
         if root is None and object_store is None:
             raise ConfigInvalid("A reader needs a root, an object_store, or both.")
-        if lineage not in (NEWEST_LINEAGE, REFUSE_LINEAGES) and re.fullmatch("[0-9a-f]{16}", lineage) is None:
+        is_text = isinstance(lineage, str)
+        if not is_text or not re.fullmatch(f"{NEWEST_LINEAGE}|{REFUSE_LINEAGES}|[0-9a-f]{{16}}", lineage):
             raise ConfigInvalid(
                 f'lineage must be "newest", "refuse" or 16 hexadecimal digits as a warning names them, not {lineage!r}.'
             )
@@ -225,9 +232,8 @@ class ManagerConfig:
     spill_every: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in (("every", self.every), ("spill_every", self.spill_every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigInvalid(f"{name} must be a whole number from 1, not {value!r}.")
+        _check_number("every", self.every)
+        _check_number("spill_every", self.spill_every)
         names: object = self.preempt_on
         if not isinstance(names, tuple) or not set(names) <= set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}:
             raise ConfigInvalid(
@@ -279,11 +285,13 @@ class AgentConfig:
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigInvalid(f"{name} must be positive, not {getattr(self, name)}.")
         if not 0 <= self.nice <= NICE_MAX:
-            raise ConfigInvalid(f"nice must be 0 to {NICE_MAX}, not {self.nice}.")
+            raise ConfigInvalid(f"nice (or REPLICATED_CKPT_AGENT_NICE) must be 0 to {NICE_MAX}, not {self.nice}.")
         if self.drain_s > DRAIN_S:
             problem = f"drain_s may be {DRAIN_S:g} at most, not {self.drain_s:g}"
             raise ConfigInvalid(f"{problem}: a rank that begins a save meanwhile waits no longer for the agent's end.")
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise ConfigInvalid("tls_cert and tls_key are both needed for TLS, or neither.")
+            raise ConfigInvalid(
+                f"tls_cert and tls_key (or {TLS_CERT_ENV} and {TLS_KEY_ENV}) are both needed, or neither."
+            )
         object.__setattr__(self, "direct_io", check_direct_io(self.direct_io))
         object.__setattr__(self, "root", _check_root(self.root))

@@ -110,9 +110,7 @@ class CheckpointAmbiguous(ReplicatedCkptError):
             "Without one, nothing tells which of these files belong together."
         )
         self.args = (checkpoint_id, name, dict(file_by_node))
-        self.checkpoint_id = checkpoint_id
-        self.name = name
-        self.file_by_node = dict(file_by_node)
+        self.checkpoint_id, self.name, self.file_by_node = checkpoint_id, name, dict(file_by_node)
 
 
 class AckNotReached(ReplicatedCkptError):
@@ -129,9 +127,11 @@ class AckNotReached(ReplicatedCkptError):
 
 
 class ShardLost(ReplicatedCkptError):
-    """No intact copy of these shards was found anywhere; no tensor was given a wrong byte."""
+    """No intact copy of these shards was found anywhere; no tensor got a wrong byte. `is_latest`: that was asked for."""
 
-    def __init__(self, checkpoint_id: str, owner_by_shard: Mapping[str, str], searched: Sequence[str]) -> None:
+    def __init__(
+        self, checkpoint_id: str, owner_by_shard: Mapping[str, str], searched: Sequence[str], is_latest: bool = False
+    ) -> None:
         shards = ", ".join(f"{shard} (owner {owner})" for shard, owner in sorted(owner_by_shard.items()))
         where = "; ".join(searched) or "nowhere: no store could be reached"
         absent = [place.partition(": not reached")[0] for place in searched if ": not reached" in place]
@@ -143,12 +143,12 @@ class ShardLost(ReplicatedCkptError):
         super().__init__(
             f"Checkpoint {checkpoint_id!r}: no intact copy of {plural(len(owner_by_shard), 'shard')} is left: {shards}. "
             f"Searched: {where.rstrip('.')}.",
-            f'{step}, or load an older checkpoint ("latest" picks the newest one that is whole).',
+            step
+            + ("." if is_latest else ', or load an older checkpoint ("latest" picks the newest one that is whole).'),
         )
-        self.args = (checkpoint_id, dict(owner_by_shard), tuple(searched))
+        self.args = (checkpoint_id, dict(owner_by_shard), tuple(searched), is_latest)
         self.checkpoint_id, self.searched = checkpoint_id, tuple(searched)
-        self.shards = tuple(sorted(owner_by_shard))
-        self.owner_by_shard = dict(owner_by_shard)
+        self.shards, self.owner_by_shard = tuple(sorted(owner_by_shard)), dict(owner_by_shard)
 
 
 class SaveAborted(ReplicatedCkptError):

@@ -3,12 +3,14 @@
 import argparse
 import logging
 import os
+from functools import partial
 from typing import get_args
 
 from replicated_ckpt.agent.process import Agent
 from replicated_ckpt.agent.requests.worker_thread import give_way_as_session
 from replicated_ckpt.agent.state.log_file import BoundedLog
-from replicated_ckpt.config import DIRECT_IO_ENV, PLAIN_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV, AgentConfig, DirectIO
+from replicated_ckpt.config import AgentConfig, DirectIO
+from replicated_ckpt.environment import DIRECT_IO_ENV, PLAIN_ENV, PORT_ENV, TLS_CERT_ENV, TLS_KEY_ENV
 from replicated_ckpt.stores.files.ownership import GROUP_ENV
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -40,26 +42,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {PORT_ENV}, or the port that it had last, or any free one)",
     )
     add("--idle-exit-s", type=float, help="leave after this long without client or work (default: stay)")
-    add(
-        "--lost-after-s", type=float, help="take a silent peer's copies for lost after this long (default: %(default)s)"
-    )
-    add("--away-after-s", type=float, help="the same for a peer that said it leaves (default: %(default)s)")
-    add(
+    number = partial(_add_number, parser)
+    number("--lost-after-s", "take a silent peer's copies for lost after this long (default: %(default)s)")
+    number("--away-after-s", "the same for a peer that said it leaves (default: %(default)s)")
+    number(
         "--copy-mib-per-s",
-        type=float,
-        help="pace at which missing copies are made up, and asynchronous saves written and sent, those at 8 or more "
+        "pace at which missing copies are made up, and asynchronous saves written and sent, those at 8 or more "
         "(default: no bound, but 256 for missing copies while the node saves or loads)",
     )
-    add("--scrub-mib-per-s", type=float, help="pace of the scrub, which re-reads the store (default: %(default)s)")
-    add("--upload-mib-per-s", type=float, help="pace of uploads to the object store (default: %(default)s)")
-    add("--scrub-every-s", type=float, help="pause between two passes of the scrub (default: %(default)s)")
-    add("--round-every-s", type=float, help="pause between two looks for copies to make up (default: %(default)s)")
-    add(
-        "--drain-s", type=float, help="once told to stop, stay this long for open saves (default and most: %(default)s)"
-    )
+    number("--scrub-mib-per-s", "pace of the scrub, which re-reads the store (default: %(default)s)")
+    number("--upload-mib-per-s", "pace of uploads to the object store (default: %(default)s)")
+    number("--scrub-every-s", "pause between two passes of the scrub (default: %(default)s)")
+    number("--round-every-s", "pause between two looks for copies to make up (default: %(default)s)")
+    number("--drain-s", "once told to stop, stay this long for open saves (default and most: %(default)s)")
+    number("--nice", "niceness while training goes on, 0 to 19 (default: %(default)s)", int)
     certificate = os.environ.get(TLS_CERT_ENV, "")
-    nice = os.environ.get("REPLICATED_CKPT_AGENT_NICE", AgentConfig.nice)
-    add("--nice", type=int, default=nice, help="niceness while training goes on, 0 to 19 (default: %(default)s)")
     add("--tls-cert", default=certificate, metavar="FILE", help="certificate (PEM) to use (default: one of its own)")
     add("--tls-key", default=os.environ.get(TLS_KEY_ENV, ""), metavar="FILE", help="its private key (PEM)")
     add("--plain", action="store_true", help="talk to other nodes without TLS, where the network is trusted")
@@ -70,14 +67,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(DIRECT_IO_ENV) or "auto",
         help="write copies past the page cache; auto: on file systems on a block device (default: %(default)s)",
     )
-    parser.set_defaults(**{name: _default(name) for name in _BACKGROUND})
     parser.add_argument("--verbose", action="store_true", help="log every request")
 
 
-def _default(name: str) -> str | float | None:
-    """What an option is if it is not given: of the environment, which agents that ranks start inherit, else the usual."""
-    usual: float | None = getattr(AgentConfig, name)
-    return os.environ.get(f"REPLICATED_CKPT_AGENT_{name.upper()}", usual)
+def _add_number(parser: argparse.ArgumentParser, option: str, said: str, kind: type[float | int] = float) -> None:
+    """An option that is of the environment if it is not given, which agents that ranks start inherit, else the usual."""
+    name = option.removeprefix("--").replace("-", "_")
+    variable = f"REPLICATED_CKPT_AGENT_{name.upper()}"
+
+    def parse(text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError:
+            article = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"this, or {variable}, must be {article}, not {text!r}") from None
+
+    parser.add_argument(option, type=parse, default=os.environ.get(variable, getattr(AgentConfig, name)), help=said)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -39,6 +39,8 @@ MEANING = {
 
 
 def exit_code_of(error: ReplicatedCkptError) -> ExitCode:
+    if isinstance(error, CheckpointNotFound) and error.unreached:
+        return ExitCode.UNREACHABLE
     by_error = {
         ConfigInvalid: ExitCode.USAGE,
         CheckpointNotFound: ExitCode.NOT_FOUND,

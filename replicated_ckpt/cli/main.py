@@ -11,7 +11,7 @@ from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.version import __version__
 
 VERBS = {
-    "agent": "agent",
+    "agent": "nodes.agent",
     "drill": "drill",
     "ls": "checkpoints.ls",
     "show": "checkpoints.show",

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from operator import index
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +27,8 @@ from replicated_ckpt.dcp.step_notes import StepNotes, notes_of
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
 from replicated_ckpt.dcp.told_saves import ToldSaves
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError
+
+_SPILL_EVERY = 10
 
 
 class CheckpointManager:
@@ -82,7 +85,7 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         object_every: int = 1,
         memory: bool | str | os.PathLike[str] | None = None,
-        spill_every: int = 10,
+        spill_every: int = _SPILL_EVERY,
         preempt_on: tuple[str, ...] = ("SIGTERM",),
         trust_pickles: bool = False,
         expect_partial: bool = False,
@@ -98,6 +101,8 @@ class CheckpointManager:
         load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial, "on_load": on_load}
         self._checkpoints: NamedCheckpoints | TieredCheckpoints
         if memory is None or memory is False:
+            if spill_every != _SPILL_EVERY:
+                raise ConfigInvalid("spill_every needs memory=True, or a directory in a tmpfs.")
             self._checkpoints = NamedCheckpoints(root, {**where, **how}, load)
         else:
             tiers = {**where, **how}, load, lambda: self.preempted
@@ -148,11 +153,17 @@ class CheckpointManager:
         """Whether to save after this step. To be asked once at the end of each step, by all ranks: they agree here.
 
         True at each multiple of `every`, and once after a signal of `preempt_on` at any rank.
+
+        Raises:
+            ConfigInvalid: the step is no whole number.
         """
         self._check_open("should_save")
         is_news = self._preemption.agree() and not self._announced
         self._announced = self._announced or is_news
-        return is_news or step % self.config.every == 0
+        try:
+            return is_news or index(step) % self.config.every == 0
+        except TypeError as exc:
+            raise ConfigInvalid(f"step must be a whole number from 0, not {step!r}.") from exc
 
     def save(
         self,

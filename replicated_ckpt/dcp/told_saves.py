@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 
+from replicated_ckpt.config import check_callable
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.errors import ConfigInvalid
 
@@ -11,6 +12,7 @@ class ToldSaves:
     """Calls `on_save`. In the thread of an asynchronous save it must not wait for that save, which waits for it."""
 
     def __init__(self, on_save: Callable[[SaveReport], object] | None) -> None:
+        check_callable("on_save", on_save)
         self._on_save = on_save
         self._called_in: set[int] = set()
         self._saved_from: int | None = None

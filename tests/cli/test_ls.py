@@ -46,6 +46,15 @@ def test_a_table_with_header_and_totals(tmp_path: Path) -> None:
     assert by_id["run/step-100"]["nodes"] == sorted(store.node_id() for store in nodes)
 
 
+def test_a_node_without_an_identity_is_this_node(tmp_path: Path) -> None:
+    """Where node.json is gone the own node has no id to show, and is no node called none."""
+    (node,) = stores(tmp_path, 1)
+    checkpointed([node], 1, {shard(0): (0,)}, copies=1)
+    (node.root / "node.json").unlink()
+    assert " this node " in line_of(command("ls", "--root", node.root).stdout, "step-1")
+    assert command("status", "--root", node.root).stdout.splitlines()[1].startswith("this node  none")  # no agent
+
+
 def test_a_node_that_is_not_reached_is_named(tmp_path: Path) -> None:
     """With its agent gone: 2 copies, 1 seen, which node, in one short line why, and what to do; `verify` says the same."""
     nodes = stores(tmp_path, 2)

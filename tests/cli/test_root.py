@@ -3,12 +3,13 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.checkpoints import checkpointed, shard
 from tests.cli.commands import command
@@ -65,6 +66,32 @@ def test_what_is_no_store_is_said(places: Path, place: str, verb: str) -> None:
     assert "--root" in done.stderr.partition("Hint:")[2]
     assert "Traceback" not in done.stderr
     assert sorted(str(path) for path in places.rglob("*")) == before
+
+
+@pytest.mark.parametrize("place", ["above", "file"])
+def test_an_agent_makes_no_store_there(places: Path, place: str) -> None:
+    """Above other stores it would take their checkpoints for its own. Code and words of `ls`; nothing was made."""
+    before = sorted(str(path) for path in places.rglob("*"))
+    done = command("agent", "--root", places / place)
+    assert (done.returncode, done.stdout) == (NO_STORE[place], "")
+    assert SAID[place] in done.stderr
+    assert sorted(str(path) for path in places.rglob("*")) == before
+
+
+@pytest.mark.parametrize("make", [LocalStore.node_id, LocalStore.agent_directory])
+def test_a_rank_makes_no_store_above_others(places: Path, make: Callable[[LocalStore], object]) -> None:
+    """Whatever of a store it needs first."""
+    with pytest.raises(ConfigInvalid, match=SAID["above"]):
+        make(LocalStore(places / "above"))
+    assert sorted(path.name for path in (places / "above").iterdir()) == ["node-0", "node-1"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_root_without_a_name_is_refused(verb: str) -> None:
+    """It would be the current directory."""
+    done = command(verb, "--root", "")
+    assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
+    assert "--root must name a directory, not ''" in done.stderr
 
 
 def test_a_checkpoint_of_no_store_above_stores_has_a_next_step(places: Path) -> None:

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from replicated_ckpt.cli.exit_codes import ExitCode
 from tests.agent.checkpoints import checkpointed, shard
@@ -50,3 +52,17 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     done = command("show", "latest", "--root", nodes[0].root)
     assert done.returncode == ExitCode.NOT_FOUND
     assert "the newest that was seen is 'step-1': name it." in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["show", "rm"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_stock_torch_is_said_to_be_that(tmp_path: Path, verb: str) -> None:
+    """It is no missing one: the next step can be pasted, and makes it one that the verbs know."""
+    (node,) = stores(tmp_path, 1)
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=node.root / "step-10")
+    done = command(verb, "step-10", "--root", node.root)
+    assert (done.returncode, done.stdout) == (ExitCode.NOT_FOUND, "")
+    assert "'step-10' is a checkpoint of stock torch" in done.stderr
+    assert f"`replicated-ckpt repair step-10 --root {node.root}` adopts it" in done.stderr
+    assert command("repair", "step-10", "--root", node.root, "--copies", "1").returncode == ExitCode.OK
+    assert command("show", "step-10", "--root", node.root).returncode == ExitCode.OK

@@ -87,6 +87,14 @@ def test_lost_files_and_the_last_errors_are_said(tmp_path: Path) -> None:
     assert "INFO" not in done.stdout
 
 
+@pytest.mark.parametrize("pause", ["-3", "0", "nan", "inf", "x"])
+def test_watch_takes_a_pause(tmp_path: Path, pause: str) -> None:
+    """No pause at all would be a busy loop; the argument is named."""
+    done = command("status", "--root", tmp_path, f"--watch={pause}")
+    assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
+    assert f"argument --watch: must be a number of seconds above 0, not '{pause}'" in done.stderr
+
+
 def test_watch_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
     """With --json a line each time; Ctrl-C ends it with 130 and no traceback."""
     store = LocalStore(tmp_path / "node0")

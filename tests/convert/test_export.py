@@ -162,7 +162,7 @@ def test_what_exists_is_replaced_only_on_demand(saved: Saved, tmp_path: Path, fo
     (out / "config.json").write_text("{}")
     with pytest.raises(ConfigInvalid, match=r"config\.json"):
         exported(saved, out, format_, keys=rules, overwrite=True)
-    with pytest.raises(ConfigInvalid, match="is no file"):
+    with pytest.raises(ConfigInvalid, match=r"is no file\. Hint: Name another place; nothing was written\."):
         exported(saved, out, "torch", keys=rules, overwrite=True)
 
 

@@ -1,6 +1,7 @@
 """The error catalogue: every class is raised in a test, and its text reads like a sentence with a next step."""
 
 import ast
+import pickle
 import re
 from functools import cache
 from pathlib import Path
@@ -142,6 +143,13 @@ def test_the_next_step_after_a_loss_is_of_what_did_not_answer() -> None:
     assert absent.hint.startswith("Bring back node b at 10.0.0.2:1, with the store, and load again")
     assert ShardLost("step-1", {"s": "node a"}, [asked]).hint.startswith("All that was asked has none")
     assert ShardLost("step-1", {"s": "node a"}, []).hint.startswith("Bring back the nodes of the checkpoint")
+
+
+def test_a_loss_of_latest_does_not_advise_latest() -> None:
+    """The newest whole one was asked for already; that holds across processes, too."""
+    lost = ShardLost("step-1", {"s": "node a"}, [], is_latest=True)
+    assert "latest" not in pickle.loads(pickle.dumps(lost)).hint
+    assert '"latest" picks' in ShardLost("step-1", {"s": "node a"}, []).hint
 
 
 def test_a_store_error_ends_with_one_full_stop() -> None:

@@ -458,6 +458,10 @@ def test_who_did_not_answer_may_hold_the_checkpoint(tmp_path: Path) -> None:
         {"object_store": "bucket/x"},
         {"object_store": "s3://key:secret@bucket/x"},
         {"object_every": 0},
+        {"object_every": 2},
+        {"storage_options": {"key": "x"}},
+        {"overwrite": "false"},
+        {"on_save": 3},
         {"memory": True},
         {"spill_every": 10},
     ],
@@ -467,6 +471,32 @@ def test_arguments_that_cannot_work_are_refused_at_once(tmp_path: Path, argument
     with pytest.raises(ConfigInvalid, match=next(iter(arguments))):
         ReplicatedWriter(tmp_path / "root", **arguments)
     assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("root", [None, 3, "", "~/ckpt", "s3://bucket/x"])
+def test_a_root_is_a_directory(root: Any) -> None:
+    """Anything else is refused by the constructor; ~ would be a folder of that name."""
+    hint = "os.path.expanduser" if root == "~/ckpt" else "argument"
+    with pytest.raises(ConfigInvalid, match=f"root.*{hint}"):
+        ReplicatedWriter(root)
+
+
+@pytest.mark.parametrize("arguments", [{"lineage": 3}, {"storage_options": {"key": "x"}}, {"on_load": 3}])
+def test_a_readers_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """As a writer's."""
+    with pytest.raises(ConfigInvalid, match=next(iter(arguments))):
+        ReplicatedReader(tmp_path, **arguments)
+
+
+def test_a_file_is_no_store(tmp_path: Path) -> None:
+    """A reader of one says so, and not in the words of the system."""
+    (tmp_path / "file").write_text("x")
+    reader = ReplicatedReader(tmp_path / "file")
+    with pytest.raises(ConfigInvalid, match="is a file"):
+        reader.latest()
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(state(), checkpoint_id="step-1", storage_reader=reader)
+    assert isinstance(the_cause(raised.value), ConfigInvalid)
 
 
 @pytest.mark.parametrize(

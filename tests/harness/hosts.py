@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicated_ckpt.config import HOST_ENV
+from replicated_ckpt.environment import HOST_ENV
 from tests.harness.cluster import Cluster
 from tests.harness.network import Network, network_of, why_no_network
 from tests.harness.zygote import REPOSITORY

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from replicated_ckpt.agent.state.endpoint import read_endpoint
-from replicated_ckpt.config import HOST_ENV, LEAVE_WITHIN_S
+from replicated_ckpt.config import LEAVE_WITHIN_S
+from replicated_ckpt.environment import HOST_ENV
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import findings

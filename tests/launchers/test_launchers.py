@@ -15,7 +15,8 @@ import yaml
 
 from replicated_ckpt.agent.peers.greeting import GREETING_DEADLINE_S
 from replicated_ckpt.cli.main import parser
-from replicated_ckpt.config import DRAIN_S, HOST_ENV, LEAVE_WITHIN_S
+from replicated_ckpt.config import DRAIN_S, LEAVE_WITHIN_S
+from replicated_ckpt.environment import HOST_ENV
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for
 from tests.agent.checkpoints import findings

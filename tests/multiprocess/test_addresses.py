@@ -1,6 +1,6 @@
 """A node that others are told a wrong address of."""
 
-from replicated_ckpt.config import HOST_ENV
+from replicated_ckpt.environment import HOST_ENV
 from tests.harness.cluster import call
 from tests.multiprocess.conftest import ClusterOf
 

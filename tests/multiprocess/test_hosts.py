@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from replicated_ckpt.config import HOST_ENV, PORT_ENV
+from replicated_ckpt.environment import HOST_ENV, PORT_ENV
 from tests.harness.cluster import Results, call
 from tests.harness.hosts import Hosts, hosts_of, why_no_hosts
 from tests.harness.network import ranks_address

@@ -10,14 +10,15 @@ import pytest
 
 from tests.style.package_source import PACKAGE, ROOT, Source, imported_names, package_sources
 
-ANYBODY = {"errors", "config", "version", "failpoints", "wording"}
+ANYBODY = {"errors", "config", "environment", "version", "failpoints", "wording"}
 ALLOWED_BY_ROOM: dict[str, set[str]] = {
     "errors": {"wording"},
     "wording": set(),
     "version": set(),
-    "config": {"errors"},
+    "config": {"errors", "environment"},
+    "environment": {"errors"},
     "failpoints": {"errors"},
-    "core": ANYBODY - {"failpoints"},
+    "core": ANYBODY - {"failpoints", "environment"},
     "stores": {"core"} | ANYBODY,
     "agent": {"stores", "core"} | ANYBODY,
     "dcp": {"agent", "stores", "core"} | ANYBODY,
@@ -60,7 +61,7 @@ PURE_MODULES = {
 }
 PURE_NAMES = {"pathlib.PurePath", "pathlib.PurePosixPath"}
 
-TORCH_FREE_ROOMS = {"", "errors", "version", "config", "failpoints", "wording", "core", "stores", "agent", "cli"}
+TORCH_FREE_ROOMS = {"", "core", "stores", "agent", "cli"} | ANYBODY
 NEEDS_TORCH = {"replicated_ckpt.cli.drill", "replicated_ckpt.cli.bench"}
 
 IMPORT_WITHOUT_TORCH = """

@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from replicated_ckpt.config import JOB_SECRET_ENV, JOB_SECRET_FILE_ENV
+from replicated_ckpt.environment import JOB_SECRET_ENV, JOB_SECRET_FILE_ENV
 
 _PREFIXES = ("REPLICATED_CKPT_", "LC_")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")

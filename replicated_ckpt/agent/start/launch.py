@@ -22,7 +22,7 @@ from replicated_ckpt.agent.state.endpoint import (
     listening_endpoint,
 )
 from replicated_ckpt.agent.state.log_file import LOG_NAME, open_log
-from replicated_ckpt.config import TLS_CERT_ENV
+from replicated_ckpt.environment import TLS_CERT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there

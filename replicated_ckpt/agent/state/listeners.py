@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from replicated_ckpt.agent.state.sock_diag import ListeningSocket, listening_sockets
-from replicated_ckpt.config import PORT_ENV
+from replicated_ckpt.environment import PORT_ENV
 from replicated_ckpt.errors import AgentUnavailable
 from replicated_ckpt.stores.files.existence import is_there
 

@@ -12,14 +12,18 @@ from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.cli.checkpoints.verify import as_json, describe_short, see_audit
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.absent import describe_absent
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
 from replicated_ckpt.cli.look.doubts import describe_loss, label_nodes, list_staged_saves
+from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import bind_host, start_agent
+from replicated_ckpt.cli.look.table import count
 from replicated_ckpt.cli.look.unmanaged import Adoptions
+from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
-from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -56,17 +60,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit code: OK if everything that was planned is done and no shard is lost; see ExitCode for the rest.
 
     Raises:
-        CheckpointNotFound, StoreError, AgentUnavailable
+        CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable
     """
     store = open_store(arguments.root)
+    if arguments.id == LATEST:
+        raise describe_absent(store, look_at_nodes(store), LATEST)
     if not arguments.dry_run and any(store.catalog.without_manifest()):
         store.node_id()  # who holds shards must have a name
     audit = Auditor(store, arguments.lost).audit(arguments.id)
     stock = UnmanagedAuditor(store, arguments.lost)
     audits = stock.audit(arguments.id, audit.checkpoint_ids)
+    if arguments.id and not audits:
+        _check_is_there(store, audit, arguments.id)
+    _check_lost(store, audit, arguments.lost)
     adoptions = Adoptions(audits, stock.node_ids, arguments.copies)
     if not arguments.json:
-        _print_unknown(store, audit, arguments.lost)
         _print_doubts(store, audit, arguments.lost)
         _print_plan(store, audit, adoptions)
     done = _Done(short=set(audit.plan.short))
@@ -180,14 +188,37 @@ def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:
     return {one_line(action): one_line(error) for action, error in results}
 
 
-def _print_unknown(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
-    """Names of `--lost` that mean nothing here: a slip of the hand would else look like a node that is given up."""
+def _check_is_there(store: LocalStore, audit: Audit, checkpoint_id: str) -> None:
+    """A save of this id that is in doubt counts.
+
+    Raises:
+        CheckpointNotFound
+    """
+    staged = (save.checkpoint_id for save in list_staged_saves(store, store.read_node_id()))
+    if checkpoint_id not in {*audit.checkpoint_ids, *staged}:
+        raise describe_absent(store, look_at_nodes(store), checkpoint_id)
+
+
+def list_known_nodes(store: LocalStore) -> set[str]:
+    """The nodes that this one has met, or waits for to settle a save."""
     known = {peer.node_id for peer in PeerBook(store.root_agent_directory()).read_all()}
-    known |= {node for save in list_staged_saves(store, store.read_node_id()) for node in save.nodes}
+    return known | {node for save in list_staged_saves(store, store.read_node_id()) for node in save.nodes}
+
+
+def _check_lost(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
+    """A slip of the hand would else look like a node that is given up.
+
+    Raises:
+        ConfigInvalid: a node of `--lost` is not known here, and no manifest names it.
+    """
+    known = list_known_nodes(store)
     named = {node.node_id for manifest in audit.manifests.values() for node in manifest.nodes}
     for node in sorted(set(lost) - known - named):
         shown = ", ".join(sorted(known - {store.read_node_id()})) or "none"
-        print(f"--lost {node}: no node of that id is known here. Other nodes that are: {shown}")
+        raise ConfigInvalid(
+            f"--lost {node}: no node of that id is known here. Other nodes that are: {shown}.",
+            "Correct the id, or leave it out; nothing was changed.",
+        )
 
 
 def _print_doubts(store: LocalStore, audit: Audit, lost: Sequence[str]) -> None:
@@ -244,4 +275,4 @@ def _print_outcome(done: _Done, audit: Audit) -> None:
         print(describe_short(short))
     for action, error in done.errors.items():
         print(f"failed: {action}: {error}")
-    print(f"{max(0, len(done.actions) - len(done.errors))} of {len(done.actions)} actions done")
+    print(f"{max(0, len(done.actions) - len(done.errors))} of {count(len(done.actions), 'action')} done")

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.absent import describe_absent
 from replicated_ckpt.cli.look.checkpoints import (
     LOST,
     NOT_SEEN,
@@ -19,7 +20,6 @@ from replicated_ckpt.cli.look.table import format_bytes, format_moment, format_t
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave
-from replicated_ckpt.errors import CheckpointNotFound
 
 HELP = "Show one checkpoint: its shards and who holds them, its sizes, run, step and bucket."
 _HEADER = ("FILE", "SIZE", "OF", "COPIES", "ON", "NOT REACHED")
@@ -40,15 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     store = open_store_of(arguments)
     seen = look_at_nodes(store)
-    listed = list_checkpoints(seen)
-    rows = [row for row in listed if row.checkpoint_id == arguments.id]
+    rows = [row for row in list_checkpoints(seen) if row.checkpoint_id == arguments.id]
     if not rows:
-        hint = "`replicated-ckpt ls --root ROOT` lists what there is, and which nodes were not reached."
-        if arguments.id == "latest" and listed:
-            hint = (
-                f"A load chooses the latest; the newest that was seen is {listed[0].checkpoint_id!r}: name it. {hint}"
-            )
-        raise CheckpointNotFound(f"No node that was reached holds a checkpoint {arguments.id!r} with a manifest.", hint)
+        raise describe_absent(store, seen, arguments.id)
     saves = {save.save_id: save for save in saves_found(seen.holdings)}
     known = [
         (row, see_with_remains(saves[row.save_id], seen.manifests[row.save_id], seen))

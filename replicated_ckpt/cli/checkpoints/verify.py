@@ -12,15 +12,16 @@ from replicated_ckpt.agent.peers.watch import Held
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
 from replicated_ckpt.cli.exit_codes import ExitCode
+from replicated_ckpt.cli.look.absent import describe_absent
 from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
-from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import ReadingProgress
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
 from replicated_ckpt.cli.look.table import count, format_bytes, format_duration
 from replicated_ckpt.cli.look.unmanaged import print_audits, worst_code
+from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.upkeep.finding import Finding
 from replicated_ckpt.core.upkeep.repair_plan import ShortShard
-from replicated_ckpt.errors import CheckpointNotFound
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket.inspection import BucketInspector
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -52,13 +53,15 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointNotFound, StoreError
     """
     store = open_store_of(arguments)
+    if arguments.id == LATEST:
+        raise describe_absent(store, look_at_nodes(store), LATEST)
     began_at = time.monotonic()
     audit = _audit(store, arguments)
     seconds = time.monotonic() - began_at
     audits = UnmanagedAuditor(store).audit(arguments.id, audit.checkpoint_ids)
     there = _InBucket() if arguments.object_store is None else _read(arguments.object_store, arguments.id)
     if arguments.id and not audit.checkpoint_ids and not there.checkpoint_ids and not audits:
-        raise CheckpointNotFound(f"No node that was reached holds {arguments.id!r}.")
+        raise describe_absent(store, look_at_nodes(store), arguments.id)
     if arguments.json:
         in_bucket = {**asdict(there), "findings": [finding.to_json() for finding in there.findings]}
         in_unmanaged = [found.to_json() for found in audits]
@@ -109,7 +112,9 @@ def _print_bucket(there: _InBucket) -> None:
         print(f"not checked: {checkpoint_id} in {there.url} was written by stock torch, without checksums")
     if there.url:
         verdict = "NOT intact" if there.findings else "intact"
-        print(f"{len(there.checkpoint_ids)} checkpoints in {there.url}, {there.bytes_read} bytes read: {verdict}")
+        print(
+            f"{count(len(there.checkpoint_ids), 'checkpoint')} in {there.url}, {there.bytes_read} bytes read: {verdict}"
+        )
 
 
 def describe_short(short: ShortShard) -> str:

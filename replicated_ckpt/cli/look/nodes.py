@@ -20,7 +20,7 @@ from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
 from replicated_ckpt.errors import ReplicatedCkptError
 from replicated_ckpt.stores.local.remains import RemainsReader
-from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.store import NO_NODE, LocalStore
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
@@ -84,14 +84,15 @@ class NodesSeen:
         return tuple(sorted(node for node, held in self.held.items() if save_id in held.standing.removed))
 
     def name(self, node: str) -> str:
-        return self.names.get(node, node)
+        return "this node" if node == NO_NODE else self.names.get(node, node)
 
     def list_names(self, nodes: Iterable[str]) -> str:
         return ", ".join(sorted(self.name(node) for node in nodes))
 
     def label(self, node: str) -> str:
         """Its name with its id, by which options name it."""
-        return self.name(node) if node in self.name(node) else f"{self.name(node)} (node {node})"
+        name = self.name(node)
+        return name if node in name or node == NO_NODE else f"{name} (node {node})"
 
     def describe_unreached(self) -> list[str]:
         """A short line for each node that did not answer."""

@@ -12,10 +12,11 @@ from replicated_ckpt.core.layout import (
     STAGING_DIR,
     ShardName,
 )
+from replicated_ckpt.environment import TRUST_ROOT_ENV
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.files.durable import translate_errors
-from replicated_ckpt.stores.files.existence import is_there
-from replicated_ckpt.stores.files.ownership import TRUST_ROOT_ENV, find_other_owner
+from replicated_ckpt.stores.files.existence import is_plain_file, is_there
+from replicated_ckpt.stores.files.ownership import find_other_owner
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.wording import plural
 
@@ -30,14 +31,17 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
     Raises:
         CheckpointNotFound: there is no store. ConfigInvalid: it is a checkpoint. StoreDenied: it is another user's.
     """
+    if not root:
+        raise ConfigInvalid("--root must name a directory, not ''.", _NAME_IT)
     store = LocalStore(root)
+    check_is_no_file(store.root)
     try:
         names = sorted(entry.name for entry in os.scandir(store.root) if entry.name != "lost+found")
         owner = None if of_any_user else find_other_owner(store.root)
     except FileNotFoundError as exc:
         raise CheckpointNotFound(f"There is no directory {store.root}.", _NAME_IT) from exc
-    except NotADirectoryError as exc:
-        raise CheckpointNotFound(f"{store.root} is a file, and no node's store.", _NAME_IT) from exc
+    except NotADirectoryError as exc:  # one of the directories above is none
+        raise CheckpointNotFound(f"There is no directory {store.root}.", _NAME_IT) from exc
     except PermissionError as exc:
         raise _refuse_unreadable(store.root, exc) from exc
     if owner is not None:
@@ -48,6 +52,13 @@ def open_store(root: str, *, of_any_user: bool = False) -> LocalStore:
         with translate_errors(str(store.root), "look for", NODE_NAME):
             _check_content(store, names)
     return store
+
+
+def check_is_no_file(root: str | Path) -> None:
+    """Raises CheckpointNotFound: what is named as the root is a file. StoreError"""
+    with translate_errors(str(root), "look at", str(root)):
+        if is_plain_file(root):
+            raise CheckpointNotFound(f"{root} is a file, and no node's store.", _NAME_IT)
 
 
 def _account(owner: str) -> str:

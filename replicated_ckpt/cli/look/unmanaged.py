@@ -9,6 +9,7 @@ from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import UNMANAGED, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.cli.look.table import count
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
 from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint
@@ -45,7 +46,7 @@ def _state(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> tuple[str, t
         return "stock, contradictory", (METADATA_NAME,)
     except (MetadataUnsafe, StoreError, PeerProtocolError):
         return "stock, unreadable", (METADATA_NAME,)
-    note = f"stock, {len(save.missing)} shards missing" if save.missing else "stock, unprotected"
+    note = f"stock, {count(len(save.missing), 'shard')} missing" if save.missing else "stock, unprotected"
     return note, tuple(save.missing)
 
 

@@ -1,9 +1,11 @@
 """`replicated-ckpt status`: nodes, agents, protection, uploads, room and last errors; its exit code serves probes."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--watch",
         nargs="?",
-        type=float,
+        type=_pause_s,
         const=_WATCH_EVERY_S,
         metavar="SECONDS",
         help=f"show it again and again, every {_WATCH_EVERY_S:.0f} s unless told, until Ctrl-C",
@@ -45,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_start_argument(parser)
     parser.add_argument("--own-agent", action="store_true", help="only whether this node's agent answers: 0, or 5")
     parser.add_argument("--json", action="store_true", help="the same for machines; with --watch a line each time")
+
+
+def _pause_s(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= threading.TIMEOUT_MAX:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
 
 
 def run(arguments: argparse.Namespace) -> int:

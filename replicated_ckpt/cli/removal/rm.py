@@ -5,10 +5,11 @@ import json
 from collections.abc import Sequence
 from shlex import quote
 
+from replicated_ckpt.cli.look.absent import describe_absent
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, CheckpointSeen
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.removal.remover import Removed, Remover, add_removal_arguments
-from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid
+from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.local.versions.retire import renamed_refusal
 
 HELP = "Remove one checkpoint from this node, and from the bucket once no other node has it. Run it on each node."
@@ -35,10 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigInvalid(f"{arguments.id!r} has no manifest that is believed: its save cannot be told.", hint)
     if not chosen:
         where = "" if arguments.object_store else " Add --object-store URL if a bucket has it."
-        raise CheckpointNotFound(
-            f"No node that was reached holds {arguments.id!r}, or it is stock torch's.",
-            f"`ls` lists what there is; a checkpoint of stock torch is a plain directory on each node.{where}",
-        )
+        raise describe_absent(store, remover.seen, arguments.id, where)
     for row in chosen:
         if (saved_as := remover.seen.renamed_from(row.checkpoint_id, row.save_id)) is not None:
             raise renamed_refusal(row.checkpoint_id, saved_as, store.root)

@@ -29,7 +29,7 @@ class CopyShard:
     """A node gets a copy of a shard; a damaged one that it has is set aside when the good one is there.
 
     `sources` are nodes that answer and hold it, those with an intact copy first. If no copy is intact, each block comes
-    from a node that has that block intact.
+    from a node that has that block intact: its own damaged copy is a source, too.
     """
 
     node_id: str
@@ -44,7 +44,7 @@ class CopyShard:
         what = "replace the damaged" if self.replaces_damaged else "copy"
         return (
             f"node {self.node_id}: {what} {self.checkpoint_id}/{self.shard} ({self.size_bytes} bytes) "
-            f"from {', '.join(self.sources)}"
+            f"from {', '.join(node for node in self.sources if node != self.node_id)}"
         )
 
 

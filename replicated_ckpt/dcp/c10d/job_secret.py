@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from replicated_ckpt.config import JOB_SECRET_ENV, JOB_SECRET_FILE_ENV
+from replicated_ckpt.environment import JOB_SECRET_ENV, JOB_SECRET_FILE_ENV
 from replicated_ckpt.errors import ConfigInvalid, JobSecretMismatch, ReplicatedCkptError
 
 SECRET_CHARS_MIN = 16

@@ -181,10 +181,10 @@ class Surveyor:
             lost.append((save, raw, manifest))
         if not lost:
             self._problems += note_lost_manifests(self._remains, self._damaged)
-            raise self._unreadable() if self._damaged else self._not_found(checkpoint_id)
+            raise self._unreadable(checkpoint_id == LATEST) if self._damaged else self._not_found(checkpoint_id)
         save, raw, manifest = min(lost, key=lambda found: not found[0].has_any(found[2].shards))
         if checkpoint_id == LATEST and not save.has_any(manifest.shards):
-            raise shard_lost_error(manifest, save, self._places())
+            raise _describe_lost(manifest, save, self._places())
         return self._survey(save.holdings, raw, save.save_id)
 
     def _holdings(self, checkpoint_id: str | None) -> list[Holding]:
@@ -275,10 +275,10 @@ class Surveyor:
     def _places(self) -> tuple[str, ...]:
         return (*self._searched.values(), *self._problems)
 
-    def _unreadable(self) -> ShardLost:
+    def _unreadable(self, is_latest: bool) -> ShardLost:
         """What was found is there and not to be believed: the first of it, named."""
         checkpoint_id, name = next(iter(self._damaged.items()))
-        return ShardLost(checkpoint_id, {name: "every node of the save"}, self._places())
+        return ShardLost(checkpoint_id, {name: "every node of the save"}, self._places(), is_latest)
 
     def _not_found(self, checkpoint_id: str) -> CheckpointNotFound:
         where = "; ".join(self._places())
@@ -292,8 +292,8 @@ class Surveyor:
         return CheckpointNotFound(f"{what} was found. Searched: {where}.", hint, unreached=self.unreached)
 
 
-def shard_lost_error(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
-    """The error that names every shard of a save that no store holds whole."""
+def _describe_lost(manifest: Manifest, save: SaveFound, searched: Sequence[str]) -> ShardLost:
+    """The error of "latest" that names every shard of a save that no store holds whole."""
     sizes = {name: entry.size_bytes for name, entry in manifest.shards.items()}
     owners = {name: manifest.owner_of(name) for name in save.lacking(sizes)}
-    return ShardLost(save.checkpoint_id, owners, searched)
+    return ShardLost(save.checkpoint_id, owners, searched, is_latest=True)

@@ -41,7 +41,7 @@ def unmanaged_save(
         if wanted is not None or not save.missing:
             return save
         owners = {shard: save.manifest.owner_of(shard) for shard in save.missing}
-        lost = lost or ShardLost(save.checkpoint_id, owners, [*searched, *save.refused])
+        lost = lost or ShardLost(save.checkpoint_id, owners, [*searched, *save.refused], is_latest=True)
     if lost is None and found and isinstance(because, CheckpointNotFound):
         raise CheckpointNotCommitted(_without_metadata(found[0], searched), _HINT)
     raise lost or because

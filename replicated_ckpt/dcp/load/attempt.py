@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from replicated_ckpt.core.bucket.commit_mark import own_prefix
+from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.reading.windows import CELL_BYTES, Window
 from replicated_ckpt.dcp.c10d.world import World
@@ -180,7 +181,7 @@ class LoadAttempt:
         lost = found.lacking({shard: manifest.shards[shard].size_bytes for shard in asked})
         if lost:
             owners = {shard: manifest.owner_of(shard) for shard in lost}
-            raise ShardLost(found.checkpoint_id, owners, self._survey.searched)
+            raise ShardLost(found.checkpoint_id, owners, self._survey.searched, self._given_id == LATEST)
 
     def _remote_needs(self, placed: Sequence[_Placed]) -> RemoteNeeds | None:
         """What this rank would fetch from elsewhere, if other ranks of its node may need the same.

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from replicated_ckpt.config import NEWEST_LINEAGE, ReaderConfig
+from replicated_ckpt.config import NEWEST_LINEAGE, ReaderConfig, check_callable
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.c10d.presence import announce
@@ -81,11 +81,12 @@ class ReplicatedReader(StorageReader):
         on_load: Callable[[LoadReport], object] | None = None,
     ) -> None:
         super().__init__()
+        check_callable("on_load", on_load)
         self.config = ReaderConfig.check(root, object_store=object_store, lineage=lineage)
         self.last_load: LoadReport | None = None
         self._process_group = process_group
         self._no_dist = no_dist
-        target = None if object_store is None else ObjectTarget.check(object_store, storage_options)
+        target = ObjectTarget.check_given(object_store, storage_options)
         self._given_id: str | os.PathLike[str] | None = None
         self._parts = ReaderParts(
             self.config,

@@ -46,7 +46,9 @@ def options_of_memory(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of_disk(options: Mapping[str, Any], spill_every: int) -> dict[str, Any]:
-    given = {**options, "object_every": options.get("object_every", 1) * spill_every}
+    given = {**options}
+    if options.get("object_store") is not None:
+        given["object_every"] = options.get("object_every", 1) * spill_every
     for name in ("retention", "object_retention"):
         kept = options.get(name)
         if kept is not None and kept.keep_every is not None:

@@ -13,7 +13,16 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from replicated_ckpt.config import Ack, BestIs, CheckpointIdFrom, DirectIO, OnDegraded, Retention, WriterConfig
+from replicated_ckpt.config import (
+    Ack,
+    BestIs,
+    CheckpointIdFrom,
+    DirectIO,
+    OnDegraded,
+    Retention,
+    WriterConfig,
+    check_callable,
+)
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.presence import announce
 from replicated_ckpt.dcp.c10d.tellable import make_tellable
@@ -102,6 +111,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
     ) -> None:
         super().__init__()
         _refuse_tiers(memory, spill_every)
+        check_callable("on_save", on_save)
         self.config = WriterConfig.check(
             root,
             copies=copies,
@@ -116,7 +126,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             checkpoint_id_from=checkpoint_id_from,
             direct_io=direct_io,
         )
-        self._target = None if object_store is None else ObjectTarget.check(object_store, storage_options)
+        self._target = ObjectTarget.check_given(object_store, storage_options)
         self.last_save: SaveReport | None = None
         self._process_group = process_group
         self._storage_options = storage_options

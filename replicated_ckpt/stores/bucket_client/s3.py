@@ -90,7 +90,8 @@ class S3Client:
         try:
             self.s3 = _botocore_client(target)
         except (botocore.exceptions.BotoCoreError, ValueError, TypeError) as exc:
-            raise ConfigInvalid(f"{target.url}: {target.scrub(str(exc))}", "Correct storage_options.") from None
+            problem = f"{target.url}: {target.scrub(str(exc)).rstrip('.')}."
+            raise ConfigInvalid(problem, "Correct storage_options, or the AWS_* variables.") from None
 
     def list_keys(self, directory: str) -> Listing:
         start = self.prefix + directory
@@ -264,7 +265,9 @@ class S3Client:
 
 _DENIED_HINT = "Check the bucket's name, the credentials and their permissions; local and peer copies are not affected."
 _OWN_PREFIX_HINT = "Give the checkpoints a prefix of their own: s3://bucket/prefix."
-_AWAY_HINT = "It is tried again by itself; local and peer copies are not affected."
+_AWAY_HINT = (
+    "Local and peer copies are not affected. An agent tries its uploads again; else check the URL and the network."
+)
 
 
 @functools.cache

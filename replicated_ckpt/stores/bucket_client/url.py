@@ -36,6 +36,15 @@ class ObjectTarget:
         return cls(target.url, with_environment(target.scheme, target.options, os.environ))
 
     @classmethod
+    def check_given(cls, url: str | None, options: Mapping[str, Any] | None) -> "ObjectTarget | None":
+        """As `check`; None: no bucket is named. Raises: ConfigInvalid, also for options without a bucket."""
+        if url is not None:
+            return cls.check(url, options)
+        if options:
+            raise ConfigInvalid('storage_options needs object_store="s3://bucket/prefix", say.')
+        return None
+
+    @classmethod
     def _plain(cls, url: str, options: Mapping[str, Any] | None) -> "ObjectTarget":
         if not isinstance(url, str) or not url.partition("://")[2].strip("/"):
             raise ConfigInvalid(f"object_store must be a URL such as s3://bucket/prefix, not {url!r}.")

@@ -8,12 +8,12 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from replicated_ckpt.environment import TRUST_ROOT_ENV, is_switched_on
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.files.durable import SHARED_MODE, make_root
 from replicated_ckpt.stores.files.existence import is_there
 
 GROUP_ENV = "REPLICATED_CKPT_GROUP"
-TRUST_ROOT_ENV = "REPLICATED_CKPT_TRUST_ROOT"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _LINKS_MAX = 40
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
@@ -79,11 +79,17 @@ def make_private(root: Path, directory: Path, checked: os.stat_result | None = N
 
 
 def is_of_another(directory: Path) -> bool:
-    """Whether a directory is there that is another user's, or that this user cannot read."""
+    """Whether a directory is there that is another user's, or that this user cannot read.
+
+    Raises:
+        ConfigInvalid: what should hold it is a file.
+    """
     try:
         status = directory.lstat()
     except FileNotFoundError:
         return False
+    except NotADirectoryError as exc:
+        raise ConfigInvalid(f"{directory.parent} is a file, and no node's store.", "Pass a directory as root.") from exc
     return (status.st_uid != os.geteuid() and not _is_trusted()) or not os.access(directory, os.R_OK | os.X_OK)
 
 
@@ -222,7 +228,7 @@ def _denial(root: Path, path: Path, status: os.stat_result, why: str, hint: str)
 
 
 def _is_trusted() -> bool:
-    return os.environ.get(TRUST_ROOT_ENV, "") not in ("", "0")
+    return is_switched_on(TRUST_ROOT_ENV)
 
 
 def _owners_above() -> set[int]:

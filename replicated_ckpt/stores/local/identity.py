@@ -8,9 +8,12 @@ from pathlib import Path
 from replicated_ckpt.core.layout import MANIFEST_NAME, NODE_NAME
 from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import fsync_directory, make_root, translate_errors, write_file
-from replicated_ckpt.stores.files.existence import is_there
-from replicated_ckpt.stores.files.ownership import check_root
+from replicated_ckpt.stores.files.existence import is_there, list_prefixed
+from replicated_ckpt.stores.files.ownership import check_root, make_private
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start
+from replicated_ckpt.wording import plural
+
+_SHOWN_MAX = 3
 
 
 def ensure_identity(root: Path) -> str:
@@ -22,7 +25,7 @@ def ensure_identity(root: Path) -> str:
     path = root / NODE_NAME
     with translate_errors(str(root), "identify", NODE_NAME):
         if not is_there(path):
-            _check_is_no_checkpoint(root)
+            _check_place(root)
             _make_directory(root)
             check_root(root)
             fresh = path.with_name(f".{NODE_NAME}.{uuid.uuid4().hex}")
@@ -38,10 +41,41 @@ def ensure_identity(root: Path) -> str:
     return read_identity(root)
 
 
-def _check_is_no_checkpoint(root: Path) -> None:
+def make_agent_directory(root: Path, directory: Path, checked: os.stat_result | None) -> os.stat_result:
+    """As `make_private`; the first time in a process the root is also one that may become a store.
+
+    Raises:
+        ConfigInvalid: it is not. And as `make_private`.
+    """
+    if checked is None:
+        _check_place(root)
+    return make_private(root, directory, checked)
+
+
+def _check_place(root: Path) -> None:
+    """Where no store was made yet, the root is neither a checkpoint nor the directory above stores.
+
+    The store would take the checkpoints of those for its own.
+
+    Raises:
+        ConfigInvalid: it is one of these. OSError
+    """
+    if is_there(root / NODE_NAME):
+        return
     if is_there(root / MANIFEST_NAME):
         hint = f"Pass the directory above as root: {root.parent}, and checkpoint_id={root.name!r}, say."
         raise ConfigInvalid(f"The root {root} is a checkpoint itself.", hint)
+    within = sorted(str(path) for path in list_prefixed(root, "") if _is_store(path))
+    if within:
+        hint = f"Name one store, or a directory of its own: {' or '.join(within[:_SHOWN_MAX])}."
+        raise ConfigInvalid(f"{root} is no node's store, and holds {plural(len(within), 'store')}.", hint)
+
+
+def _is_store(path: Path) -> bool:
+    try:
+        return is_there(path / NODE_NAME)
+    except PermissionError:  # another user's, and none of whose checkpoints would be seen
+        return False
 
 
 def _make_directory(root: Path) -> None:

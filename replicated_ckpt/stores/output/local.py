@@ -82,8 +82,9 @@ class LocalOutput(Output):
             return
         if self._may_replace is None:
             raise ConfigInvalid(f"{self._path} exists; nothing was written.", "Name another place, or --overwrite.")
+        kind = "directory" if self._is_directory else "file"
         if is_link(self._path) or is_directory(self._path) != self._is_directory:
-            raise ConfigInvalid(f"{self._path} is no {'directory' if self._is_directory else 'file'}.", "Remove it.")
+            raise ConfigInvalid(f"{self._path} is no {kind}.", "Name another place; nothing was written.")
         others = [p.name for p in self._path.iterdir() if not self._may_replace(p.name)] if self._is_directory else []
         if others:
             raise ConfigInvalid(f"{self._path} holds other files, too: {', '.join(sorted(others)[:5])}.", "Move them.")

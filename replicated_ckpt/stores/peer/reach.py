@@ -4,7 +4,7 @@ import errno
 import socket
 from typing import Protocol
 
-from replicated_ckpt.config import HOST_ENV
+from replicated_ckpt.environment import HOST_ENV
 from replicated_ckpt.stores.peer.tls import is_loopback
 
 _LOOPBACK = "Under {} each host reaches itself, which is right only if all nodes are on one host."

@@ -14,7 +14,7 @@ import ssl
 from importlib.util import find_spec
 from pathlib import Path
 
-from replicated_ckpt.config import PLAIN_ENV, TLS_CERT_ENV
+from replicated_ckpt.environment import PLAIN_ENV, TLS_CERT_ENV, is_switched_on
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
 
 def is_network_trusted() -> bool:
     """Whether the user said that nothing has to be encrypted."""
-    return os.environ.get(PLAIN_ENV, "") not in ("", "0")
+    return is_switched_on(PLAIN_ENV)
 
 
 def can_encrypt() -> bool:

@@ -14,8 +14,8 @@ from replicated_ckpt.agent.http.server import status_of
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.listeners import describe_listeners
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.config import HOST_ENV
 from replicated_ckpt.dcp.node.node import find_host
+from replicated_ckpt.environment import HOST_ENV
 from replicated_ckpt.errors import (
     CheckpointExists,
     ConfigInvalid,
@@ -237,6 +237,25 @@ def test_what_the_disk_says_has_a_next_step_of_its_own(number: int, kind: type[S
     error = store_error_of(OSError(number, os.strerror(number)), "/nvme", "write", "x")
     assert type(error) is kind
     assert step in error.hint
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("REPLICATED_CKPT_AGENT_NICE", "must be a whole number, not 'x'"),
+        ("REPLICATED_CKPT_AGENT_DRAIN_S", "must be a number, not 'x'"),
+        ("REPLICATED_CKPT_TLS_CERT", "are both needed"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, said: str
+) -> None:
+    """Who set no option is not told of one alone."""
+    monkeypatch.setenv(variable, "x")
+    done = command("agent", tmp_path / "node")
+    assert done.returncode == ExitCode.USAGE
+    assert variable in done.stderr
+    assert said in done.stderr
 
 
 # Nodes ---------------------------------------------------------------------------------------------------------------

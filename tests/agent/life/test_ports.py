@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from replicated_ckpt.agent.start.launch import ensure_agent
-from replicated_ckpt.config import PORT_ENV, AgentConfig, parse_ports
+from replicated_ckpt.config import AgentConfig, parse_ports
+from replicated_ckpt.environment import PORT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import running_agent, stop_agent

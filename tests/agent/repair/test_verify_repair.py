@@ -12,6 +12,7 @@ import pytest
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.agents import peers_of, running_agent
 from tests.agent.checkpoints import checkpointed, findings, held, introduced, quarantined, shard
 from tests.agent.repair.test_reprotect import PAIR, RING, agents, stores
@@ -80,12 +81,15 @@ def test_verify_names_every_bad_file_and_changes_nothing(tmp_path: Path) -> None
 
 
 def test_a_lost_node_that_is_none_is_said(tmp_path: Path) -> None:
-    """A slip in the id after --lost is named, with the ids that are known."""
+    """A slip in the id after --lost is named and ends with 2; nothing is carried out. A manifest's node is none."""
     node, gone = stores(tmp_path, 2)
     checkpointed([node, gone], 1, PAIR)
-    done = command("repair", node.root, "--dry-run", "--lost", "xyz", "--lost", gone.node_id())
-    assert "--lost xyz: no node of that id is known here" in done.stdout
-    assert f"--lost {gone.node_id()}" not in done.stdout
+    before = tree(node.root)
+    done = command("repair", node.root, "--lost", "xyz", "--lost", gone.node_id())
+    assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
+    assert "--lost xyz: no node of that id is known here" in done.stderr
+    assert tree(node.root) == before
+    assert command("repair", node.root, "--dry-run", "--lost", gone.node_id()).returncode != ExitCode.USAGE
 
 
 def test_repair_does_what_its_dry_run_says(tmp_path: Path) -> None:
@@ -155,10 +159,15 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "node")
     checkpointed([store], 1, {shard(0): (0,)}, copies=1)
     assert command("verify", tmp_path / "nowhere").returncode == ExitCode.NOT_FOUND
-    assert command("repair", store.root, "step-9").returncode in (ExitCode.OK, ExitCode.NOT_FOUND)
-    assert command("verify", store.root, "step-9").returncode == ExitCode.NOT_FOUND
+    for verb in ("repair", "verify"):
+        assert command(verb, store.root, "step-9").returncode == ExitCode.NOT_FOUND
+        latest = command(verb, store.root, "latest")
+        assert latest.returncode == ExitCode.NOT_FOUND
+        assert "the newest that was seen is 'step-1': name it." in latest.stderr
     assert command("verify", store.root, "step-1").returncode == ExitCode.OK
     assert not (store.root / ".agent" / "endpoint.json").exists(), "verify starts no agent"
+    introduced(store, [AgentAddress("gone", "127.0.0.1", 1, "token")])
+    assert command("repair", store.root, "step-9").returncode == ExitCode.UNREACHABLE, "the other node may have it"
 
 
 def test_the_agents_hear_only_what_they_can_use(tmp_path: Path) -> None:

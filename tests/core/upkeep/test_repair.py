@@ -84,6 +84,7 @@ def test_a_damaged_copy_is_replaced_where_it_lies() -> None:
     (action,) = plan_repair({PAIR.save_id: PAIR}, views).copy
     assert (action.node_id, action.shard, action.sources) == ("b", shard(1), ("a", "b"))
     assert action.replaces_damaged
+    assert str(action).endswith(" from a"), "in words the damaged one is no source"
 
 
 def test_damaged_copies_are_all_that_is_left() -> None:

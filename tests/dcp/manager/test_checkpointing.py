@@ -170,7 +170,15 @@ def test_only_losses_and_foreign_checkpoints_are_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"every": 0}, {"preempt_on": "SIGTERM"}, {"preempt_on": ("SIGKILL",)}, {"preempt_on": ("TERM",)}]
+    "arguments",
+    [
+        {"every": 0},
+        {"preempt_on": "SIGTERM"},
+        {"preempt_on": ("SIGKILL",)},
+        {"preempt_on": ("TERM",)},
+        {"spill_every": 2},
+        {"on_save": 3},
+    ],
 )
 def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """The constructor names the argument, and no signal is caught."""
@@ -185,6 +193,12 @@ def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
     """What could not be restored by its number is not saved."""
     with CheckpointManager(tmp_path) as manager, pytest.raises(ConfigInvalid, match="step"):
         manager.save(step, state(1))
+
+
+def test_whether_to_save_is_asked_of_a_step(tmp_path: Path) -> None:
+    """Words are refused as by `save`."""
+    with CheckpointManager(tmp_path) as manager, pytest.raises(ConfigInvalid, match="step must be"):
+        manager.should_save("x")  # type: ignore[arg-type]  # what is wrong
 
 
 def test_signals_need_the_main_thread(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from replicated_ckpt.config import JOB_SECRET_ENV, JOB_SECRET_FILE_ENV
 from replicated_ckpt.dcp.c10d import waiting
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard, all_present
 from replicated_ckpt.dcp.c10d.job_secret import Seal
 from replicated_ckpt.dcp.c10d.posted_error import pack_error, unpack_error
+from replicated_ckpt.environment import JOB_SECRET_ENV, JOB_SECRET_FILE_ENV
 from replicated_ckpt.errors import ConfigInvalid, JobSecretMismatch, MeetingFailed, PeerProtocolError
 from tests.stopwatch import Stopwatch
 

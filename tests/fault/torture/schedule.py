@@ -5,6 +5,7 @@ from pathlib import Path
 
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.saves.adoption_locks import HELD_S
+from replicated_ckpt.cli.checkpoints.repair import list_known_nodes
 from replicated_ckpt.cli.checkpoints.verify import exit_code
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.stores.local.store import LocalStore
@@ -127,8 +128,8 @@ class Schedule:
         cluster.wait(HELD_S + 100)
         course.load(group, "latest", readers=1)
         cluster.protect()
-        for node in group if course.wiped else ():  # the disks that are lost will never answer
-            cluster.repair(node, lost=sorted(course.wiped))
+        for node in cluster.nodes if course.wiped else ():  # the disks that are lost will never answer
+            cluster.repair(node.index, lost=sorted(course.wiped & list_known_nodes(LocalStore(node.root))))
         if course.policy.object_store is not None:  # what a node brings there last is still news to the others
             cluster.is_bucket_down = False
             cluster.name_bucket(course.policy.object_store)

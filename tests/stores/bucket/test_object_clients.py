@@ -269,6 +269,13 @@ def test_refusals_are_told_apart(moto: Server, tmp_path: Path) -> None:
         assert "testsecret" not in str(raised.value)
 
 
+def test_an_end_point_that_is_none_names_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No option was given: the variable is what to correct."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "nonsense")
+    with pytest.raises(ConfigInvalid, match=r"nonsense\. Hint: Correct storage_options, or the AWS_\* variables\."):
+        S3Client(ObjectTarget.check("s3://bucket/x", None))
+
+
 def test_a_target_tells_no_secret() -> None:
     """Neither its text nor a message that quotes an option."""
     target = ObjectTarget.check("s3://bucket/x", {"key": "AKIA1234", "secret": "very-secret"})

@@ -15,10 +15,12 @@ import torch.distributed.checkpoint as dcp
 from replicated_ckpt import ReplicatedReader, ReplicatedWriter
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.state.endpoint import read_endpoint
+from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.core.layout import AGENT_DIR
+from replicated_ckpt.environment import PLAIN_ENV, TRUST_ROOT_ENV, is_switched_on
 from replicated_ckpt.errors import ConfigInvalid, StoreDenied
 from replicated_ckpt.stores.files.durable import SHARED_MODE
-from replicated_ckpt.stores.files.ownership import GROUP_ENV, TRUST_ROOT_ENV, check_root
+from replicated_ckpt.stores.files.ownership import GROUP_ENV, check_root
 from replicated_ckpt.stores.local.store import LocalStore
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
@@ -367,3 +369,18 @@ def test_a_group_that_is_none_is_an_error_of_the_configuration(base: Path, monke
     with pytest.raises(ConfigInvalid, match=GROUP_ENV):
         LocalStore(base / "root").agent_directory()
     assert not (base / "root" / AGENT_DIR).exists()
+
+
+@pytest.mark.parametrize("variable", [TRUST_ROOT_ENV, PLAIN_ENV])
+@pytest.mark.parametrize("text", ["false", "no", "off", "true"])
+def test_a_switch_is_1_or_0(base: Path, monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+    """Any other word is refused by name before anything is written: "false" must not switch off what protects."""
+    monkeypatch.setenv(variable, text)
+    for make in (ReplicatedWriter, ReplicatedReader, AgentConfig):
+        with pytest.raises(ConfigInvalid, match=f"{variable} must be 1, 0 or empty, not '{text}'"):
+            make(str(base / "root"))
+    with pytest.raises(ConfigInvalid, match=variable):
+        is_switched_on(variable)
+    for off in ("0", ""):
+        monkeypatch.setenv(variable, off)
+        assert not is_switched_on(variable)

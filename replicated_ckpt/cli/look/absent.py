@@ -1,0 +1,30 @@
+"""The error for an id under which no managed checkpoint was seen: whether it is stock torch's, or may be elsewhere."""
+
+from shlex import quote
+
+from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
+from replicated_ckpt.cli.look.checkpoints import list_checkpoints
+from replicated_ckpt.cli.look.nodes import NodesSeen
+from replicated_ckpt.core.layout import LATEST
+from replicated_ckpt.errors import CheckpointNotFound
+from replicated_ckpt.stores.local.store import LocalStore
+
+_LS = "`replicated-ckpt ls --root ROOT` lists what there is, and which nodes were not reached."
+
+
+def describe_absent(store: LocalStore, seen: NodesSeen, checkpoint_id: str, otherwise: str = "") -> CheckpointNotFound:
+    """What to raise for it; `otherwise` is a further next step."""
+    if checkpoint_id != LATEST and UnmanagedLook(store, seen.own_node, seen.reached).checkpoints(checkpoint_id):
+        adopt = f"`replicated-ckpt repair {quote(checkpoint_id)} --root {quote(str(store.root))}`"
+        return CheckpointNotFound(
+            f"{checkpoint_id!r} is a checkpoint of stock torch, which has no manifest.",
+            f"{adopt} adopts it; until then it is a plain directory on each node that has files of it.",
+        )
+    hint = _LS + otherwise
+    newest = list_checkpoints(seen)[:1] if checkpoint_id == LATEST else []
+    if newest:
+        hint = f"A load chooses the latest; the newest that was seen is {newest[0].checkpoint_id!r}: name it. {hint}"
+    unreached = seen.describe_unreached()
+    where = f" Not reached: {'; '.join(unreached)}." if unreached else ""
+    message = f"No node that was reached holds a checkpoint {checkpoint_id!r}.{where}"
+    return CheckpointNotFound(message, hint, unreached)

@@ -1,0 +1,38 @@
+"""The environment variables that more than one room reads, and what a switch among them may say."""
+
+import os
+
+from replicated_ckpt.errors import ConfigInvalid
+
+DIRECT_IO_ENV = "REPLICATED_CKPT_DIRECT_IO"
+HOST_ENV = "REPLICATED_CKPT_HOST"
+PLAIN_ENV = "REPLICATED_CKPT_PLAIN"
+PORT_ENV = "REPLICATED_CKPT_PORT"
+TLS_CERT_ENV = "REPLICATED_CKPT_TLS_CERT"
+TLS_KEY_ENV = "REPLICATED_CKPT_TLS_KEY"
+TRUST_ROOT_ENV = "REPLICATED_CKPT_TRUST_ROOT"
+JOB_SECRET_ENV = "REPLICATED_CKPT_JOB_SECRET"  # noqa: S105 - where it stands, not what it is
+JOB_SECRET_FILE_ENV = "REPLICATED_CKPT_JOB_SECRET_FILE"  # noqa: S105
+
+
+def is_switched_on(variable: str) -> bool:
+    """Whether a variable that may be 1, or 0 or empty, is 1.
+
+    Raises:
+        ConfigInvalid: it is something else, such as "false", which looks like one and was once taken for the other.
+    """
+    text = os.environ.get(variable, "")
+    if text not in ("", "0", "1"):
+        hint = f"Set {variable}=1, or unset it; nothing was written."
+        raise ConfigInvalid(f"The environment variable {variable} must be 1, 0 or empty, not {text!r}.", hint)
+    return text == "1"
+
+
+def check_switches() -> None:
+    """Said when something begins, and not first by a thread that meets another host.
+
+    Raises:
+        ConfigInvalid: as `is_switched_on`.
+    """
+    for variable in (PLAIN_ENV, TRUST_ROOT_ENV):
+        is_switched_on(variable)
