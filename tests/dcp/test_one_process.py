@@ -481,7 +481,9 @@ def test_a_root_is_a_directory(root: Any) -> None:
         ReplicatedWriter(root)
 
 
-@pytest.mark.parametrize("arguments", [{"lineage": 3}, {"storage_options": {"key": "x"}}, {"on_load": 3}])
+@pytest.mark.parametrize(
+    "arguments", [{"lineage": 3}, {"storage_options": {"key": "x"}}, {"on_load": 3}, {"trust_pickles": "false"}]
+)
 def test_a_readers_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """As a writer's."""
     with pytest.raises(ConfigInvalid, match=next(iter(arguments))):

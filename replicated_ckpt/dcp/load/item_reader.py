@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from replicated_ckpt.dcp.objects.weights_only import save_again
 from replicated_ckpt.dcp.runtime.torch_private import narrow
 from replicated_ckpt.dcp.tensors.container import TensorReader
-from replicated_ckpt.errors import ObjectCorrupt
+from replicated_ckpt.errors import ConfigInvalid, ObjectCorrupt
 
 
 class ItemReader:
@@ -19,6 +19,8 @@ class ItemReader:
 
     def __init__(self, *, trust_pickles: bool) -> None:
         self._tensors = TensorReader()
+        if not isinstance(trust_pickles, bool):
+            raise ConfigInvalid(f"trust_pickles must be True or False, not {trust_pickles!r}.")
         self._trust_pickles = trust_pickles
 
     def read(self, raw: memoryview, item: ReadItem, planner: LoadPlanner, source: str) -> None:
