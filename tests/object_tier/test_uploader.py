@@ -10,6 +10,7 @@ import pytest
 from replicated_ckpt.agent.peers.watch import Patience
 from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.state.targets import TargetBook
+from replicated_ckpt.agent.uploads import uploader as uploader_module
 from replicated_ckpt.agent.uploads.bucket_retention import TOLD_MAX
 from replicated_ckpt.agent.uploads.uploader import BUSY_S, Uploader
 from replicated_ckpt.core.manifest import Manifest
@@ -122,6 +123,35 @@ def test_a_shard_goes_there_in_parts_without_threads(
     monkeypatch.setattr(threading.Thread, "start", start)
     uploader.round()
     assert targets.bucket(target.url).save_of("step-1") is not None
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_an_order_to_a_second_bucket_is_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Whether the save is in the one that its manifest names, or on its way there; it is not said to be done before."""
+    first, second = f"file://{tmp_path}/first", f"file://{tmp_path}/second"
+    uploader, service, targets = uploading(tmp_path / "node", first)
+    targets.learn(ObjectTarget.check(second, {}))
+    manifest = checkpointed([service.store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000, url=first)
+
+    def order(*_: object) -> None:
+        uploader.orders.take(manifest.save_id, second)
+        state = uploader.state_of(manifest.save_id)
+        assert state is not None
+        assert (state.state, state.url) == ("pending", second)
+
+    if when == "before":
+        uploader.state_of(manifest.save_id)
+    elif when == "during":
+        monkeypatch.setattr(uploader_module, "retire_in_bucket", order)
+        uploader.round()
+        monkeypatch.undo()
+    else:
+        uploader.round()
+    order()
+    uploader.round()
+    assert targets.bucket(second).save_of("step-1") is not None
+    assert not uploader.is_busy
+    assert not uploader.standing().ordered
 
 
 class Cut(Pace):

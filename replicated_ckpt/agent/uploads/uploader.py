@@ -114,7 +114,7 @@ class Uploader:
 
     def state_of(self, save_id: str) -> UploadState | None:
         """How far a save has come; the caller waits, so it is looked at soon. None: not here, or not to be uploaded."""
-        if save_id not in self._uploads:
+        if save_id not in self._uploads or self.orders.is_ordered(save_id):  # to another bucket than it may be in
             self._find_wanted()
         upload = self._uploads.get(save_id)
         if upload is None:
@@ -188,8 +188,10 @@ class Uploader:
         for asked in map(self.orders.apply, committed):
             if asked.upload is None:
                 continue
-            state = UploadState(asked.checkpoint_id, asked.upload.url)
-            upload = self._uploads.setdefault(asked.save_id, Upload(state, first_seen=now, moved_at=now))
+            upload = self._uploads.get(asked.save_id)
+            if upload is None or (upload.state.url != asked.upload.url and self.orders.is_ordered(asked.save_id)):
+                state = UploadState(asked.checkpoint_id, asked.upload.url)
+                upload = self._uploads[asked.save_id] = Upload(state, first_seen=now, moved_at=now)
             if upload.is_pending:
                 found[asked.save_id] = asked, upload
         for save_id, upload in list(self._uploads.items()):
@@ -214,7 +216,8 @@ class Uploader:
             upload.fail(exc, self._clock())
             log.warning("%s to %s: %s", manifest.checkpoint_id, upload.state.url, exc)
             return
-        self._forget(manifest.save_id)
+        if self._uploads.get(manifest.save_id) is upload:  # else it was ordered to another bucket meanwhile
+            self._forget(manifest.save_id)
 
     def _forget(self, save_id: str) -> None:
         """Drops from the disk what was only needed until the end of a save's upload."""
