@@ -6,6 +6,7 @@ import os
 from functools import partial
 from typing import get_args
 
+from replicated_ckpt.agent.peers.address_book import listening_host
 from replicated_ckpt.agent.process import Agent
 from replicated_ckpt.agent.requests.worker_thread import give_way_as_session
 from replicated_ckpt.agent.state.log_file import BoundedLog
@@ -31,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the agent's arguments to a command line."""
     parser.add_argument("--root", required=True, help="the node's store, a directory on its own disk")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)"
+        "--host",
+        help="address to listen on (default: 127.0.0.1, or 0.0.0.0, all, once it has met nodes of other hosts)",
     )
     add = parser.add_argument
     add(
@@ -98,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     level = logging.DEBUG if arguments.verbose else logging.INFO
     logging.basicConfig(level=level, handlers=[BoundedLog(LocalStore(arguments.root).root_agent_directory())])
     options = {name: getattr(arguments, name) for name in (*_BACKGROUND, "tls_cert", "tls_key", "direct_io", "nice")}
-    config = AgentConfig(arguments.root, arguments.host, arguments.port, arguments.idle_exit_s, **options)
+    host = arguments.host or listening_host(LocalStore(arguments.root).root_agent_directory())
+    config = AgentConfig(arguments.root, host, arguments.port, arguments.idle_exit_s, **options)
     give_way_as_session(config.nice)
     Agent(config).run()
     return 0

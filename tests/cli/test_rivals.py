@@ -9,6 +9,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.local.versions.replaced import lock_version
 from replicated_ckpt.stores.peer.client import AgentAddress
 from tests.agent.checkpoints import METADATA, checkpointed, introduced, shard
 from tests.cli.commands import as_json, command
@@ -101,3 +102,19 @@ def test_one_run_and_one_version_say_nothing_of_rivals(tmp_path: Path) -> None:
     for said in shown(store):
         assert not [word for word in ("version", "runs in", "in doubt") if word in said]
     assert as_json("status", "--root", store.root)[1]["rivals"] == []
+
+
+def test_files_that_a_whole_newer_version_replaces_are_missed_by_nobody(tmp_path: Path) -> None:
+    """The older version stays while it is read, and has lost a shard: `ls` shows it, and `status` calls nothing lost."""
+    store = LocalStore(tmp_path / "node0")
+    old = checkpointed([store], 1, {shard(0): (0,)}, copies=1, size_bytes=3000)
+    reading = lock_version(store.catalog, "step-1", old.save_id)
+    assert reading is not None
+    checkpointed([store], 2, {shard(0): (0,)}, copies=1, size_bytes=3000)
+    (store.root / ".replaced" / old.save_id / shard(0)).unlink()
+    ls, status = shown(store)
+    assert "no copy seen" in ls or "lost" in ls
+    assert "files are lost" not in status
+    assert "an older checkpoint" not in status
+    assert command("status", "--root", store.root).returncode == ExitCode.UNREACHABLE, "no agent runs, and that is all"
+    reading.release()

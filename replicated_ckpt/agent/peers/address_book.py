@@ -12,7 +12,7 @@ from replicated_ckpt.errors import ObjectMissing, StoreDenied
 from replicated_ckpt.stores.files.durable import fsync_directory, translate_errors, write_file
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.client import AgentAddress
-from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_network_trusted, is_plain_allowed
+from replicated_ckpt.stores.peer.tls import PLAIN_HINT, is_loopback, is_network_trusted, is_plain_allowed
 
 _PEERS_NAME = "peers.json"
 _PEERS_MAX = 8192
@@ -126,3 +126,9 @@ class PeerBook:
                 if entry.get("away"):
                     away.add(peer.node_id)
         return peers, away
+
+
+def listening_host(directory: Path) -> str:
+    """Where an agent listens that nobody has told: on loopback, unless a node that it has met is on another host."""
+    peers = PeerBook(directory).read_all()
+    return "127.0.0.1" if all(is_loopback(peer.host) for peer in peers) else "0.0.0.0"  # noqa: S104 - a token guards it

@@ -48,14 +48,15 @@ _client_lock_by_root: dict[Path, FileLock] = {}
 _silent_by_directory: dict[Path, int] = {}
 
 
-def ensure_agent(store: LocalStore, bind_host: str, *, is_opening: bool = False) -> Endpoint:
+def ensure_agent(store: LocalStore, bind_host: str | None = None, *, is_opening: bool = False) -> Endpoint:
     """This node's running agent, started if there was none; it stays at least as long as this process.
 
     `is_opening`: it is asked for a save that opens now. If it is told to stop meanwhile, it stays for that save.
 
-    `bind_host` is where an agent that is started listens. One that listens on loopback only is replaced if other hosts
-    must reach it, one that speaks plain HTTP if a certificate is set or other hosts must not be talked to so, and one of
-    an older version by this one; each first finishes what it is asked at that moment, and the new one has its address.
+    `bind_host` is where an agent that is started listens; None: where the nodes that it has met reach it, and one that
+    runs may listen anywhere. Else one that listens on loopback only is replaced if other hosts must reach it, and one that
+    speaks plain HTTP if a certificate is set or other hosts must not be talked to so. One of an older version is replaced
+    by this one. Each first finishes what it is asked at that moment, and the new one has its address.
     Safe to call from several processes and threads: all of them ask at once, and one starts it.
 
     Raises:
@@ -180,8 +181,8 @@ def _silence(directory: Path, endpoint: Endpoint) -> AgentUnavailable:
     )
 
 
-def _answering(directory: Path, bind_host: str, *, is_opening: bool) -> Endpoint | None:
-    """The agent if it runs, answers, and listens where it must.
+def _answering(directory: Path, bind_host: str | None, *, is_opening: bool) -> Endpoint | None:
+    """The agent if it runs, answers, and listens where it must, wherever that is if `bind_host` is None.
 
     Raises:
         AgentUnavailable: it runs and does not answer. ConfigInvalid: it is of a newer release that this one cannot talk to.
@@ -195,8 +196,9 @@ def _answering(directory: Path, bind_host: str, *, is_opening: bool) -> Endpoint
             f"(protocol {endpoint.protocol}), and this rank there runs {__version__} (protocol {PROTOCOL}).",
             RELEASES_HINT,
         )
-    is_deaf = is_loopback(endpoint.host) and bind_host not in (endpoint.host, "localhost")
-    is_plain = not endpoint.tls_sha256 and (bool(os.environ.get(TLS_CERT_ENV)) or not is_plain_allowed(bind_host))
+    must_hear = bind_host or "localhost"
+    is_deaf = is_loopback(endpoint.host) and must_hear not in (endpoint.host, "localhost")
+    is_plain = not endpoint.tls_sha256 and (bool(os.environ.get(TLS_CERT_ENV)) or not is_plain_allowed(must_hear))
     is_older = endpoint.protocol < PROTOCOL or _is_older(endpoint.version, __version__)
     if not (is_deaf or is_plain or is_older):
         return endpoint
@@ -230,9 +232,9 @@ def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]"
     )
 
 
-def _start(store: LocalStore, directory: Path, bind_host: str, *, is_opening: bool) -> Endpoint:
+def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_opening: bool) -> Endpoint:
     idle_exit_s = os.environ.get(IDLE_EXIT_ENV, str(IDLE_EXIT_S))
-    arguments = ["--root", str(store.root), "--host", bind_host, "--idle-exit-s", idle_exit_s]
+    arguments = ["--root", str(store.root), *(["--host", bind_host] if bind_host else []), "--idle-exit-s", idle_exit_s]
     log = open_log(directory)
     try:
         process = spawn_agent(arguments, log)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.address_book import PeerBook, listening_host
 from replicated_ckpt.agent.repair.audit import Audit, Auditor
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.unmanaged.audit import UnmanagedAuditor
@@ -17,7 +17,7 @@ from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
 from replicated_ckpt.cli.look.doubts import describe_loss, label_nodes, list_staged_saves
 from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
-from replicated_ckpt.cli.look.start import bind_host, start_agent
+from replicated_ckpt.cli.look.start import start_agent
 from replicated_ckpt.cli.look.table import count
 from replicated_ckpt.cli.look.unmanaged import Adoptions
 from replicated_ckpt.core.layout import LATEST
@@ -240,7 +240,7 @@ def _give_up_lost(store: LocalStore, lost: Sequence[str]) -> dict[str, str]:
     saves = list_staged_saves(store, store.read_node_id()) if lost else []
     if not saves:
         return {}
-    own = ensure_agent(store, bind_host(PeerBook(store.root_agent_directory()).read_all())).local_address()
+    own = ensure_agent(store, listening_host(store.root_agent_directory())).local_address()
     errors = {}
     for save in saves:
         try:

@@ -95,7 +95,7 @@ def _check_replaceable(manifest: Manifest, target: ObjectTarget) -> None:
 
 def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget) -> None:
     """Gives the order to every agent that answers; this node's must."""
-    own = ensure_agent(store, "127.0.0.1").local_address()
+    own = ensure_agent(store).local_address()
     peers = [peer for peer in PeerBook(store.root_agent_directory()).read_all() if peer.node_id != own.node_id]
     for address in (own, *peers):
         try:
@@ -112,7 +112,7 @@ def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget) -> None:
 def _wait_for_upload(store: LocalStore, manifest: Manifest, target: ObjectTarget, timeout_s: float) -> UploadState:
     deadline = time.monotonic() + timeout_s
     while True:
-        with AgentClient(ensure_agent(store, "127.0.0.1").local_address()) as client:
+        with AgentClient(ensure_agent(store).local_address()) as client:
             state = UploadState(**client.call("GET", f"/v1/object/saves/{manifest.save_id}"))
         if state.state != "pending":
             return state

@@ -215,11 +215,22 @@ def describe_totals(rows: Iterable[CheckpointSeen], seen: NodesSeen) -> str:
     )
 
 
+def without_outlived(rows: Sequence[CheckpointSeen]) -> list[CheckpointSeen]:
+    """All but older versions of what a newer, whole save of the same run has replaced: nobody misses their files."""
+    whole: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row.state == WHOLE:
+            key = row.checkpoint_id, row.lineage
+            whole[key] = max(row.sequence, whole.get(key, -1))
+    return [row for row in rows if row.sequence >= whole.get((row.checkpoint_id, row.lineage), -1)]
+
+
 def advise(rows: Sequence[CheckpointSeen], seen: NodesSeen, root: Path) -> list[str]:
     """The next step for each checkpoint that no node which answered can mend, and for nodes that did not answer."""
     by_id = Counter(row.checkpoint_id for row in rows)
     damaged = [_advise_on_damaged(row, seen, root) for row in rows if row.state == DAMAGED]
-    lost = [_advise_on_lost(row, by_id[row.checkpoint_id] > 1, root) for row in rows if row.state == LOST]
+    wanted = without_outlived(rows)
+    lost = [_advise_on_lost(row, by_id[row.checkpoint_id] > 1, root) for row in wanted if row.state == LOST]
     return [*damaged, *lost, *advise_on_silence(seen, root)]
 
 

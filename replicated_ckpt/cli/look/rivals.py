@@ -52,7 +52,7 @@ def _describe_wait(newest: SaveFound, row: CheckpointSeen) -> str:
     """What the older versions are still there for."""
     stay = f"the older stay until every shard of save {newest.save_id} is seen"
     if row.state in (WHOLE, SHORT):
-        return f"{row.checkpoint_id}: {stay}: so it is, and re-protection removes them in its next round"
+        return f"{row.checkpoint_id}: {stay}: so it is, and re-protection removes them, once no load reads them"
     if row.state == LOST:
         return f"{row.checkpoint_id}: {stay}; as its files are lost, they stay until a newer save is whole"
     return f"{row.checkpoint_id}: {stay}; the nodes that were not reached can show it"

@@ -3,12 +3,11 @@
 import argparse
 import time
 
-from replicated_ckpt.agent.peers.address_book import PeerBook
+from replicated_ckpt.agent.peers.address_book import listening_host
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.stores.peer.tls import is_loopback
 
 _GREETING_WAIT_S = 20.0
 _POLL_S = 0.05
@@ -41,15 +40,9 @@ def start_agent(store: LocalStore) -> AgentAddress:
     Raises:
         AgentUnavailable
     """
-    peers = PeerBook(store.root_agent_directory()).read_all()
-    own = ensure_agent(store, bind_host(peers)).local_address()
+    own = ensure_agent(store, listening_host(store.root_agent_directory())).local_address()
     deadline = time.monotonic() + _GREETING_WAIT_S
     with AgentClient(own) as client:
         while not client.call("GET", "/v1/status").get("greeted") and time.monotonic() < deadline:
             time.sleep(_POLL_S)
     return own
-
-
-def bind_host(peers: tuple[AgentAddress, ...]) -> str:
-    """Where an agent that has to be started listens: peers on other hosts must reach it."""
-    return "127.0.0.1" if all(is_loopback(peer.host) for peer in peers) else "0.0.0.0"  # noqa: S104 - a token guards it

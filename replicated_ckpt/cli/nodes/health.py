@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicated_ckpt.cli.exit_codes import ExitCode
-from replicated_ckpt.cli.look.checkpoints import LOST, CheckpointSeen
+from replicated_ckpt.cli.look.checkpoints import LOST, CheckpointSeen, without_outlived
 from replicated_ckpt.cli.look.doubts import WaitingSave, describe_wait
 from replicated_ckpt.cli.look.nodes import NodesSeen
 from replicated_ckpt.cli.look.table import count, format_bytes, format_duration
@@ -68,6 +68,7 @@ def judge_health(
     doubts: Sequence[WaitingSave],
 ) -> Health:
     """`agent` is the status of this node's agent; None: it gave none, and `why_down` says why."""
+    rows = without_outlived(rows)
     lost = tuple(f"{row.checkpoint_id}: {row.describe_copies(seen)}" for row in rows if row.state == LOST)
     down = () if agent is not None else (f"this node's agent gives no answer: {why_down}",)
     failing = [

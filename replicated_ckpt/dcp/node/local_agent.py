@@ -24,7 +24,7 @@ def ask_agent(
     deadline = time.monotonic() + within_s
     for tries_left in reversed(range(_TRIES)):
         try:
-            endpoint = ensure_agent(store, "127.0.0.1")
+            endpoint = ensure_agent(store)
             with AgentClient(endpoint.local_address()) as client, client.within(within_s):
                 return client.call(method, path, document)
         except StoreUnavailable:

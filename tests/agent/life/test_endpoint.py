@@ -1,17 +1,20 @@
 """The file that says where an agent listens: whoever removes old files, or a full disk, keeps no rank from it for long."""
 
 import errno
+import signal
 from pathlib import Path
 
 import pytest
 
 from replicated_ckpt.agent import process as life
+from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.start.launch import ensure_agent
 from replicated_ckpt.agent.state.endpoint import read_endpoint
 from replicated_ckpt.config import AgentConfig
 from replicated_ckpt.errors import StoreFull
 from replicated_ckpt.stores.local.store import LocalStore
-from tests.agent.agents import running_agent, wait_for
+from replicated_ckpt.stores.peer.client import AgentAddress
+from tests.agent.agents import running_agent, stop_agent, wait_for
 from tests.agent.life.test_life import signals_given_back
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
@@ -30,6 +33,23 @@ def test_an_endpoint_that_was_removed_or_changed_is_written_again(tmp_path: Path
 def _is_whole(directory: Path) -> bool:
     path = directory / "endpoint.json"
     return path.exists() and path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("met", "host"), [([], "127.0.0.1"), (["127.0.0.1"], "127.0.0.1"), (["10.1.2.3"], "0.0.0.0")])
+def test_an_agent_listens_where_the_nodes_that_it_has_met_reach_it(tmp_path: Path, met: list[str], host: str) -> None:
+    """Nobody has told it: a person who starts one as an error says, or a rank that asks for one that has died."""
+    store = LocalStore(tmp_path / "root")
+    PeerBook(store.agent_directory()).learn(
+        [AgentAddress("f" * 12, peer, 9, "token", tls_sha256="0" * 64) for peer in met]
+    )
+    with running_agent(store.root) as agent:
+        assert agent.endpoint.host == host
+        agent.signal(signal.SIGKILL)
+        agent.process.wait()
+    try:
+        assert ensure_agent(store).host == host
+    finally:
+        stop_agent(store.root)
 
 
 def test_an_agent_that_a_full_disk_keeps_from_starting_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
