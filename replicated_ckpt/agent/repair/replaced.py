@@ -28,6 +28,11 @@ def restore_replaced(service: NodeService, manifests: Mapping[str, Manifest], ot
         manifest = manifests.get(save_id)
         if manifest is None or catalog.is_replaced(save_id) or is_of_newer_format(service.store, save_id):
             continue
+        published = service.store.read_published(manifest.checkpoint_id)
+        if (
+            published is not None and published.save_id == save_id
+        ):  # what it has replaced lies there, which goes with time
+            continue
         try:
             is_any |= _restore(service, manifest, others)
         except ReplicatedCkptError as exc:

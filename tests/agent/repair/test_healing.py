@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from replicated_ckpt.agent.repair import replaced
+from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.main import main
 from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
@@ -298,3 +300,16 @@ def test_a_replaced_version_without_its_manifest_gives_the_last_shards(
         wait_for(lambda: held(nodes[1]) == {shard(0), shard(1)}, 30, "the shard")
     assert of_save(nodes[1]) == 1
     assert [finding.save_id for finding in findings(nodes[1])] == []
+
+
+def test_what_a_save_has_replaced_does_not_become_that_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directory has the name of the newer save where it had no manifest, as stock torch's has none."""
+    (store,) = stores(tmp_path, 1)
+    made = checkpointed([store], 1, {shard(0): (0,)}, copies=1)
+    before = store.root / ".replaced" / made.save_id
+    shutil.copytree(store.final("step-1"), before)
+    (before / MANIFEST_NAME).unlink()
+    monkeypatch.setattr(replaced, "fetch_manifest", lambda *_: (made, made.encode()))
+    assert not replaced.restore_replaced(NodeService(store), {made.save_id: made}, ())
+    assert not (before / MANIFEST_NAME).exists()
+    assert findings(store) == []
