@@ -102,13 +102,21 @@ def test_a_signal_asks_for_one_save_more(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def _run_on(runs: Any) -> None:
+    runs.set()
+    time.sleep(60)
+
+
 def test_a_child_that_is_forked_can_be_ended(tmp_path: Path) -> None:
     """In it the signal means what it meant before the manager: it has no step at which it would be heeded."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with CheckpointManager(tmp_path) as manager:
-            child = get_context("fork").Process(target=time.sleep, args=(60,))
+            context = get_context("fork")
+            runs = context.Event()
+            child = context.Process(target=_run_on, args=(runs,))
             child.start()
+            assert runs.wait(20)  # Python drops a signal that comes while it makes the child
             child.terminate()
             child.join(20)
             assert child.exitcode == -signal.SIGTERM
