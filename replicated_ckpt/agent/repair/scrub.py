@@ -1,17 +1,16 @@
 """The scrub: re-reads what lies on this node's disk, at a set pace, and has what is bad mended before it is needed."""
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
+from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ReplicatedCkptError, StoreError
-from replicated_ckpt.stores.files.durable import is_refusal, translate_errors, write_file
+from replicated_ckpt.stores.files.durable import is_refusal
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.throttle import Pace, Stopped
@@ -58,6 +57,7 @@ class Scrubber:
         self._every_s = every_s
         self._on_bad = on_bad
         self._on_read = on_read
+        self._position_file = NoteFile(store.agent_directory() / _POSITION_NAME)
         self.done = Scrubbed()
         self._thread = threading.Thread(target=self._run, name="rckpt-scrub", daemon=True)
 
@@ -126,19 +126,14 @@ class Scrubber:
                 raise Stopped
         self._pace.take(size_bytes)
 
-    @property
-    def _path(self) -> Path:
-        return self._store.agent_directory() / _POSITION_NAME
-
     def _position(self) -> str:
         try:
-            return str(json.loads(self._path.read_bytes())["after"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return str(self._position_file.read()["after"])
+        except (KeyError, TypeError):
             return ""
 
     def _keep_position(self, checkpoint_id: str) -> None:
         try:
-            with translate_errors(str(self._store.root), "write", _POSITION_NAME):
-                write_file(self._path, json.dumps({"after": checkpoint_id, "unix_s": time.time()}).encode())
+            self._position_file.write({"after": checkpoint_id, "unix_s": time.time()})
         except StoreError as exc:
             log.warning("after a restart of this agent the scrub reads some checkpoints again: %s", exc)

@@ -1,12 +1,11 @@
 """Saves that this node's own user has removed by hand: what is still to go here, and what no node brings back."""
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
 
+from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.layout import is_save_id
-from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 NAME = "removed.json"
 REMOVALS_MAX = 1024
@@ -21,7 +20,7 @@ class RemovalBook:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / NAME
+        self._file = NoteFile(directory / NAME)
         self._lock = threading.Lock()
         self._told, self._pending = self._read()
 
@@ -54,15 +53,11 @@ class RemovalBook:
     def _write(self, told: list[str], pending: list[str]) -> None:
         if (told, pending) == (self._told, self._pending):
             return
-        with translate_errors(str(self._path.parent), "write", NAME):
-            write_file(self._path, json.dumps({"told": told, "pending": pending}).encode())
+        self._file.write({"told": told, "pending": pending})
         self._told, self._pending = told, pending
 
     def _read(self) -> tuple[list[str], list[str]]:
-        try:
-            found = json.loads(self._path.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return [], []
+        found = self._file.read()
         if isinstance(found, list):  # before 0.1.0 all was in one list
             return _ids_in(found), []
         if not isinstance(found, dict):

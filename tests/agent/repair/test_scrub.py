@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.repair import scrub
 from replicated_ckpt.agent.repair.scrub import Scrubber
 from replicated_ckpt.core.inventory import Holding
 from replicated_ckpt.stores.local.store import LocalStore
@@ -43,7 +42,7 @@ def test_a_full_disk_ends_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     reading = Reading(tmp_path / "root")
-    monkeypatch.setattr(scrub, "write_file", fail)
+    monkeypatch.setattr("replicated_ckpt.agent.state.note_file.write_file", fail)
     assert reading.scrubber.scrub().passes == 1
     assert reading.read == IDS
 
