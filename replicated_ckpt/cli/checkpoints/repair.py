@@ -18,7 +18,6 @@ from replicated_ckpt.cli.look.doubts import describe_loss, label_nodes, list_sta
 from replicated_ckpt.cli.look.nodes import look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
-from replicated_ckpt.cli.look.table import count
 from replicated_ckpt.cli.look.unmanaged import Adoptions
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.one_line import one_line
@@ -27,6 +26,7 @@ from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, ReplicatedC
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.wording import plural
 
 ROUNDS_MAX = 4
 """A manifest that is restored shows which files are damaged, so there is more to do then; a third round finds nothing."""
@@ -275,4 +275,4 @@ def _print_outcome(done: _Done, audit: Audit) -> None:
         print(describe_short(short))
     for action, error in done.errors.items():
         print(f"failed: {action}: {error}")
-    print(f"{max(0, len(done.actions) - len(done.errors))} of {count(len(done.actions), 'action')} done")
+    print(f"{max(0, len(done.actions) - len(done.errors))} of {plural(len(done.actions), 'action')} done")

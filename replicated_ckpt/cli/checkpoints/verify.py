@@ -17,7 +17,7 @@ from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import ReadingProgress
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.table import count, format_bytes, format_duration
+from replicated_ckpt.cli.look.table import format_bytes, format_duration
 from replicated_ckpt.cli.look.unmanaged import print_audits, worst_code
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.upkeep.finding import Finding
@@ -28,6 +28,7 @@ from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.wording import plural
 
 HELP = "Read everything that this node and its peers hold, check every byte, and change nothing."
 
@@ -113,7 +114,7 @@ def _print_bucket(there: _InBucket) -> None:
     if there.url:
         verdict = "NOT intact" if there.findings else "intact"
         print(
-            f"{count(len(there.checkpoint_ids), 'checkpoint')} in {there.url}, {there.bytes_read} bytes read: {verdict}"
+            f"{plural(len(there.checkpoint_ids), 'checkpoint')} in {there.url}, {there.bytes_read} bytes read: {verdict}"
         )
 
 
@@ -156,15 +157,15 @@ def _print(store: LocalStore, audit: Audit, seconds: float) -> None:
         print(line)
     size = sum(reading.bytes_read for reading in audit.readings)
     read = f"{format_bytes(size)} read in {format_duration(seconds)} ({format_bytes(size / max(seconds, 1e-9))}/s)"
-    nodes = f"{len(audit.readings)} of {count(len(audit.readings) + len(audit.silent), 'node')}"
-    print(f"{count(len(audit.checkpoint_ids), 'checkpoint')}, {nodes}, {read}: {_verdict(audit)}")
+    nodes = f"{len(audit.readings)} of {plural(len(audit.readings) + len(audit.silent), 'node')}"
+    print(f"{plural(len(audit.checkpoint_ids), 'checkpoint')}, {nodes}, {read}: {_verdict(audit)}")
 
 
 def _verdict(audit: Audit) -> str:
     if not audit.is_intact:
         return "NOT intact"
     if audit.silent:
-        return f"all that was read is as it was saved; {count(len(audit.silent), 'node')} did not answer"
+        return f"all that was read is as it was saved; {plural(len(audit.silent), 'node')} did not answer"
     return "intact" if audit.checkpoint_ids else "no checkpoint to verify"
 
 

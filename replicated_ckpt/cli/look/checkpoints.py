@@ -10,7 +10,7 @@ from typing import Any
 
 from replicated_ckpt.agent.repair.audit import is_removed_everywhere
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence
-from replicated_ckpt.cli.look.table import count, format_bytes, format_moment
+from replicated_ckpt.cli.look.table import format_bytes, format_moment
 from replicated_ckpt.core.inventory import SaveFound, saves_found
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
@@ -18,6 +18,7 @@ from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.upkeep.policy import pending
 from replicated_ckpt.core.upkeep.remains import recognize
 from replicated_ckpt.stores.bucket.bucket import BucketSave
+from replicated_ckpt.wording import plural
 
 HEADER = ("ID", "SAVED AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET")
 WHOLE, SHORT, NOT_SEEN, LOST = "whole", "short", "not seen", "lost"
@@ -85,10 +86,10 @@ class CheckpointSeen:
             why = f": {seen.list_names(unknown)} not known to this node"
         if self.state in (NOT_SEEN, LOST):
             removed = f"; removed on {seen.list_names(self.removed_on)}" if self.removed_on else ""
-            return f"{count(len(self.missing), 'file')} {'lost' if self.state == LOST else 'not seen'}{why}{removed}"
+            return f"{plural(len(self.missing), 'file')} {'lost' if self.state == LOST else 'not seen'}{why}{removed}"
         if self.state == SHORT:
             return f"{self.copies_wanted} copies, {self.copies_seen} seen{why}"
-        few = f", as there {'is' if seen.nodes_known == 1 else 'are'} {count(seen.nodes_known, 'node')}"
+        few = f", as there {'is' if seen.nodes_known == 1 else 'are'} {plural(seen.nodes_known, 'node')}"
         return f"{self.copies_seen} of {self.copies_wanted}" + (few if self.has_few_nodes else "")
 
     def cells(self, seen: NodesSeen) -> tuple[str, ...]:
@@ -207,10 +208,10 @@ def describe_totals(rows: Iterable[CheckpointSeen], seen: NodesSeen) -> str:
     """The line below the table: what there is in all, and what is not as it should be."""
     rows = list(rows)
     size = format_bytes(sum(row.size_bytes or 0 for row in rows))
-    nodes = f"{len(seen.held)} of {count(len(seen.held) + len(seen.unreached), 'node')} answered"
+    nodes = f"{len(seen.held)} of {plural(len(seen.held) + len(seen.unreached), 'node')} answered"
     by_state: Mapping[str, int] = {state: sum(row.state == state for row in rows) for state in _NOT_GOOD}
     wrong = [f"{number} {words}" for state, number in by_state.items() if number and (words := _NOT_GOOD[state])]
-    return f"{count(len(rows), 'checkpoint')}, {size} in one copy of each; {nodes}" + "".join(
+    return f"{plural(len(rows), 'checkpoint')}, {size} in one copy of each; {nodes}" + "".join(
         f"; {one}" for one in wrong
     )
 

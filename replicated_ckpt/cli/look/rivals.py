@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from replicated_ckpt.cli.look.checkpoints import LOST, SHORT, WHOLE, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
-from replicated_ckpt.cli.look.table import count, format_moment
+from replicated_ckpt.cli.look.table import format_moment
 from replicated_ckpt.core.inventory import LineageFound, SaveFound, lineages_found, saves_found
 from replicated_ckpt.core.upkeep.policy import scope_of
+from replicated_ckpt.wording import plural
 
 
 def describe_rivals(rows: Sequence[CheckpointSeen], seen: NodesSeen) -> list[str]:
@@ -26,7 +27,7 @@ def _describe_versions(versions: Sequence[tuple[SaveFound, CheckpointSeen]], see
     of_run = [(save, row) for save, row in versions if save.version.lineage == first.version.lineage]
     taken = next((save for save, row in of_run if row.state in (WHOLE, SHORT)), first)
     name = first.checkpoint_id
-    yield f"{name}: {count(len(versions), 'version')}; a load of this name takes save {taken.save_id}"
+    yield f"{name}: {plural(len(versions), 'version')}; a load of this name takes save {taken.save_id}"
     for save, row in versions:
         made = format_moment(row.saved_unix_s)
         yield f"  save {save.save_id} of {made}: {row.describe_copies(seen)}; {_place(save, seen)}"
@@ -65,7 +66,7 @@ def _describe_runs(seen: NodesSeen) -> Iterator[str]:
         if len(runs) < 2:
             continue
         where = f"directory {scope}" if scope else "the root"
-        yield f"{count(len(runs), 'run')} in {where}, of which a load takes the one that was saved last, named first:"
+        yield f"{plural(len(runs), 'run')} in {where}, of which a load takes the one that was saved last, named first:"
         yield from (f"  {_describe_run(run, seen)}" for run in runs)
         yield (
             f"next step for {where}: to load another run: `ReplicatedReader(lineage={runs[1].lineage!r})`; then give each "

@@ -30,11 +30,6 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def count(number: int, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as what stands in them; a number is set to the right by its caller."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]

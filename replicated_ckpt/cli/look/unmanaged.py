@@ -9,7 +9,6 @@ from replicated_ckpt.agent.unmanaged.look import UnmanagedLook
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import UNMANAGED, CheckpointSeen
 from replicated_ckpt.cli.look.nodes import NodesSeen
-from replicated_ckpt.cli.look.table import count
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
 from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint
@@ -22,6 +21,7 @@ from replicated_ckpt.errors import (
 )
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress
+from replicated_ckpt.wording import plural
 
 
 def list_rows(store: LocalStore, seen: NodesSeen, without: Iterable[str]) -> list[CheckpointSeen]:
@@ -46,7 +46,7 @@ def _state(look: UnmanagedLook, checkpoint: UnmanagedCheckpoint) -> tuple[str, t
         return "stock, contradictory", (METADATA_NAME,)
     except (MetadataUnsafe, StoreError, PeerProtocolError):
         return "stock, unreadable", (METADATA_NAME,)
-    note = f"stock, {count(len(save.missing), 'shard')} missing" if save.missing else "stock, unprotected"
+    note = f"stock, {plural(len(save.missing), 'shard')} missing" if save.missing else "stock, unprotected"
     return note, tuple(save.missing)
 
 

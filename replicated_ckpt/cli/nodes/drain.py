@@ -12,7 +12,7 @@ from replicated_ckpt.cli.look.doubts import list_staged_saves
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
-from replicated_ckpt.cli.look.table import count, format_bytes
+from replicated_ckpt.cli.look.table import format_bytes
 from replicated_ckpt.core.upkeep.policy import agree
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
@@ -21,6 +21,7 @@ from replicated_ckpt.core.upkeep.retention import plan_retention
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
+from replicated_ckpt.wording import plural
 
 HELP = "Have the copies of this node made on other nodes, and say whether it may be taken down."
 _ALONE = (
@@ -102,7 +103,7 @@ class _Drained:
         lines += [f"{self._name_shortage(self.seen)}: {short}" for short in self.plan.short]
         lines += [f"failed: {what}: {why}" for what, why in self.failed.items()]
         lines += [f"not drained: {what}" for what in self.stays]
-        others = count(len(self.seen.held) - 1, "other node")
+        others = plural(len(self.seen.held) - 1, "other node")
         label = self.seen.label(self.seen.own_node)
         if not self.is_empty:
             there = f"too few copies on the {others} that answered" if len(self.seen.held) > 1 else "no copy elsewhere"

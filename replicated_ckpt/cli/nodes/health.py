@@ -8,8 +8,9 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, CheckpointSeen, without_outlived
 from replicated_ckpt.cli.look.doubts import WaitingSave, describe_wait
 from replicated_ckpt.cli.look.nodes import NodesSeen
-from replicated_ckpt.cli.look.table import count, format_bytes, format_duration
+from replicated_ckpt.cli.look.table import format_bytes, format_duration
 from replicated_ckpt.stores.files.room import Room
+from replicated_ckpt.wording import plural
 
 ROOM_SHARE_MIN = 0.05
 """With less of its file system free, a node's next save may fail."""
@@ -120,7 +121,8 @@ def describe_protection(agent: Mapping[str, Any]) -> str:
         return "it has not looked yet"
     if found["is_complete"]:
         return "every checkpoint has its copies"
-    work = f"{count(found['planned'], 'action')} planned on all nodes together, {found['done']} done here in the last round"
+    planned = plural(found["planned"], "action")
+    work = f"{planned} planned on all nodes together, {found['done']} done here in the last round"
     stuck = [f"{found[name]} {words}" for name, words in _STUCK.items() if found[name]]
     return "; ".join([work, *stuck])
 

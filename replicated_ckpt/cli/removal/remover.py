@@ -10,7 +10,7 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, LOST, CheckpointSeen, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import start_agent
-from replicated_ckpt.cli.look.table import count, format_bytes
+from replicated_ckpt.cli.look.table import format_bytes
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.one_line import one_line
@@ -23,6 +23,7 @@ from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
+from replicated_ckpt.wording import plural
 
 
 def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,5 +212,5 @@ _SHOWN_MAX = 5
 
 def _shorten(ids: Sequence[str]) -> str:
     """The first of them, and how many more there are."""
-    more = f" and {count(len(ids) - _SHOWN_MAX, 'more checkpoint')}" if len(ids) > _SHOWN_MAX else ""
+    more = f" and {plural(len(ids) - _SHOWN_MAX, 'more checkpoint')}" if len(ids) > _SHOWN_MAX else ""
     return ", ".join(ids[:_SHOWN_MAX]) + more
