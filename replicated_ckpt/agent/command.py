@@ -98,9 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plain:
         os.environ[PLAIN_ENV] = "1"
     level = logging.DEBUG if arguments.verbose else logging.INFO
-    logging.basicConfig(level=level, handlers=[BoundedLog(LocalStore(arguments.root).root_agent_directory())])
+    directory = LocalStore(arguments.root).root_agent_directory()
+    logging.basicConfig(level=level, handlers=[BoundedLog(directory)])
     options = {name: getattr(arguments, name) for name in (*_BACKGROUND, "tls_cert", "tls_key", "direct_io", "nice")}
-    host = arguments.host or listening_host(LocalStore(arguments.root).root_agent_directory())
+    host = arguments.host or listening_host(directory)
     config = AgentConfig(arguments.root, host, arguments.port, arguments.idle_exit_s, **options)
     give_way_as_session(config.nice)
     Agent(config).run()

@@ -267,7 +267,7 @@ class Agent:
         self._hello = self._greeter.announce(renewed)
 
     def _show_endpoint(self, directory: Path) -> None:
-        """Writes where this agent listens again if that is gone: whoever removes old files takes it for one."""
+        """Writes again where this agent listens if a cleaner of old files has removed that."""
         with contextlib.suppress(StoreDenied):  # another user has written it
             if read_endpoint(directory) == self._endpoint:
                 return

@@ -129,6 +129,6 @@ class PeerBook:
 
 
 def listening_host(directory: Path) -> str:
-    """Where an agent listens that nobody has told: on loopback, unless a node that it has met is on another host."""
+    """Where an agent without `--host` listens: on loopback, unless a node that it has met is on another host."""
     peers = PeerBook(directory).read_all()
     return "127.0.0.1" if all(is_loopback(peer.host) for peer in peers) else "0.0.0.0"  # noqa: S104 - a token guards it

@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def restore_replaced(service: NodeService, manifests: Mapping[str, Manifest], others: Sequence[NodeView]) -> bool:
-    """Gives each the manifest that another node has; whether one got it. What its files say themselves decides whose it is:
-    the directory has the name of its save, or of the one that replaced it.
+    """Gives each the manifest that another node has; whether one got it.
+
+    The directory has the name of its save, or of the one that replaced it: its files' own checksums tell which.
 
     Raises:
         StoreError: the own store cannot be read.
@@ -29,10 +30,8 @@ def restore_replaced(service: NodeService, manifests: Mapping[str, Manifest], ot
         if manifest is None or catalog.is_replaced(save_id) or is_of_newer_format(service.store, save_id):
             continue
         published = service.store.read_published(manifest.checkpoint_id)
-        if (
-            published is not None and published.save_id == save_id
-        ):  # what it has replaced lies there, which goes with time
-            continue
+        if published is not None and published.save_id == save_id:
+            continue  # what this save has replaced lies there
         try:
             is_any |= _restore(service, manifest, others)
         except ReplicatedCkptError as exc:

@@ -256,7 +256,7 @@ class Reprotector:
                 )
             except Stopped:
                 raise
-            except Exception as exc:  # noqa: BLE001 - whoever waits for the order gets it
+            except Exception as exc:  # noqa: BLE001 - the thread that gave the order gets it
                 order.set_exception(exc)
 
     def _not_planned_here(self, adoptions: Sequence[RestoreManifest]) -> frozenset[RestoreManifest]:

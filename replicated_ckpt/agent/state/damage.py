@@ -101,11 +101,8 @@ class DamageBook:
         with self._lock:
             known = dict(self._bad)
         changed = {key: then for key, then in known.items() if self._signature(key) != then.signature}
-        with self._lock:
-            kept = {
-                key: found for key, found in self._bad.items() if changed.get(key) != found
-            }  # marked anew since: it stays
-            self._keep(kept)
+        with self._lock:  # what was marked anew since then stays
+            self._keep({key: found for key, found in self._bad.items() if changed.get(key) != found})
 
     def _note(self, marks: Mapping[_Key, _Bad], intact: Collection[_Key]) -> None:
         with self._lock:

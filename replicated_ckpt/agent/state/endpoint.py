@@ -152,7 +152,7 @@ def keep_identity(directory: Path, identity: Identity) -> None:
 
 
 def remove_endpoint(directory: Path) -> None:
-    """If the disk lets it: else it stays, and nobody listens there any more."""
+    """If the disk lets it: else it stays, and clients find no listener there."""
     with contextlib.suppress(OSError):
         (directory / _ENDPOINT_NAME).unlink()
 

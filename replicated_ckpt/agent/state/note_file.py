@@ -8,7 +8,7 @@ from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 
 class NoteFile:
-    """JSON at `path`. Not for several threads at once: whoever changes the document has a lock."""
+    """JSON at `path`. Not for several threads at once: each book that has one holds a lock while it writes."""
 
     def __init__(self, path: Path, mode: int = 0o644) -> None:
         self._path = path

@@ -217,7 +217,7 @@ def describe_totals(rows: Iterable[CheckpointSeen], seen: NodesSeen) -> str:
 
 
 def without_outlived(rows: Sequence[CheckpointSeen]) -> list[CheckpointSeen]:
-    """All but older versions of what a newer, whole save of the same run has replaced: nobody misses their files."""
+    """All but older versions of what a newer, whole save of the same run has replaced, which may lack files."""
     whole: dict[tuple[str, str], int] = {}
     for row in rows:
         if row.state == WHOLE:

@@ -73,7 +73,7 @@ class NodesSeen:
         return len(self.held) + len(self.unreached)
 
     def renamed_from(self, checkpoint_id: str, save_id: str) -> str | None:
-        """Under which id a save was made whose directory a user has given another name; None: this one, or nobody knows."""
+        """Under which id a save was made whose directory a user has given another name; None: this one, or unknown."""
         manifest = self.manifests.get(save_id)
         return None if manifest is None or manifest.checkpoint_id == checkpoint_id else manifest.checkpoint_id
 

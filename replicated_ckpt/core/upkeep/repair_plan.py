@@ -42,9 +42,10 @@ class CopyShard:
 
     def __str__(self) -> str:
         what = "replace the damaged" if self.replaces_damaged else "copy"
+        others = [node for node in self.sources if node != self.node_id]
         return (
             f"node {self.node_id}: {what} {self.checkpoint_id}/{self.shard} ({self.size_bytes} bytes) "
-            f"from {', '.join(node for node in self.sources if node != self.node_id)}"
+            f"from {', '.join(others) or 'its own data'}"
         )
 
 

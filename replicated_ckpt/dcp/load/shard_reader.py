@@ -203,7 +203,10 @@ class ShardReader:
 
     def _unchecked_items(self, shard: str, node: str) -> UncheckedItems:
         """The same for all siblings."""
-        return self._unchecked.setdefault((shard, node), UncheckedItems(self._places.get(shard, ())))
+        key = shard, node
+        if key not in self._unchecked:
+            self._unchecked.setdefault(key, UncheckedItems(self._places.get(shard, ())))
+        return self._unchecked[key]
 
     def _note(self, shard: str, node: str, error: ReplicatedCkptError) -> None:
         is_ours = not self._survey.unmanaged_warning  # what stock torch wrote is not mended

@@ -41,9 +41,9 @@ class ColumnsInvalid(ValueError):
 
 
 class Places(MutableMapping[MetadataIndex, StorageInfo]):
-    """Where each item lies, made when it is asked for; all are made once somebody goes through them, or changes one.
+    """Where each item lies, made when it is asked for; all are made at the first walk through them, or change.
 
-    To whoever has it, it is the dictionary that stock DCP has here: what is changed in its values stays changed, and what
+    A program uses it as the dictionary that stock DCP has here: what is changed in its values stays changed, and what
     is changed in the tensors' chunks changes nothing here. Copied or pickled it is a dictionary. The hint of an index is
     the number of its chunk, as DCP's global plan gives it. Several threads may look up at once.
     """
@@ -263,7 +263,7 @@ def _paths(raw: bytes) -> list[str]:
 def _give_chunks(
     tensors: Mapping[str, TensorStorageMetadata], parts: Sequence[Numbers]
 ) -> dict[str, tuple[torch.Size, ...]]:
-    """Gives the tensors their chunks; returns the chunks' offsets by name, which are nobody's to change."""
+    """Gives the tensors their chunks; returns the chunks' offsets by name, apart from them: a planner may change chunks."""
     counts, shapes = parts[0].tolist(), parts[1].tolist()
     if len(tensors) != len(counts) or sum(counts) != parts[2].size or max(shapes, default=0) > DIMENSIONS_MAX:
         raise ColumnsInvalid("they do not have as many tensors or items as they say")

@@ -167,7 +167,7 @@ def _send(plan: SavePlan, place: Place, asked: SavePlan | None) -> SavePlan:
 
 
 def _to_give_out(metadata: Metadata) -> Metadata:
-    """What one save adds to it or takes from it is not in the next one's. The entries are the same: nobody changes them."""
+    """What one save adds to it or takes from it is not in the next one's. The entries themselves are shared."""
     described, data = dict(metadata.state_dict_metadata), copy(metadata.planner_data)
     return replace(metadata, state_dict_metadata=described, planner_data=data)
 

@@ -85,6 +85,7 @@ def test_a_damaged_copy_is_replaced_where_it_lies() -> None:
     assert (action.node_id, action.shard, action.sources) == ("b", shard(1), ("a", "b"))
     assert action.replaces_damaged
     assert str(action).endswith(" from a"), "in words the damaged one is no source"
+    assert str(replace(action, sources=("b",))).endswith(" from its own data")
 
 
 def test_damaged_copies_are_all_that_is_left() -> None:
