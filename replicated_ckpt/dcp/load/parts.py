@@ -1,12 +1,13 @@
 """What a reader keeps from one load to the next; its bucket is open for as long as a load or a look lasts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from replicated_ckpt.config import ReaderConfig
 from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.runtime.caller import Line
+from replicated_ckpt.dcp.runtime.gc_pause import Pause
 from replicated_ckpt.dcp.tensors.stored_tensor import StoredTensors
 from replicated_ckpt.stores.bucket.bucket import Bucket
 from replicated_ckpt.stores.bucket_client.opening import open_client
@@ -39,7 +40,7 @@ class ReaderBucket:
 
 @dataclass(frozen=True)
 class ReaderParts:
-    """What a reader keeps from one load to the next."""
+    """What a reader keeps from one load to the next. `planning`: of collections, while DCP plans a load."""
 
     config: ReaderConfig
     store: LocalStore
@@ -49,3 +50,4 @@ class ReaderParts:
     expect_partial: bool
     made_at: Line | None
     on_load: Callable[[LoadReport], object] | None
+    planning: Pause = field(default_factory=Pause)

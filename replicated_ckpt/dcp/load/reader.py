@@ -194,6 +194,8 @@ class ReplicatedReader(StorageReader):
                 self._attempt = self._begin()
                 self._meet(in_step=calling() is not None)
             self._attempt.is_met = False
+            if calling() is not None:
+                self._parts.planning.begin()
             return self._attempt.read_metadata()
         except Exception as exc:
             self._attempt.fail(exc)
@@ -229,7 +231,10 @@ class ReplicatedReader(StorageReader):
                 yet keep what they held. One that was being read holds bytes of the checkpoint, each verified, up to some
                 place in it, and what it held from there on.
         """
-        self._attempt.read(plan, planner)
+        try:
+            self._attempt.read(plan, planner)
+        finally:
+            self._parts.planning.end()
         future: Future[None] = Future()
         future.set_result(None)
         return future

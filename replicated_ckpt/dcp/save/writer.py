@@ -226,6 +226,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         DCP calls this only where `dcp.save` was passed a checkpoint_id. Waits for an asynchronous save of this writer.
         """
         self._stager.begin()
+        self._parts.planning.begin()
         self._next_id = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
@@ -239,6 +240,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         """
         del args
         self._stager.begin()
+        self._parts.planning.begin()
         self._given_id, self._next_id = self._next_id, None
         notes, self._next_notes = self._next_notes, {}
         if self._attempt is not None:
@@ -279,6 +281,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             if isinstance(planner, CachedSavePlanner):
                 planner.forget_state()
             self._stager.note_written()
+            self._parts.planning.end()
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -1,12 +1,13 @@
 """What a writer keeps from one save to the next."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from replicated_ckpt.config import WriterConfig
 from replicated_ckpt.dcp.memory.limit import MemoryLimit
 from replicated_ckpt.dcp.planning.kept_layouts import KeptLayouts
 from replicated_ckpt.dcp.runtime.caller import Line
+from replicated_ckpt.dcp.runtime.gc_pause import Pause
 from replicated_ckpt.dcp.save.bucket import ObjectTier
 from replicated_ckpt.dcp.save.report import SaveReport
 from replicated_ckpt.dcp.save.retention import Retaining
@@ -16,7 +17,10 @@ from replicated_ckpt.stores.local.store import LocalStore
 
 @dataclass(frozen=True)
 class WriterParts:
-    """Its settings, and what works for each of its saves. `memory`: of a store that lies in memory."""
+    """Its settings, and what works for each of its saves. `memory`: of a store that lies in memory.
+
+    `planning`: of collections, while DCP plans a save.
+    """
 
     config: WriterConfig
     store: LocalStore
@@ -27,3 +31,4 @@ class WriterParts:
     made_at: Line | None
     on_save: Callable[[SaveReport], object] | None
     memory: MemoryLimit | None = None
+    planning: Pause = field(default_factory=Pause)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from replicated_ckpt.dcp.runtime.gc_pause import put_off
 from replicated_ckpt.dcp.runtime.torch_private import DTensor, ShardedTensor, local_part, with_local_part, with_shards
 from replicated_ckpt.dcp.tensors.container import is_plain
 from replicated_ckpt.dcp.tensors.memory import empty_tensor
@@ -33,6 +34,7 @@ class StateCopy:
     other tensors that are made of tensors are made of the copies. Everything else is copied as by `copy.deepcopy`.
     """
 
+    @put_off()
     def __init__(self, state_dict: dict[str, Any]) -> None:
         self.size_bytes = 0
         self._state_dict = state_dict
@@ -45,6 +47,7 @@ class StateCopy:
         self._memo: dict[int, Any] = {}
         self._find(state_dict, {})
 
+    @put_off()
     def make(self, memory: memoryview | None) -> dict[str, Any]:
         """The copy. Its storages lie in `memory`, which has at least `size_bytes`; None: each in memory of its own.
 

@@ -1,0 +1,177 @@
+"""Collections are put off while DCP plans, and only then: they are on again whatever becomes of a save or a load."""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+
+from replicated_ckpt import ReplicatedReader, ReplicatedWriter
+from replicated_ckpt.dcp.runtime import gc_pause
+from replicated_ckpt.dcp.runtime.gc_pause import Pause, put_off
+from tests.agent.agents import wait_for
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::replicated_ckpt.errors.ReplicatedCkptWarning"),
+]
+
+MANY = 4000
+"""Tensors: DCP's plan of them makes enough objects for several collections of all that there is."""
+
+
+@contextmanager
+def full_collections() -> Iterator[list[int]]:
+    """Notes a line for each collection of the oldest generation."""
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            seen.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        yield seen
+    finally:
+        gc.callbacks.remove(note)
+
+
+def many_tensors() -> dict[str, Any]:
+    return {f"weight.{number}": torch.full((2,), float(number)) for number in range(MANY)}
+
+
+def pausing_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == gc_pause.NAME]
+
+
+class FailingPlanner(DefaultSavePlanner):
+    """Finds out that it cannot plan."""
+
+    def create_local_plan(self) -> SavePlan:
+        raise ArithmeticError("no plan")
+
+
+class FailingLoadPlanner(DefaultLoadPlanner):
+    """The same for a load."""
+
+    def create_local_plan(self) -> LoadPlan:
+        raise ArithmeticError("no plan")
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc_pause, "LONGEST_S", 0.2)
+
+
+def test_a_save_and_a_load_of_many_tensors_bring_no_full_collection_about(tmp_path: Path) -> None:
+    writer, reader = ReplicatedWriter(tmp_path), ReplicatedReader(tmp_path)
+    state = many_tensors()
+    with full_collections() as seen:
+        dcp.save(state, checkpoint_id="a", storage_writer=writer)
+        found = {name: torch.zeros(2) for name in state}
+        dcp.load(found, checkpoint_id="a", storage_reader=reader)
+    assert not seen
+    assert gc.isenabled()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_nor_does_an_asynchronous_save(root: Path) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        state = many_tensors()
+        with full_collections() as seen, closing(ReplicatedWriter(root)) as writer:
+            future: Any = dcp.async_save(state, checkpoint_id="a", storage_writer=writer)
+            future.result(60)
+        assert not seen
+        assert gc.isenabled()
+        found = {name: torch.zeros(2) for name in state}
+        dcp.load(found, checkpoint_id="a", storage_reader=ReplicatedReader(root))
+        assert all(torch.equal(found[name], state[name]) for name in state)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_planner_that_fails_leaves_collections_on(tmp_path: Path) -> None:
+    writer, reader = ReplicatedWriter(tmp_path), ReplicatedReader(tmp_path)
+    dcp.save({"a": torch.ones(2)}, checkpoint_id="whole", storage_writer=writer)
+    with pytest.raises(CheckpointException, match="no plan"):
+        dcp.save({"a": torch.ones(2)}, checkpoint_id="b", storage_writer=writer, planner=FailingPlanner())
+    wait_for(gc.isenabled, 30, "collections are on")
+    with pytest.raises(CheckpointException, match="no plan"):
+        dcp.load({"a": torch.ones(2)}, checkpoint_id="whole", storage_reader=reader, planner=FailingLoadPlanner())
+    wait_for(gc.isenabled, 30, "collections are on")
+    wait_for(lambda: not pausing_threads(), 30, "no thread is left")
+
+
+def test_what_a_user_has_switched_off_stays_off(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        dcp.save({"a": torch.ones(2)}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path))
+        dcp.load({"a": torch.ones(2)}, checkpoint_id="a", storage_reader=ReplicatedReader(tmp_path))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_collections_are_on_when_the_last_pause_ends() -> None:
+    one, other = Pause(), Pause()
+    one.begin()
+    other.begin()
+    one.begin()  # it goes on
+    with put_off():
+        one.end()
+        one.end()
+        other.end()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_pause_that_nobody_ends_is_over_in_time_and_may_begin_again() -> None:
+    pause = Pause()
+    for _ in range(2):
+        pause.begin()
+        assert not gc.isenabled()
+        wait_for(gc.isenabled, 30, "collections are on")
+        pause.end()
+        assert gc.isenabled()
+
+
+def test_a_child_that_was_forked_meanwhile_collects() -> None:
+    pause = Pause()
+    pause.begin()
+    try:
+        child = os.fork()
+        if not child:
+            is_on = gc.isenabled()
+            pause.begin()
+            pause.end()  # of what the parent began
+            os._exit(0 if is_on and gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not gc.isenabled()
+    finally:
+        pause.end()
+
+
+def test_a_process_without_threads_to_spare_goes_on_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pause = Pause()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        pause.begin()
+    assert gc.isenabled()
+    pause.end()
+    assert gc.isenabled()
