@@ -196,7 +196,8 @@ class Schedule:
         oracle = self.course.oracle
         copied = self._find_published()
         unnamed = {found.save_id for found in oracle.attempts if found.readable_on and not self._is_left(found)}
-        lost = {found.save_id for found in current if found.parts and not found.has_all_parts()}
+        lost_ids = {found.checkpoint_id for found in current if found.parts and not found.has_all_parts()}
+        lost = {found.save_id for found in oracle.attempts if found.checkpoint_id in lost_ids}
         rivals = [] if is_done else [found for found in current if found.checkpoint_id in oracle.rival_ids()]
         untold = set() if is_done else oracle.untold_places()
         can_tell = is_done or not oracle.has_nameless()  # else nobody knows whether that is what is staged
@@ -248,9 +249,9 @@ def _left_in(
     """What lies there but for versions that an agent keeps for a load: for minutes, which no real schedule waits.
 
     A replaced version of which another node has the name is a copy of what lies there. A decided save `waits` where it is
-    staged for a part of which the schedule destroyed the last copy, or for the name that another run's save has there: a
-    person may bring either. A replaced version stays where a person has removed the newer one on every node. What is
-    `untold`, without a manifest, stays until all is done.
+    staged for a part of which the schedule destroyed the last copy, its own or of the save that has replaced it, or for the
+    name that another run's save has there: a person may bring either. A replaced version stays where a person has removed
+    the newer one on every node. What is `untold`, without a manifest, stays until all is done.
     """
     replaced = list(directory.glob("*")) if directory.name == REPLACED else []
     kept = [path for path in replaced if path.name in published or path in untold or is_read(path)]
