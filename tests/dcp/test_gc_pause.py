@@ -29,6 +29,11 @@ MANY = 4000
 """Tensors: DCP's plan of them makes enough objects for several collections of all that there is."""
 
 
+def is_collecting() -> bool:
+    """Whether collections come by themselves, as far as pauses leave them."""
+    return gc.get_threshold()[0] > 0
+
+
 @contextmanager
 def full_collections() -> Iterator[list[int]]:
     """Notes a line for each collection of the oldest generation."""
@@ -81,7 +86,7 @@ def test_a_save_and_a_load_of_many_tensors_bring_no_full_collection_about(tmp_pa
         found = {name: torch.zeros(2) for name in state}
         dcp.load(found, checkpoint_id="a", storage_reader=reader)
     assert not seen
-    assert gc.isenabled()
+    assert is_collecting()
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
@@ -93,7 +98,7 @@ def test_nor_does_an_asynchronous_save(root: Path) -> None:
             future: Any = dcp.async_save(state, checkpoint_id="a", storage_writer=writer)
             future.result(60)
         assert not seen
-        assert gc.isenabled()
+        assert is_collecting()
         found = {name: torch.zeros(2) for name in state}
         dcp.load(found, checkpoint_id="a", storage_reader=ReplicatedReader(root))
         assert all(torch.equal(found[name], state[name]) for name in state)
@@ -107,21 +112,39 @@ def test_a_planner_that_fails_leaves_collections_on(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(2)}, checkpoint_id="whole", storage_writer=writer)
     with pytest.raises(CheckpointException, match="no plan"):
         dcp.save({"a": torch.ones(2)}, checkpoint_id="b", storage_writer=writer, planner=FailingPlanner())
-    wait_for(gc.isenabled, 30, "collections are on")
+    wait_for(is_collecting, 30, "collections are on")
     with pytest.raises(CheckpointException, match="no plan"):
         dcp.load({"a": torch.ones(2)}, checkpoint_id="whole", storage_reader=reader, planner=FailingLoadPlanner())
-    wait_for(gc.isenabled, 30, "collections are on")
+    wait_for(is_collecting, 30, "collections are on")
     wait_for(lambda: not pausing_threads(), 30, "no thread is left")
 
 
-def test_what_a_user_has_switched_off_stays_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threshold", [0, 700])
+def test_what_a_user_has_switched_off_stays_off(tmp_path: Path, threshold: int) -> None:
+    thresholds = gc.get_threshold()
     gc.disable()
+    gc.set_threshold(threshold)
     try:
         dcp.save({"a": torch.ones(2)}, checkpoint_id="a", storage_writer=ReplicatedWriter(tmp_path))
         dcp.load({"a": torch.ones(2)}, checkpoint_id="a", storage_reader=ReplicatedReader(tmp_path))
         assert not gc.isenabled()
+        assert gc.get_threshold()[0] == threshold
     finally:
         gc.enable()
+        gc.set_threshold(*thresholds)
+
+
+def test_what_a_user_sets_meanwhile_stays() -> None:
+    thresholds = gc.get_threshold()
+    try:
+        with put_off():
+            gc.disable()
+            gc.set_threshold(70, 7, 7)
+        assert not gc.isenabled()
+        assert gc.get_threshold() == (70, 7, 7)
+    finally:
+        gc.enable()
+        gc.set_threshold(*thresholds)
 
 
 def test_collections_are_on_when_the_last_pause_ends() -> None:
@@ -133,8 +156,8 @@ def test_collections_are_on_when_the_last_pause_ends() -> None:
         one.end()
         one.end()
         other.end()
-        assert not gc.isenabled()
-    assert gc.isenabled()
+        assert not is_collecting()
+    assert is_collecting()
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -142,10 +165,10 @@ def test_a_pause_that_nobody_ends_is_over_in_time_and_may_begin_again() -> None:
     pause = Pause()
     for _ in range(2):
         pause.begin()
-        assert not gc.isenabled()
-        wait_for(gc.isenabled, 30, "collections are on")
+        assert not is_collecting()
+        wait_for(is_collecting, 30, "collections are on")
         pause.end()
-        assert gc.isenabled()
+        assert is_collecting()
 
 
 def test_a_child_that_was_forked_meanwhile_collects() -> None:
@@ -154,12 +177,12 @@ def test_a_child_that_was_forked_meanwhile_collects() -> None:
     try:
         child = os.fork()
         if not child:
-            is_on = gc.isenabled()
+            is_on = is_collecting()
             pause.begin()
             pause.end()  # of what the parent began
-            os._exit(0 if is_on and gc.isenabled() else 1)
+            os._exit(0 if is_on and is_collecting() else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert not gc.isenabled()
+        assert not is_collecting()
     finally:
         pause.end()
 
@@ -172,6 +195,6 @@ def test_a_process_without_threads_to_spare_goes_on_without_a_pause(monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         pause.begin()
-    assert gc.isenabled()
+    assert is_collecting()
     pause.end()
-    assert gc.isenabled()
+    assert is_collecting()

@@ -2,6 +2,9 @@
 
 Each collection of the oldest generation walks through every object of the process: 0.1 s in one that has imported torch,
 and every thread waits for it. DCP's planning of a thousand tensors makes enough objects to bring one about.
+
+A pause sets the threshold of collections to 0, and not `gc.disable`: others switch that off and on around what a collection
+must not come into, as the capture of a CUDA graph, and the end of a pause would switch it on for them.
 """
 
 import gc
@@ -17,7 +20,7 @@ NAME = "replicated-ckpt-collections"
 
 _lock = threading.Lock()
 _users = 0
-_was_enabled = False
+_before = gc.get_threshold()
 
 
 @contextmanager
@@ -76,11 +79,11 @@ class Pause:
 
 
 def _begin() -> None:
-    global _users, _was_enabled  # noqa: PLW0603 - one switch for the process, and the count of those who need it
+    global _users, _before  # noqa: PLW0603 - one set of thresholds for the process, and the count of those who need a pause
     with _lock:
         if not _users:
-            _was_enabled = gc.isenabled()
-            gc.disable()
+            _before = gc.get_threshold()
+            gc.set_threshold(0, *_before[1:])
         _users += 1
 
 
@@ -90,16 +93,21 @@ def _end() -> None:
         if not _users:  # begun before a fork
             return
         _users -= 1
-        if not _users and _was_enabled:
-            gc.enable()
+        if not _users:
+            _restore()
+
+
+def _restore() -> None:
+    if gc.get_threshold()[0] == 0:  # else someone has set others meanwhile
+        gc.set_threshold(*_before)
 
 
 def _begin_anew() -> None:
     """In a forked child: the threads that would have ended the pauses were the parent's, and so was who held the lock."""
     global _users, _lock  # noqa: PLW0603 - the ones of this process
     _lock = threading.Lock()
-    if _users and _was_enabled:
-        gc.enable()
+    if _users:
+        _restore()
     _users = 0
 
 
