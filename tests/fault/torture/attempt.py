@@ -27,6 +27,7 @@ class Attempt:
     published_by_part: dict[str, set[int]] = field(default_factory=dict)
     readable_on: set[int] = field(default_factory=set)
     lineage: str = ""
+    sequence: int = 0
     saw: frozenset[int] = frozenset()
     is_blind: bool = False
     was_whole: bool = False

@@ -108,6 +108,7 @@ class Oracle:
             self._see_stock(attempt, lying)
         elif lying.manifest is not None and not attempt.parts:
             attempt.save_id, attempt.lineage = lying.save_id, lying.manifest["lineage"]
+            attempt.sequence = lying.manifest["sequence"]
             attempt.copies = lying.manifest["copies"]
             names = (*lying.manifest["shards"], METADATA, MANIFEST)
             attempt.parts = dict.fromkeys(names, "")
@@ -209,7 +210,7 @@ class Oracle:
         if last.run != MAIN and not any(attempt.lineage == last.lineage for attempt in ours):
             return True  # no job of the run has gone on with the other one's checkpoints
         counted = ours if last.run == MAIN else [one for one in self.attempts if one.lineage == last.lineage]
-        later = {attempt.checkpoint_id for attempt in counted if not is_before(attempt, last)}
+        later = {one.checkpoint_id for one in counted if not is_before(one, last) or _is_ahead(one, last)}
         return len(later - {checkpoint_id}) < self._keep_last and not last.is_stock
 
     def must_load(self, checkpoint_id: str, nodes: Collection[int] | None = None, *, with_bucket: bool = False) -> bool:
@@ -289,3 +290,8 @@ class Oracle:
 def is_before(attempt: Attempt, other: Attempt) -> bool:
     """Whether an attempt was over when the other began. Of two that overlap either may be the newer one."""
     return attempt.ended is not None and attempt.ended < other.began
+
+
+def _is_ahead(one: Attempt, other: Attempt) -> bool:
+    """Whether it has a higher number in the same run: nodes that were cut off may have saved more often by then."""
+    return one.lineage == other.lineage and one.sequence > other.sequence
