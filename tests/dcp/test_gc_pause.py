@@ -3,7 +3,7 @@
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,8 @@ def many_tensors() -> dict[str, Any]:
     return {f"weight.{number}": torch.full((2,), float(number)) for number in range(MANY)}
 
 
-def pausing_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == gc_pause.NAME]
+def watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == gc_pause.WATCHER]
 
 
 class FailingPlanner(DefaultSavePlanner):
@@ -76,6 +76,18 @@ class FailingLoadPlanner(DefaultLoadPlanner):
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc_pause, "LONGEST_S", 0.2)
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_planner_that_fails_leaves_collections_on(tmp_path: Path) -> None:
+    writer, reader = ReplicatedWriter(tmp_path), ReplicatedReader(tmp_path)
+    dcp.save({"a": torch.ones(2)}, checkpoint_id="whole", storage_writer=writer)
+    with pytest.raises(CheckpointException, match="no plan"):
+        dcp.save({"a": torch.ones(2)}, checkpoint_id="b", storage_writer=writer, planner=FailingPlanner())
+    wait_for(is_collecting, 30, "collections are on")
+    with pytest.raises(CheckpointException, match="no plan"):
+        dcp.load({"a": torch.ones(2)}, checkpoint_id="whole", storage_reader=reader, planner=FailingLoadPlanner())
+    wait_for(is_collecting, 30, "collections are on")
 
 
 def test_a_save_and_a_load_of_many_tensors_bring_no_full_collection_about(tmp_path: Path) -> None:
@@ -104,19 +116,6 @@ def test_nor_does_an_asynchronous_save(root: Path) -> None:
         assert all(torch.equal(found[name], state[name]) for name in state)
     finally:
         torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("short_pauses")
-def test_a_planner_that_fails_leaves_collections_on(tmp_path: Path) -> None:
-    writer, reader = ReplicatedWriter(tmp_path), ReplicatedReader(tmp_path)
-    dcp.save({"a": torch.ones(2)}, checkpoint_id="whole", storage_writer=writer)
-    with pytest.raises(CheckpointException, match="no plan"):
-        dcp.save({"a": torch.ones(2)}, checkpoint_id="b", storage_writer=writer, planner=FailingPlanner())
-    wait_for(is_collecting, 30, "collections are on")
-    with pytest.raises(CheckpointException, match="no plan"):
-        dcp.load({"a": torch.ones(2)}, checkpoint_id="whole", storage_reader=reader, planner=FailingLoadPlanner())
-    wait_for(is_collecting, 30, "collections are on")
-    wait_for(lambda: not pausing_threads(), 30, "no thread is left")
 
 
 @pytest.mark.parametrize("threshold", [0, 700])
@@ -160,41 +159,72 @@ def test_collections_are_on_when_the_last_pause_ends() -> None:
     assert is_collecting()
 
 
+def holds_in_child(check: Callable[[], object]) -> bool:
+    """Whether a check passes in a forked process, which has no watcher yet."""
+    child = os.fork()
+    if not child:
+        try:
+            check()
+        except BaseException:  # noqa: BLE001 - told to the parent, whose test ends here
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
 @pytest.mark.usefixtures("short_pauses")
-def test_a_pause_that_nobody_ends_is_over_in_time_and_may_begin_again() -> None:
-    pause = Pause()
-    for _ in range(2):
+def test_a_pause_that_is_not_ended_is_over_in_time_and_leaves_no_thread() -> None:
+    def check() -> None:
+        pause = Pause()
+        for _ in range(2):
+            pause.begin()
+            assert not is_collecting()
+            wait_for(is_collecting, 30, "collections are on")
+            pause.end()
+            assert is_collecting()
+            wait_for(lambda: not watchers(), 30, "no thread is left")
+
+    assert holds_in_child(check)
+
+
+def test_many_pauses_cost_one_thread() -> None:
+    pauses = [Pause() for _ in range(20)]
+    for pause in pauses:
         pause.begin()
-        assert not is_collecting()
-        wait_for(is_collecting, 30, "collections are on")
+    assert len(watchers()) == 1
+    for pause in pauses:
         pause.end()
-        assert is_collecting()
+    assert is_collecting()
 
 
 def test_a_child_that_was_forked_meanwhile_collects() -> None:
     pause = Pause()
-    pause.begin()
-    try:
-        child = os.fork()
-        if not child:
-            is_on = is_collecting()
-            pause.begin()
-            pause.end()  # of what the parent began
-            os._exit(0 if is_on and is_collecting() else 1)
-        assert os.waitpid(child, 0)[1] == 0
+
+    def check() -> None:
+        assert is_collecting()
+        pause.end()  # of what the parent began
+        pause.begin()
         assert not is_collecting()
-    finally:
         pause.end()
+        assert is_collecting()
+
+    pause.begin()
+    with put_off():
+        assert holds_in_child(check)
+    assert not is_collecting()
+    pause.end()
+    assert is_collecting()
 
 
 def test_a_process_without_threads_to_spare_goes_on_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    pause = Pause()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+    def check() -> None:
+        pause = Pause()
         pause.begin()
-    assert is_collecting()
-    pause.end()
-    assert is_collecting()
+        assert is_collecting()
+        pause.end()
+        assert is_collecting()
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert holds_in_child(check)

@@ -10,105 +10,107 @@ must not come into, as the capture of a CUDA graph, and the end of a pause would
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 LONGEST_S = 10.0
 """A Pause that is not ended ends by itself after so long: its owner may wait for other ranks, or have failed."""
-NAME = "replicated-ckpt-collections"
-"""Of the thread that ends one."""
+WATCHER = "replicated-ckpt-collections"
+"""The name of the thread that ends those. It is there while there are any, and up to LONGEST_S longer."""
 
 _lock = threading.Lock()
 _users = 0
 _before = gc.get_threshold()
 
 
-@contextmanager
-def put_off() -> Iterator[None]:
-    """No cyclic collection of this process during the block; as it was before once the last such block has ended.
-
-    With collections, unpickling the metadata of a million items takes three to four times as long.
-    """
-    _begin()
-    try:
-        yield
-    finally:
-        _end()
-
-
 class Pause:
     """No cyclic collection of this process from `begin` to `end`, which other code lies between, or for LONGEST_S.
 
-    Safe to call from several threads. What is on when the last pause ends is what was on before the first.
+    Safe to call from several threads. When the last pause ends thresholds are as they were before the first, unless someone
+    has set others meanwhile.
     """
 
-    def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._timer: threading.Timer | None = None
-
     def begin(self) -> None:
-        """The pause begins, or goes on for another LONGEST_S."""
-        timer = threading.Timer(LONGEST_S, self._end_late)
-        timer.daemon = True
-        timer.name = NAME
-        timer.args = (timer,)
-        with self._changing:
-            try:
-                timer.start()
-            except RuntimeError:  # the process may have no more threads; without a pause the caller is slower, no more
-                return
-            before, self._timer = self._timer, timer
-            if before is None:
+        """The pause begins, or goes on for another LONGEST_S. In a process that may have no more threads there is none."""
+        global _watcher  # noqa: PLW0603 - one for the process
+        with _lock:
+            if _watcher is None:
+                watcher = threading.Thread(target=_end_late, name=WATCHER, daemon=True)
+                try:
+                    watcher.start()
+                except RuntimeError:  # then the caller is slower, and no more
+                    return
+                _watcher = watcher
+            if self not in _ends:
                 _begin()
-            else:
-                before.cancel()
+            _ends[self] = time.monotonic() + LONGEST_S
 
     def end(self) -> None:
         """The pause is over, if there is one."""
-        with self._changing:
-            timer, self._timer = self._timer, None
-            if timer is not None:
-                timer.cancel()
+        with _lock:
+            if _ends.pop(self, None) is not None:
                 _end()
 
-    def _end_late(self, timer: threading.Timer) -> None:
-        with self._changing:
-            if self._timer is timer:
-                self._timer = None
+
+_ends: dict[Pause, float] = {}
+_watcher: threading.Thread | None = None
+
+
+@contextmanager
+def put_off() -> Iterator[None]:
+    """No cyclic collection of this process during the block, as in a Pause.
+
+    With collections, unpickling the metadata of a million items takes three to four times as long.
+    """
+    with _lock:
+        _begin()
+    try:
+        yield
+    finally:
+        with _lock:
+            _end()
+
+
+def _end_late() -> None:
+    """The watcher: ends each pause that has lasted for too long, until there is none."""
+    global _watcher  # noqa: PLW0603 - as above
+    while True:
+        with _lock:
+            now = time.monotonic()
+            for pause in [pause for pause, end in _ends.items() if end <= now]:
+                del _ends[pause]
                 _end()
+            if not _ends:
+                _watcher = None
+                return
+            pause_s = min(_ends.values()) - now
+        time.sleep(pause_s)
 
 
 def _begin() -> None:
     global _users, _before  # noqa: PLW0603 - one set of thresholds for the process, and the count of those who need a pause
-    with _lock:
-        if not _users:
-            _before = gc.get_threshold()
-            gc.set_threshold(0, *_before[1:])
-        _users += 1
+    if not _users:
+        _before = gc.get_threshold()
+        gc.set_threshold(0, *_before[1:])
+    _users += 1
 
 
 def _end() -> None:
     global _users  # noqa: PLW0603 - as above
-    with _lock:
-        if not _users:  # begun before a fork
-            return
-        _users -= 1
-        if not _users:
-            _restore()
-
-
-def _restore() -> None:
-    if gc.get_threshold()[0] == 0:  # else someone has set others meanwhile
+    _users = max(0, _users - 1)  # a block that was begun before a fork may end after it
+    if not _users and gc.get_threshold()[0] == 0:
         gc.set_threshold(*_before)
 
 
 def _begin_anew() -> None:
     """In a forked child: the threads that would have ended the pauses were the parent's, and so was who held the lock."""
-    global _users, _lock  # noqa: PLW0603 - the ones of this process
-    _lock = threading.Lock()
+    global _users, _lock, _watcher  # noqa: PLW0603 - the ones of this process
+    _lock, _watcher = threading.Lock(), None
+    _ends.clear()
     if _users:
-        _restore()
-    _users = 0
+        _users = 1
+        _end()
 
 
 os.register_at_fork(after_in_child=_begin_anew)
