@@ -20,6 +20,9 @@ from replicated_ckpt.errors import RankFailed
 log = logging.getLogger(__name__)
 
 BEGIN_TIMEOUT_S = 30.0
+GIVE_WAY_S = 0.05
+"""The thread that saves waits for `dcp.async_save` to return, no longer than this: else training, which needs the
+interpreter for that, waits until the saving thread is made to give it up, which is after 5 ms (`sys.getswitchinterval`)."""
 _POLL_S = 0.02
 
 
@@ -41,6 +44,8 @@ class Stager:
         self._is_uncopied = False
         self._is_staged = False
         self._written = threading.Event()
+        self._returns = threading.Event()
+        self._returns.set()
 
     def stage(self, state_dict: dict[str, Any], await_written: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """A copy of the state; or the state itself, if its copy does not fit: then `synchronize` waits for the write.
@@ -59,6 +64,7 @@ class Stager:
         staged = self._copy(state_dict, call, await_written)
         if call is not None and not call.in_process:
             self._asked_by = threading.current_thread()
+        self._returns.clear()
         return staged
 
     def _copy(
@@ -98,6 +104,7 @@ class Stager:
 
     def synchronize(self) -> None:
         """From here on the original may change. One that was not copied was written by then, or that failed."""
+        self._returns.set()
         call = async_calling()
         if call is None or call.future is None:
             return
@@ -108,6 +115,7 @@ class Stager:
 
     def follow(self, future: "Future[Any]") -> None:
         """What was staged is saved until this future is done, by another thread than this one."""
+        self._returns.set()
         self._asked_by = threading.current_thread()
         self._future = weakref.ref(future)
 
@@ -117,6 +125,8 @@ class Stager:
             self.wait_for_last()
             self._asked_by, self._is_staged = None, False
             self._future, self._failure = None, ""  # `wait` is for the last save
+        else:
+            self._returns.wait(GIVE_WAY_S)
         self._thread = threading.current_thread()
 
     def memory(self) -> memoryview | None:

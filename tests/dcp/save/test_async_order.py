@@ -77,6 +77,34 @@ def test_a_synchronous_save_waits_for_the_asynchronous_one(tmp_path: Path) -> No
     start(state, writer, "step-3").result(TIMEOUT_S)
 
 
+class Slow(ReplicatedWriter):
+    """Notes when the saving thread begins; `dcp.async_save` stays in its last hook until it could have begun."""
+
+    order: list[str]
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        super().reset(checkpoint_id)
+        self.order.append("saves")
+
+    def synchronize_staging(self) -> None:
+        threading.Event().wait(0.2)
+        self.order.append("returns")
+        super().synchronize_staging()
+
+
+def test_the_saving_thread_lets_async_save_return_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else training would wait for it to give up the interpreter."""
+    monkeypatch.setattr(stager, "GIVE_WAY_S", TIMEOUT_S)
+    writer = Slow(tmp_path)
+    for step in ("step-1", "step-2"):
+        writer.order = []
+        start({"t": torch.ones(9)}, writer, step).result(TIMEOUT_S)
+        assert writer.order == ["returns", "saves"]
+        verified(tmp_path, step)
+    dcp.save({"t": torch.ones(9)}, checkpoint_id="step-3", storage_writer=writer)
+    verified(tmp_path, "step-3")
+
+
 def test_waiting_is_for_the_last_save(tmp_path: Path) -> None:
     """An asynchronous save failed, and its future said so; a later one succeeded."""
     writer, state = ReplicatedWriter(tmp_path), {"t": torch.ones(10)}
