@@ -17,6 +17,7 @@ from replicated_ckpt.stores.files.plain import open_plain
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 
 _PIECE_BYTES = 4 << 20
@@ -31,15 +32,13 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
         SaveAborted, StoreError: what the other agent, or the own store, refused with.
     """
     fields = request.document()
-    try:
+    with parsing("Metadata cannot be pulled"):
         wanted = Received(int(fields["size_bytes"]), int(fields["crc32c"]))
         if "same_as" in fields:
             other = fields["same_as"]
             opened = partial(_opened_here, service, str(other["checkpoint_id"]), str(other["save_id"]))
         else:
             opened = partial(_opened_there, service.peers.address_of(str(fields["from"])), save_id)
-    except (KeyError, TypeError, ValueError, OverflowError) as exc:
-        raise PeerProtocolError(f"Metadata cannot be pulled with {type(exc).__name__}: {exc}.") from exc
     if wanted.size_bytes < 0:
         raise PeerProtocolError(f"No metadata has {wanted.size_bytes} bytes.")
     service.check_open(save_id)

@@ -15,7 +15,8 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.call_backs import CallBacks
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreDenied
+from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -55,10 +56,8 @@ def ask_who(address: AgentAddress) -> Who:
     """
     with AgentClient(address, CALL_BACK_STEP_S) as client, client.within(CALL_BACK_STEP_S):
         answer = client.call("GET", "/v1/hello")
-    try:
+    with parsing(f"{address.label} does not say who it is"):
         return Who.from_json(answer)
-    except (KeyError, TypeError) as exc:
-        raise PeerProtocolError(f"{address.label} does not say who it is: {exc!r}.") from exc
 
 
 class Greeter:
