@@ -10,7 +10,6 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, LOST, CheckpointSeen, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import start_agent
-from replicated_ckpt.cli.look.table import format_bytes
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.one_line import one_line
@@ -23,7 +22,7 @@ from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.wording import plural
+from replicated_ckpt.wording import describe_bytes, plural
 
 
 def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +171,7 @@ class Remover:
 
     def describe(self, outcome: Removed) -> list[str]:
         """What was done, what was not and why, and what to do where copies are left."""
-        freed = format_bytes(outcome.freed_bytes)
+        freed = describe_bytes(outcome.freed_bytes)
         lines = [f"removed on this node: {', '.join(outcome.removed)} ({freed} freed)"] if outcome.removed else []
         lines += [f"removed from {url}: {_shorten(ids)}" for url, ids in sorted(outcome.removed_from.items())]
         lines += [f"not on this node, and not brought here any more: {_shorten(outcome.not_here)}"] * any(
