@@ -16,7 +16,6 @@ from replicated_ckpt.agent.start.leaving import held_hint, note_leaving, wait_un
 from replicated_ckpt.agent.state.endpoint import (
     LOCK_NAME,
     Endpoint,
-    FileLock,
     client_lock,
     is_free,
     listening_endpoint,
@@ -26,7 +25,7 @@ from replicated_ckpt.environment import TLS_CERT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
-from replicated_ckpt.stores.files.locks import holder_of, is_stopped
+from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
 from replicated_ckpt.stores.files.ownership import is_of_another
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
