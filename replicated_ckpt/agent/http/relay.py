@@ -13,7 +13,7 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
-from replicated_ckpt.stores.files.plain import open_plain
+from replicated_ckpt.stores.files.plain import closing_fd, open_plain
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
@@ -68,13 +68,9 @@ def _opened_there(source: AgentAddress, save_id: str) -> Iterator[tuple[str, Rea
 
 @contextlib.contextmanager
 def _opened_here(service: NodeService, checkpoint_id: str, save_id: str) -> Iterator[tuple[str, Read]]:
-    store = service.store
-    fd = store.open_file(checkpoint_id, save_id, METADATA_NAME)
-    try:
-        with translate_errors(str(store.root), "read", METADATA_NAME):
-            yield str(store.root), partial(_read_file, str(store.root), fd)
-    finally:
-        os.close(fd)
+    root, fd = str(service.store.root), service.store.open_file(checkpoint_id, save_id, METADATA_NAME)
+    with closing_fd(fd), translate_errors(root, "read", METADATA_NAME):
+        yield root, partial(_read_file, root, fd)
 
 
 def _read_file(root: str, fd: int, start: int, piece: memoryview) -> None:

@@ -219,12 +219,10 @@ class Mender:
                 return
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
             with incoming_file(self._store.root) as path:
-                try:
+                with contextlib.closing(sources):
                     hint = _bring_back(manifest, entry, action.sources)
                     sink = FileSink(path, recycled=RecycledFiles(self._store.root))
                     pull_shard(sources, action.shard, sink, self._pace.take, hint)
-                finally:
-                    sources.close()
                 directory.place(path, action.shard)
         failpoints.reach("restore.copied")
         self.bytes_copied += entry.size_bytes

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -97,12 +98,9 @@ class _InBucket:
 
 def _read(url: str, checkpoint_id: str | None) -> _InBucket:
     """Reads the bucket; credentials come from the environment or a profile, as for s3fs."""
-    client = RetryingClient(open_client(ObjectTarget.check(url, None)))
-    try:
+    with closing(RetryingClient(open_client(ObjectTarget.check(url, None)))) as client:
         inspector = BucketInspector(Bucket(client))
         findings = tuple(inspector.inspect(checkpoint_id))
-    finally:
-        client.close()
     return _InBucket(url, tuple(inspector.checkpoint_ids), tuple(inspector.unchecked), inspector.bytes_read, findings)
 
 

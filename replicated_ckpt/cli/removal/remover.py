@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -196,14 +197,11 @@ class Remover:
 
 def _remove_there(url: str, row: CheckpointSeen) -> None:
     """By this process, with credentials from the environment."""
-    client = open_client(ObjectTarget.check(url, None))
-    try:
+    with closing(open_client(ObjectTarget.check(url, None))) as client:
         bucket = Bucket(client)
         there = bucket.save_of(row.checkpoint_id)
         if there is not None and there.save_id == row.save_id:
             bucket.remove(there)
-    finally:
-        client.close()
 
 
 _SHOWN_MAX = 5

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -133,12 +134,9 @@ class ReplicatedReader(StorageReader):
 
     def find(self, checkpoint_id: str) -> SaveFound | None:
         """The save that a load of this id, or of "latest", would read; as `exists` and `latest`."""
-        parts = self._parts
-        try:
+        with closing(self._parts.bucket) as bucket:
             world = world_of_call(self._process_group, self._no_dist)
-            return look_up(parts.store, world, checkpoint_id, parts.bucket.open, self.config.lineage)
-        finally:
-            parts.bucket.close()
+            return look_up(self._parts.store, world, checkpoint_id, bucket.open, self.config.lineage)
 
     def leave_group(self) -> None:
         """Lets go of the process group, which may end now. This reader looks and loads no more."""
@@ -146,10 +144,8 @@ class ReplicatedReader(StorageReader):
 
     def look_alone(self, look: Callable[[LocalStore, Bucket | None, str], T]) -> T:
         """What `look` finds in this reader's store, bucket and lineage. By this process alone: no rank meets another."""
-        try:
-            return look(self._parts.store, self._parts.bucket.open(), self.config.lineage)
-        finally:
-            self._parts.bucket.close()
+        with closing(self._parts.bucket) as bucket:
+            return look(self._parts.store, bucket.open(), self.config.lineage)
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
 
