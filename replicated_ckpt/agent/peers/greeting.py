@@ -100,16 +100,12 @@ class Greeter:
             missing = self._missing & set(nodes)
         if not missing:
             return
-        outcome = FanOut[AgentAddress, None]().run(
-            [peer for peer in self._peers.read_all() if peer.node_id in missing], self._greet
-        )
+        peers = [peer for peer in self._peers.read_all() if peer.node_id in missing]
+        outcome = FanOut[AgentAddress, None]().run(peers, lambda address: self._tell(address, "hello"))
         with self._lock:
             self._missing -= {address.node_id for address in outcome.results}
         for address, error in outcome.errors.items():
             log.info("could not greet %s: %s", address.label, error.message)
-
-    def _greet(self, address: AgentAddress) -> None:
-        self._tell(address, "hello")
 
     def say_goodbye(self) -> None:
         """Tells every known peer that this agent leaves in good order; one that cannot be told finds out by itself.
