@@ -44,15 +44,10 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
     service.check_open(save_id)
     with taking_metadata(Intent.read(save_id, service.store.intent_path(save_id)), wanted.size_bytes):
         pass  # nothing is taken of what would be too much
-    pool = RecycledFiles(service.store.root)
-    sink = FileSink(service.store.path_of_staged(save_id, METADATA_NAME), recycled=pool)
-    try:
-        with request.heartbeat, opened() as (label, read):
-            _copy(label, read, wanted, sink)
-            sink.finish_durably()
-    except BaseException:
-        sink.discard()
-        raise
+    path, pool = service.store.path_of_staged(save_id, METADATA_NAME), RecycledFiles(service.store.root)
+    with FileSink(path, recycled=pool) as sink, request.heartbeat, opened() as (label, read):
+        _copy(label, read, wanted, sink)
+        sink.finish_durably()
     return wanted
 
 

@@ -116,7 +116,7 @@ def copy_with_footer(fd: int, sink: FileSink, path: str) -> BlockTable:
         StoreFull, StoreError: the sink's file is not there.
     """
     hasher, piece, position = BlockHasher(), memoryview(bytearray(PIECE_BYTES)), 0
-    try:
+    with sink:
         while True:
             with translate_errors(path, "read", ""):
                 count = read_exactly(fd, piece, position)
@@ -128,9 +128,6 @@ def copy_with_footer(fd: int, sink: FileSink, path: str) -> BlockTable:
         table = hasher.table()
         sink.write(memoryview(table.encode()))
         sink.finish_durably()
-    except BaseException:
-        sink.discard()
-        raise
     return table
 
 
