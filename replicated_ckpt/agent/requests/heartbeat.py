@@ -2,7 +2,6 @@
 
 import threading
 from io import BufferedIOBase
-from types import TracebackType
 from typing import Self
 
 from replicated_ckpt.agent.requests.body import Body
@@ -32,9 +31,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()

@@ -135,13 +135,8 @@ def next_identity(directory: Path) -> Identity:
         return Identity(tokens[0], int(fields["port"]), int(fields["incarnation"]) + 1, tokens[1])
     except FileNotFoundError:
         return Identity.draw(1)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # damaged: only a number that is larger than the last one is needed
-        return Identity.draw(int(time.time()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Identity.draw(int(time.time()))  # only a number that is larger than the last one is needed
 
 
 def keep_identity(directory: Path, identity: Identity) -> None:

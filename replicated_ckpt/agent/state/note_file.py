@@ -9,16 +9,7 @@ from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
 
 Found = TypeVar("Found")
-_PROBLEMS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-    ConfigInvalid,
-)
+_PROBLEMS = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, ConfigInvalid)
 
 
 class NoteFile:

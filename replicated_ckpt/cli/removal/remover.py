@@ -139,9 +139,8 @@ class Remover:
             outcome.kept[row.checkpoint_id] = one_line(answer["why"])
             return
         held = [h for h in self.seen.held[self.seen.own_node].holdings if h.save_id == row.save_id]
-        if (
-            not held and not answer["is_removed"]
-        ):  # the agent may have gone on with its note before it came to this answer
+        if not held and not answer["is_removed"]:
+            # The agent may have gone on with its note before it came to this answer.
             outcome.not_here.append(row.checkpoint_id)
             return
         outcome.removed.append(row.checkpoint_id)

@@ -184,9 +184,8 @@ class ReplicatedReader(StorageReader):
         """
         del args
         try:
-            if (
-                "rank" not in kwargs and not self._attempt.is_met
-            ):  # no reset came first: DCP passes a checkpoint_id to it
+            if "rank" not in kwargs and not self._attempt.is_met:
+                # No reset came first: DCP passes a checkpoint_id to it.
                 self._attempt = self._begin()
                 self._meet(in_step=calling() is not None)
             self._attempt.is_met = False
