@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from replicated_ckpt.config import NEWEST_LINEAGE, ReaderConfig, check_callable
+from replicated_ckpt.config import NEWEST_LINEAGE, ReaderConfig, check_callable, check_root
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.c10d.presence import announce
@@ -83,7 +83,7 @@ class ReplicatedReader(StorageReader):
     ) -> None:
         super().__init__()
         check_callable("on_load", on_load)
-        self.config = ReaderConfig.check(root, object_store=object_store, lineage=lineage)
+        self.config = ReaderConfig(None if root is None else check_root(root), object_store, lineage)
         self.last_load: LoadReport | None = None
         self._process_group = process_group
         self._no_dist = no_dist
