@@ -25,7 +25,12 @@ _PORT_MAX = 65535
 NICE_MAX = 19
 
 
-def _check_root(root: object) -> str:
+def check_root(root: object) -> str:
+    """The absolute path of a directory for a store.
+
+    Raises:
+        ConfigInvalid: it is no such path.
+    """
     check_switches()
     text = os.fspath(root) if isinstance(root, os.PathLike) else root
     if not isinstance(text, str) or not text or "\0" in text or "://" in text:
@@ -104,7 +109,11 @@ class Retention:
 
 @dataclass(frozen=True)
 class WriterConfig:
-    """What a writer promises. See ReplicatedWriter for the meaning of each field."""
+    """What a writer promises. See ReplicatedWriter for the meaning of each field.
+
+    Raises:
+        ConfigInvalid: naming the argument.
+    """
 
     root: str
     copies: int
@@ -118,6 +127,31 @@ class WriterConfig:
     object_retention: Retention | None = None
     checkpoint_id_from: CheckpointIdFrom = "all"
     direct_io: DirectIO = "auto"
+
+    def __post_init__(self) -> None:
+        copies, domain = self.copies, self.domain
+        if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= _COPIES_MAX:
+            raise ConfigInvalid(f"copies must be a whole number from 1 to {_COPIES_MAX}, not {copies!r}.")
+        for name, choice, choices in (
+            ("ack", self.ack, Ack),
+            ("on_degraded", self.on_degraded, OnDegraded),
+            ("checkpoint_id_from", self.checkpoint_id_from, CheckpointIdFrom),
+        ):
+            if choice not in get_args(choices):
+                raise ConfigInvalid(f"{name} must be one of {get_args(choices)}, not {choice!r}.")
+        _check_number("object_every", self.object_every)
+        if not isinstance(self.overwrite, bool):
+            raise ConfigInvalid(f"overwrite must be True or False, not {self.overwrite!r}.")
+        if domain is not None and (not isinstance(domain, str) or not domain):
+            raise ConfigInvalid(f"domain must be a name such as a rack's, not {domain!r}.")
+        for name, value in (("retention", self.retention), ("object_retention", self.object_retention)):
+            if value is not None and not isinstance(value, Retention):
+                raise ConfigInvalid(f"{name} must be a Retention, Retention(keep_last=3) say, not {value!r}.")
+        of_bucket = {'ack="object"': self.ack == "object", "object_every": self.object_every > 1}
+        of_bucket["object_retention"] = self.object_retention is not None
+        for name, is_given in of_bucket.items():
+            if is_given and self.object_store is None:
+                raise ConfigInvalid(f'{name} needs object_store="s3://bucket/prefix", say.')
 
     @property
     def must_have_all_copies(self) -> bool:
@@ -142,79 +176,28 @@ class WriterConfig:
                 f"Pass ReplicatedWriter(ack={wanted!r}), or wait for less.",
             )
 
-    @classmethod
-    def check(
-        cls,
-        root: str | os.PathLike[str],
-        *,
-        copies: int,
-        ack: str,
-        domain: str | None,
-        on_degraded: str,
-        overwrite: bool,
-        object_store: str | None,
-        object_every: int,
-        retention: Retention | None = None,
-        object_retention: Retention | None = None,
-        checkpoint_id_from: str = "all",
-        direct_io: str | None = None,
-    ) -> "WriterConfig":
-        """The settings, validated.
-
-        Raises:
-            ConfigInvalid: naming the argument.
-        """
-        if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= _COPIES_MAX:
-            raise ConfigInvalid(f"copies must be a whole number from 1 to {_COPIES_MAX}, not {copies!r}.")
-        for name, choice, choices in (
-            ("ack", ack, Ack),
-            ("on_degraded", on_degraded, OnDegraded),
-            ("checkpoint_id_from", checkpoint_id_from, CheckpointIdFrom),
-        ):
-            if choice not in get_args(choices):
-                raise ConfigInvalid(f"{name} must be one of {get_args(choices)}, not {choice!r}.")
-        _check_number("object_every", object_every)
-        if not isinstance(overwrite, bool):
-            raise ConfigInvalid(f"overwrite must be True or False, not {overwrite!r}.")
-        if domain is not None and (not isinstance(domain, str) or not domain):
-            raise ConfigInvalid(f"domain must be a name such as a rack's, not {domain!r}.")
-        for name, value in (("retention", retention), ("object_retention", object_retention)):
-            if value is not None and not isinstance(value, Retention):
-                raise ConfigInvalid(f"{name} must be a Retention, Retention(keep_last=3) say, not {value!r}.")
-        of_bucket = {'ack="object"': ack == "object", "object_every": object_every > 1}
-        of_bucket["object_retention"] = object_retention is not None
-        for name, is_given in of_bucket.items():
-            if is_given and object_store is None:
-                raise ConfigInvalid(f'{name} needs object_store="s3://bucket/prefix", say.')
-        checked = (_check_root(root), copies, ack, domain, on_degraded, overwrite, object_store, object_every)
-        return cls(*checked, retention, object_retention, checkpoint_id_from, check_direct_io(direct_io))  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True)
 class ReaderConfig:
-    """Where a reader looks, and of which run. `root` None: in the object store alone."""
+    """Where a reader looks, and of which run. `root` None: in the object store alone.
+
+    Raises:
+        ConfigInvalid: naming the argument.
+    """
 
     root: str | None
     object_store: str | None = None
     lineage: str = NEWEST_LINEAGE
 
-    @classmethod
-    def check(
-        cls, root: str | os.PathLike[str] | None, *, object_store: str | None, lineage: str = NEWEST_LINEAGE
-    ) -> "ReaderConfig":
-        """The settings, validated.
-
-        Raises:
-            ConfigInvalid: naming the argument.
-        """
-        if root is None and object_store is None:
+    def __post_init__(self) -> None:
+        if self.root is None and self.object_store is None:
             raise ConfigInvalid("A reader needs a root, an object_store, or both.")
-        is_text = isinstance(lineage, str)
-        if not is_text or not re.fullmatch(f"{NEWEST_LINEAGE}|{REFUSE_LINEAGES}|[0-9a-f]{{16}}", lineage):
+        is_text = isinstance(self.lineage, str)
+        if not is_text or not re.fullmatch(f"{NEWEST_LINEAGE}|{REFUSE_LINEAGES}|[0-9a-f]{{16}}", self.lineage):
             raise ConfigInvalid(
-                f'lineage must be "newest", "refuse" or 16 hexadecimal digits as a warning names them, not {lineage!r}.'
+                'lineage must be "newest", "refuse" or 16 hexadecimal digits as a warning names them, not '
+                f"{self.lineage!r}."
             )
-        return cls(None if root is None else _check_root(root), object_store, lineage)
 
 
 @dataclass(frozen=True)
@@ -294,4 +277,4 @@ class AgentConfig:
                 f"tls_cert and tls_key (or {TLS_CERT_ENV} and {TLS_KEY_ENV}) are both needed, or neither."
             )
         object.__setattr__(self, "direct_io", check_direct_io(self.direct_io))
-        object.__setattr__(self, "root", _check_root(self.root))
+        object.__setattr__(self, "root", check_root(self.root))

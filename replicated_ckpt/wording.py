@@ -1,6 +1,6 @@
 """Words that depend on a number, and tables. No other module of the package is imported here."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 def plural(count: int, noun: str) -> str:
@@ -19,11 +19,10 @@ def describe_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines with columns of one width each: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Rows as lines with columns of one width each: those numbered in `left` to the left, the others to the right."""
+    columns = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.ljust(width) if number in left else cell.rjust(width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))

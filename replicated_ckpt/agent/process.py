@@ -26,7 +26,6 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.signals import hear
 from replicated_ckpt.agent.state.endpoint import (
     Endpoint,
-    FileLock,
     Identity,
     await_root,
     has_clients,
@@ -49,6 +48,7 @@ from replicated_ckpt.config import LEAVE_WITHIN_S, AgentConfig, check_direct_io,
 from replicated_ckpt.core.upkeep.policy import Standing
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.files.durable import remove_broken_off_writes, translate_errors
+from replicated_ckpt.stores.files.locks import FileLock
 from replicated_ckpt.stores.local.room_to_start import keep_room_to_start, lacks_room_to_start, make_room_to_start
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import measure_room
@@ -235,8 +235,7 @@ class Agent:
             if not lock.is_in_place():
                 log.warning("the root %s was removed", self.config.root)
                 return
-            self._renew_certificate(directory)
-            self._show_endpoint(directory)
+            self._keep_endpoint_shown(directory)
             if self.config.idle_exit_s is None:
                 continue
             if has_one_to_stay(directory):
@@ -250,33 +249,29 @@ class Agent:
                 log.info("no client and no work for %.0f s", self.config.idle_exit_s)
                 return
 
-    def _renew_certificate(self, directory: Path) -> None:
-        """Shows what the certificate's files hold now, and tells ranks and peers of it; again, where the disk is full."""
-        if self._certificate is None:
-            return
-        self._certificate.take_up()
-        renewed = replace(self._endpoint, tls_sha256=self._certificate.sha256)
-        if renewed == self._endpoint:
-            return
-        try:
-            write_endpoint(directory, renewed)
-        except OSError as exc:
-            log.warning("the new certificate cannot be made known, and the one before serves as well: %s", exc)
-            return
-        self._endpoint = renewed
-        self._hello = self._greeter.announce(renewed)
+    def _keep_endpoint_shown(self, directory: Path) -> None:
+        """Writes again where this agent listens: the certificate's files hold another one, or the note was removed.
 
-    def _show_endpoint(self, directory: Path) -> None:
-        """Writes again where this agent listens if a cleaner of old files has removed that."""
+        Ranks and peers are told of a new certificate. Where the disk is full the one before serves, and the next look
+        tries again.
+        """
+        shown = self._endpoint
+        if self._certificate is not None:
+            self._certificate.take_up()
+            shown = replace(shown, tls_sha256=self._certificate.sha256)
         with contextlib.suppress(StoreDenied):  # another user has written it
-            if read_endpoint(directory) == self._endpoint:
+            if read_endpoint(directory) == shown:
                 return
         try:
-            write_endpoint(directory, self._endpoint)
+            write_endpoint(directory, shown)
         except OSError as exc:
-            log.warning("no rank of this node finds this agent, and its endpoint cannot be written again: %s", exc)
+            log.warning("the file that says where this agent listens cannot be written again: %s", exc)
             return
-        log.warning("the file that says where this agent listens was removed or changed; it is written again")
+        if shown == self._endpoint:
+            log.warning("the file that says where this agent listens was removed or changed; it is written again")
+            return
+        self._endpoint = shown
+        self._hello = self._greeter.announce(shown)
 
     def _on_signal(self, number: int) -> None:
         log.info("stopping on %s", signal.Signals(number).name)

@@ -39,19 +39,7 @@ class Holding:
         return Version(self.lineage, self.sequence, self.created_unix_s, self.save_id)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "node_id": self.node_id,
-            "checkpoint_id": self.checkpoint_id,
-            "save_id": self.save_id,
-            "sequence": self.sequence,
-            "has_metadata": self.has_metadata,
-            "sizes": dict(self.sizes),
-            "damaged": list(self.damaged),
-            "created_unix_s": self.created_unix_s,
-            "lineage": self.lineage,
-            "is_replaced": self.is_replaced,
-            "footless": list(self.footless),
-        }
+        return {**vars(self), "sizes": dict(self.sizes)}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Holding":

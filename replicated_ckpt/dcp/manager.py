@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from operator import index
-from types import TracebackType
 from typing import Any, Self
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -127,9 +126,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -115,11 +116,11 @@ class Evidence:
     @classmethod
     def read(cls, results: Path) -> Self:
         """Everything in the results folder of a job whose ranks have all reported."""
-        reports = sorted((_report(json.loads(path.read_text())) for path in results.glob("rank-*.json")), key=_rank)
+        reports = [_report(json.loads(path.read_text())) for path in results.glob("rank-*.json")]
         digests = {
             path.stem.removeprefix("digests-"): json.loads(path.read_text()) for path in results.glob("digests-*.json")
         }
-        return cls(tuple(reports), digests)
+        return cls(tuple(sorted(reports, key=attrgetter("rank"))), digests)
 
 
 def write_digests(results: Path, moment: str, digests: Mapping[str, str]) -> None:
@@ -137,10 +138,6 @@ def write_json(path: Path, value: object) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(value))
     partial.replace(path)
-
-
-def _rank(report: RankReport) -> int:
-    return report.rank
 
 
 def _report(raw: dict[str, Any]) -> RankReport:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -115,8 +115,7 @@ def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
     target = ObjectTarget.check(own, None)
     if target.is_process_local:
         raise ConfigInvalid(f"--object-store {url}: it would be gone with the process that wrote it.")
-    client = open_client(target)
-    try:
+    with closing(open_client(target)) as client:
         try:
             client.put(_NOTE_KEY, _NOTE)
         except StoreError as exc:
@@ -129,8 +128,6 @@ def _own_prefix(url: str, *, keep: bool, progress: Progress) -> Iterator[str]:
                 progress(f"kept: {own}")
             else:
                 _remove_all(client, own, progress)
-    finally:
-        client.close()
 
 
 def _remove_all(client: ObjectClient, own: str, progress: Progress) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from replicated_ckpt.drill.plan import DrillPlan, Promise, Scenario
 from replicated_ckpt.drill.verdict import LOSS_TOLERANCE, ScenarioReport
+from replicated_ckpt.wording import align
 
 HEADER = (
     "scenario",
@@ -32,14 +33,13 @@ def render(
     """The table, the problems of what did not hold, why something was skipped, and the notes, ready to print."""
     skipped = skipped or {}
     rows = [HEADER, *(_row(report) for report in reports), *(_skipped_row(scenario) for scenario in skipped)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = [_line(row, widths) for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    rows.insert(1, tuple("-" * max(map(len, column)) for column in zip(*rows, strict=True)))
+    table = align(rows, left=(0, len(HEADER) - 1))
     problems = [f"{report.scenario}: {problem}" for report in reports for problem in report.problems]
     problems += [f"{scenario}: SKIPPED, {reason}." for scenario, reason in skipped.items()]
     promises = dict.fromkeys(report.promise for report in reports)
     meanings = [f"{promise}: {MEANING_BY_PROMISE[Promise(promise)]}." for promise in promises]
-    blocks = [lines, problems, [*meanings, *_uploads(reports), *notes]]
+    blocks = [[table], problems, [*meanings, *_uploads(reports), *notes]]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -111,12 +111,3 @@ def _skipped_row(scenario: Scenario) -> tuple[str, ...]:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    last = len(row) - 1
-    cells = (
-        cell.ljust(width) if column in (0, last) else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join(cells).rstrip()

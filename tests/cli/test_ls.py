@@ -36,9 +36,9 @@ def test_a_table_with_header_and_totals(tmp_path: Path) -> None:
     assert header.split() == ["ID", "SAVED", "AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET"]
     assert rows[0].startswith("final ")
     assert rows[1].split()[:2] == ["run/step-100", "-"]
-    assert " 100   1.0 MB  2 of 2 " in line_of(done.stdout, "run/step-100")
+    assert " 100   1 MB  2 of 2 " in line_of(done.stdout, "run/step-100")
     assert "host0, host1" in line_of(done.stdout, "run/step-100")
-    assert rows[2] == "2 checkpoints, 2.0 MB in one copy of each; 2 of 2 nodes answered"
+    assert rows[2] == "2 checkpoints, 2 MB in one copy of each; 2 of 2 nodes answered"
     by_id = {row["checkpoint_id"]: row for row in found["checkpoints"]}
     assert by_id["run/step-100"]["step"] == 100
     assert by_id["final"]["step"] is None

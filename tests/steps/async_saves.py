@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from replicated_ckpt import ReplicatedWriter
 from replicated_ckpt.agent.requests.local_messages import SOCKET_NAME
-from replicated_ckpt.agent.state.endpoint import FileLock
 from replicated_ckpt.config import Ack
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.errors import ReplicatedCkptError
+from replicated_ckpt.stores.files.locks import FileLock
 from tests.harness.cluster import Digests
 from tests.harness.processes import agent_of
 from tests.steps.context import Context

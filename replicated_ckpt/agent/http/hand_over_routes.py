@@ -10,6 +10,7 @@ from replicated_ckpt.agent.state.rights import Right
 from replicated_ckpt.core.layout import ShardName
 from replicated_ckpt.core.manifest import MANIFEST_BYTES_MAX
 from replicated_ckpt.errors import PeerProtocolError
+from replicated_ckpt.stores.peer.answer import parsing
 
 
 class HandOverRoutes:
@@ -41,10 +42,8 @@ class HandOverRoutes:
         return json_answer(written=[copies.to_json() for copies in written])
 
     def _outline(self, request: Request, save_id: str) -> Outline:
-        try:
+        with parsing("A save is not finished"):
             outline = Outline.from_json(json.loads(request.body.read_all(MANIFEST_BYTES_MAX)))
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise PeerProtocolError(f"A save is not finished with {type(exc).__name__}: {exc}.") from exc
         if outline.manifest.save_id != save_id:
             raise PeerProtocolError(f"Save {save_id} is not finished by the outline of another one.")
         return outline

@@ -18,7 +18,8 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.agent.saves.shard_copies import WrittenCopies
 from replicated_ckpt.agent.settling.orphans import follow_orphan
 from replicated_ckpt.core.one_line import one_line
-from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreError, StoreUnavailable
+from replicated_ckpt.errors import ReplicatedCkptError, StoreError, StoreUnavailable
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 
 log = logging.getLogger(__name__)
@@ -105,10 +106,8 @@ class LocalDoor:
 
     def _begin(self, fields: dict[str, Any], descriptors: list[int]) -> "Future[WrittenCopies]":
         try:
-            try:
+            with parsing("No shard is handed over"):
                 shard = HandedShard.from_json(fields, len(descriptors))
-            except (KeyError, TypeError, ValueError, AttributeError) as exc:
-                raise PeerProtocolError(f"No shard is handed over with {type(exc).__name__}: {exc}.") from exc
             self._service.check_open(shard.copies.save_id)
         except BaseException:
             for descriptor in descriptors:

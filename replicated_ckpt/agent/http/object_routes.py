@@ -11,10 +11,9 @@ from replicated_ckpt.agent.uploads.probe import Prober
 from replicated_ckpt.agent.uploads.uploader import Uploader
 from replicated_ckpt.core.layout import is_checkpoint_id, is_save_id
 from replicated_ckpt.core.upkeep.policy import Standing
-from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
-
-_PROBLEMS = (KeyError, TypeError, ValueError, AttributeError)
+from replicated_ckpt.stores.peer.answer import parsing
 
 
 class ObjectRoutes:
@@ -55,7 +54,7 @@ class ObjectRoutes:
 
     def _do(self, verb: str, request: Request) -> Answer:
         fields = request.document()
-        try:
+        with parsing(f"object/{verb} cannot be done"):
             match verb:
                 case "target":
                     is_new = self._targets.learn(ObjectTarget.from_json(fields))
@@ -71,8 +70,6 @@ class ObjectRoutes:
                 case "again":
                     self._uploader.try_now(str(fields["save_id"]))
                     return json_answer()
-        except _PROBLEMS as exc:
-            raise PeerProtocolError(f"object/{verb} cannot be done with {type(exc).__name__}: {exc}.") from exc
         raise ObjectMissing("this agent", "POST", f"object/{verb}"[:80], "no such verb")
 
     def _probe(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,10 +13,11 @@ from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.core.layout import METADATA_NAME
 from replicated_ckpt.errors import ObjectCorrupt, ObjectMissing, PeerProtocolError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
-from replicated_ckpt.stores.files.plain import open_plain
+from replicated_ckpt.stores.files.plain import closing_fd, open_plain
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 
 _PIECE_BYTES = 4 << 20
@@ -31,29 +32,22 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
         SaveAborted, StoreError: what the other agent, or the own store, refused with.
     """
     fields = request.document()
-    try:
+    with parsing("Metadata cannot be pulled"):
         wanted = Received(int(fields["size_bytes"]), int(fields["crc32c"]))
         if "same_as" in fields:
             other = fields["same_as"]
             opened = partial(_opened_here, service, str(other["checkpoint_id"]), str(other["save_id"]))
         else:
             opened = partial(_opened_there, service.peers.address_of(str(fields["from"])), save_id)
-    except (KeyError, TypeError, ValueError, OverflowError) as exc:
-        raise PeerProtocolError(f"Metadata cannot be pulled with {type(exc).__name__}: {exc}.") from exc
     if wanted.size_bytes < 0:
         raise PeerProtocolError(f"No metadata has {wanted.size_bytes} bytes.")
     service.check_open(save_id)
     with taking_metadata(Intent.read(save_id, service.store.intent_path(save_id)), wanted.size_bytes):
         pass  # nothing is taken of what would be too much
-    pool = RecycledFiles(service.store.root)
-    sink = FileSink(service.store.path_of_staged(save_id, METADATA_NAME), recycled=pool)
-    try:
-        with request.heartbeat, opened() as (label, read):
-            _copy(label, read, wanted, sink)
-            sink.finish_durably()
-    except BaseException:
-        sink.discard()
-        raise
+    path, pool = service.store.path_of_staged(save_id, METADATA_NAME), RecycledFiles(service.store.root)
+    with FileSink(path, recycled=pool) as sink, request.heartbeat, opened() as (label, read):
+        _copy(label, read, wanted, sink)
+        sink.finish_durably()
     return wanted
 
 
@@ -69,13 +63,9 @@ def _opened_there(source: AgentAddress, save_id: str) -> Iterator[tuple[str, Rea
 
 @contextlib.contextmanager
 def _opened_here(service: NodeService, checkpoint_id: str, save_id: str) -> Iterator[tuple[str, Read]]:
-    store = service.store
-    fd = store.open_file(checkpoint_id, save_id, METADATA_NAME)
-    try:
-        with translate_errors(str(store.root), "read", METADATA_NAME):
-            yield str(store.root), partial(_read_file, str(store.root), fd)
-    finally:
-        os.close(fd)
+    root, fd = str(service.store.root), service.store.open_file(checkpoint_id, save_id, METADATA_NAME)
+    with closing_fd(fd), translate_errors(root, "read", METADATA_NAME):
+        yield root, partial(_read_file, root, fd)
 
 
 def _read_file(root: str, fd: int, start: int, piece: memoryview) -> None:

@@ -18,13 +18,12 @@ from replicated_ckpt.core.layout import SEQUENCE_FLOOR_MAX, is_checkpoint_file, 
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.policy import Policy
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
-from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing, PeerProtocolError, StoreError
+from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectMissing, StoreError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.versions.replaced import is_read
 from replicated_ckpt.stores.local.versions.retire import renamed_refusal, retire
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress
-
-_PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 _READER_CHARS_MAX = 256
 _WHY_CHARS_MAX = 500
@@ -60,10 +59,8 @@ class RepairRoutes:
             "forget": self._forget,
         }
         fields = request.document()
-        try:
+        with parsing(f"{verb} cannot be done"):
             return by_verb[verb](fields, request)
-        except _PROBLEMS as exc:
-            raise PeerProtocolError(f"{verb} cannot be done with {type(exc).__name__}: {exc}.") from exc
 
     def _hello(self, fields: Mapping[str, Any], request: Request) -> Answer:
         """A known peer's agent has started, and may listen elsewhere."""

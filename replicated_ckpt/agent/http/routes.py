@@ -28,6 +28,7 @@ from replicated_ckpt.stores.files.durable import flush_file
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.versions.recycled import measure_room
 from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.stores.peer.copy import BEHIND_HEADER
 from replicated_ckpt.stores.unmanaged.adoption import check_announced
@@ -158,7 +159,7 @@ class Routes:
 
     def _begin(self, request: Request, save_id: str) -> Answer:
         fields = request.document()
-        try:
+        with parsing("A save cannot be opened"):
             checkpoint_id, adopts = fields["checkpoint_id"], bool(fields.get("adopts", False))
             peers = self._peers_of_save(request, save_id, checkpoint_id, fields["peers"], adopts=adopts)
             intent = Intent(
@@ -172,8 +173,6 @@ class Routes:
                 announced=Announced.from_json(fields.get("announced", {})),
                 ticket=str(fields.get("ticket", "")),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as exc:
-            raise PeerProtocolError(f"A save cannot be opened with {type(exc).__name__}: {exc}.") from exc
         if not isinstance(intent.checkpoint_id, str) or not is_checkpoint_id(intent.checkpoint_id):
             raise ConfigInvalid(f"{str(intent.checkpoint_id)[:200]!r} is no checkpoint id.")
         check_announced(intent)
@@ -273,10 +272,8 @@ class Routes:
     def _meet(self, request: Request) -> Answer:
         """A load begins: learn the nodes that take part, and settle what earlier saves left behind."""
         fields = request.document()
-        try:
+        with parsing("Peers cannot be learned"):
             peers = self._service.learn_peers(fields["peers"])
-        except (KeyError, TypeError, ValueError) as exc:
-            raise PeerProtocolError(f"Peers cannot be learned from {type(exc).__name__}: {exc}.") from exc
         with request.heartbeat:
             settle(self._service, self._service.leftovers(str(fields.get("session", ""))), peers)
         return Answer(b"{}\n", after=self._reprotector.wake)

@@ -10,7 +10,8 @@ from replicated_ckpt.agent.saves.service import NodeService
 from replicated_ckpt.core.layout import is_checkpoint_file, is_checkpoint_id
 from replicated_ckpt.core.reading.source_order import ByteRange
 from replicated_ckpt.core.unmanaged.metadata_places import ranges_from_json
-from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, PeerProtocolError
+from replicated_ckpt.errors import ConfigInvalid, ObjectMissing
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
 from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
 
@@ -70,10 +71,8 @@ class UnmanagedRoutes:
 
 
 def _ranges(raw: bytes) -> Mapping[str, tuple[ByteRange, ...]]:
-    try:
+    with parsing("Items cannot be checked"):
         return ranges_from_json(json.loads(raw)["items"])
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as exc:
-        raise PeerProtocolError(f"Items cannot be checked with {type(exc).__name__}: {str(exc)[:300]}.") from exc
 
 
 def _checkpoint_id(query: Mapping[str, str]) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.peers.call_backs import CallBacks
 from replicated_ckpt.agent.state.endpoint import Endpoint
-from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreDenied
+from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -55,10 +56,8 @@ def ask_who(address: AgentAddress) -> Who:
     """
     with AgentClient(address, CALL_BACK_STEP_S) as client, client.within(CALL_BACK_STEP_S):
         answer = client.call("GET", "/v1/hello")
-    try:
+    with parsing(f"{address.label} does not say who it is"):
         return Who.from_json(answer)
-    except (KeyError, TypeError) as exc:
-        raise PeerProtocolError(f"{address.label} does not say who it is: {exc!r}.") from exc
 
 
 class Greeter:
@@ -101,16 +100,12 @@ class Greeter:
             missing = self._missing & set(nodes)
         if not missing:
             return
-        outcome = FanOut[AgentAddress, None]().run(
-            [peer for peer in self._peers.read_all() if peer.node_id in missing], self._greet
-        )
+        peers = [peer for peer in self._peers.read_all() if peer.node_id in missing]
+        outcome = FanOut[AgentAddress, None]().run(peers, lambda address: self._tell(address, "hello"))
         with self._lock:
             self._missing -= {address.node_id for address in outcome.results}
         for address, error in outcome.errors.items():
             log.info("could not greet %s: %s", address.label, error.message)
-
-    def _greet(self, address: AgentAddress) -> None:
-        self._tell(address, "hello")
 
     def say_goodbye(self) -> None:
         """Tells every known peer that this agent leaves in good order; one that cannot be told finds out by itself.

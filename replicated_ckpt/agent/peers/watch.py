@@ -11,8 +11,9 @@ from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.upkeep.policy import NOTHING_SAID, Standing
 from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence
-from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, ReplicatedCkptError, StoreError
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError, StoreError
 from replicated_ckpt.stores.files.room import Room
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -137,13 +138,11 @@ def parse_held(answer: Mapping[str, Any], address: AgentAddress) -> Held:
     Raises:
         PeerProtocolError: it makes no sense.
     """
-    try:
+    with parsing(f"{address.label} listed its holdings wrongly", ConfigInvalid):
         found = tuple(Holding.from_json(fields) for fields in answer["holdings"])
         remains = tuple(Remains.from_json(fields) for fields in answer.get("remains", ()))
         standing = Standing.from_json(answer.get("standing", {}))
         room = Room.from_json(answer["room"]) if "room" in answer else None
-    except (KeyError, TypeError, ValueError, AttributeError, ConfigInvalid) as exc:
-        raise PeerProtocolError(f"{address.label} listed its holdings wrongly: {exc}.") from exc
     holdings = tuple(holding for holding in found if holding.node_id == address.node_id)
     return Held(holdings, tuple(one for one in remains if one.node_id == address.node_id), standing, room)
 

@@ -23,9 +23,10 @@ from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
 from replicated_ckpt.core.upkeep.retention import plan_retention
-from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.local.inspection import Inspector
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -58,7 +59,7 @@ class NodeReading:
         Raises:
             PeerProtocolError: it is no such answer.
         """
-        try:
+        with parsing(f"{label} answered verify wrongly", ConfigInvalid):
             findings = tuple(Finding.from_json(finding) for finding in fields["findings"])
             holdings = tuple(Holding.from_json(holding) for holding in fields["holdings"])
             remains = tuple(Remains.from_json(one) for one in fields["remains"])
@@ -66,8 +67,6 @@ class NodeReading:
             silent = tuple(Holding.from_json(holding) for holding in fields["silent"])
             size = index(fields["bytes_read"])
             return cls(one_line(fields["node_id"]), findings, holdings, size, remains, standing, silent)
-        except (KeyError, TypeError, ValueError, AttributeError, ConfigInvalid) as exc:
-            raise PeerProtocolError(f"{label} answered verify wrongly: {type(exc).__name__}: {exc}.") from exc
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,5 @@ def _ask_agent(address: AgentAddress, checkpoint_id: str | None) -> NodeReading:
 def _ask_how_far(address: AgentAddress) -> tuple[int, int]:
     with AgentClient(address, HOLDINGS_TIMEOUT_S) as client:
         answer = client.call("GET", "/v1/verify")
-    try:
+    with parsing(f"{address.label} told wrongly how far it has read"):
         return index(answer["bytes_read"]), index(answer["size_bytes"])
-    except (KeyError, TypeError) as exc:
-        raise PeerProtocolError(f"{address.label} told wrongly how far it has read: {exc}.") from exc

@@ -195,9 +195,8 @@ class Mender:
             self._store.put_small(action.save_id, MANIFEST_NAME, raw_manifest)
             try:
                 self._service.complete(action.save_id)
-            except (
-                SaveSuperseded
-            ):  # another node has published meanwhile; shards that were staged before are not ours to drop
+            except SaveSuperseded:  # another node has published meanwhile
+                # Shards that were staged before are not ours to drop.
                 if not any(ShardName.parse(path.name) for path in self._store.staging(action.save_id).iterdir()):
                     self._store.abort(action.save_id)
                 raise
@@ -219,12 +218,10 @@ class Mender:
                 return
             sources = AnySource(self._sources(action, entry), partial(self._tell, action))
             with incoming_file(self._store.root) as path:
-                try:
+                with contextlib.closing(sources):
                     hint = _bring_back(manifest, entry, action.sources)
                     sink = FileSink(path, recycled=RecycledFiles(self._store.root))
                     pull_shard(sources, action.shard, sink, self._pace.take, hint)
-                finally:
-                    sources.close()
                 directory.place(path, action.shard)
         failpoints.reach("restore.copied")
         self.bytes_copied += entry.size_bytes
@@ -287,7 +284,7 @@ def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced, hin
     Raises:
         StoreUnavailable: no source could be opened. ObjectCorrupt: some bytes are intact nowhere. StoreFull, StoreError
     """
-    try:
+    with sink:
         table = _table(sources, shard, hint)
         for offset in range(0, table.data_bytes, PIECE_BYTES):
             length = min(PIECE_BYTES, table.data_bytes - offset)
@@ -295,9 +292,6 @@ def pull_shard(sources: AnySource, shard: str, sink: FileSink, paced: Paced, hin
             sink.write(_intact(sources, shard, offset, length, hint))
         sink.write(memoryview(table.encode()))
         sink.finish(table)
-    except BaseException:
-        sink.discard()
-        raise
 
 
 def _table(sources: AnySource, shard: str, hint: str | None) -> BlockTable:

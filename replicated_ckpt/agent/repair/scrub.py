@@ -98,7 +98,7 @@ class Scrubber:
         return self.done
 
     def _scrub_all(self) -> None:
-        after = self._position()
+        after = self._position_file.read(lambda note: str(note["after"])) or ""
         ids = sorted(self._store.catalog.directories())
         for checkpoint_id in [*(found for found in ids if found > after), *(found for found in ids if found <= after)]:
             self._keep_position(checkpoint_id)  # first: if the pass breaks off at it, the next one comes to it last
@@ -125,12 +125,6 @@ class Scrubber:
             if self._stopping.wait(_BUSY_PAUSE_S):
                 raise Stopped
         self._pace.take(size_bytes)
-
-    def _position(self) -> str:
-        try:
-            return str(self._position_file.read()["after"])
-        except (KeyError, TypeError):
-            return ""
 
     def _keep_position(self, checkpoint_id: str) -> None:
         try:

@@ -3,7 +3,7 @@
 import re
 from email.message import Message
 from http.client import LineTooLong
-from typing import Protocol
+from io import BufferedIOBase
 
 from replicated_ckpt.errors import PeerProtocolError
 
@@ -12,16 +12,10 @@ _CHUNK_BYTES_MAX = 1 << 30
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(;.*)?", re.DOTALL)
 
 
-class Readable(Protocol):
-    def readline(self, limit: int, /) -> bytes: ...
-
-    def readinto(self, target: memoryview, /) -> int | None: ...
-
-
 class Head:
     """The lines before the body, so many bytes of them in all."""
 
-    def __init__(self, stream: Readable, limit_bytes: int) -> None:
+    def __init__(self, stream: BufferedIOBase, limit_bytes: int) -> None:
         self._stream = stream
         self._left = limit_bytes
 
@@ -45,7 +39,7 @@ class Body:
         PeerProtocolError: its framing is wrong. ConnectionResetError: it ended in the middle.
     """
 
-    def __init__(self, stream: Readable, headers: Message) -> None:
+    def __init__(self, stream: BufferedIOBase, headers: Message) -> None:
         self._stream = stream
         encodings, lengths = headers.get_all("Transfer-Encoding", []), headers.get_all("Content-Length", [])
         if len(encodings) + len(lengths) > 1 or any(encoding.lower() != "chunked" for encoding in encodings):

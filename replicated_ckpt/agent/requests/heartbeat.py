@@ -1,21 +1,13 @@
 """Heartbeats: while an agent works on a long request it says so, so that the peer can tell work from death."""
 
 import threading
-from types import TracebackType
-from typing import Protocol, Self
+from io import BufferedIOBase
+from typing import Self
+
+from replicated_ckpt.agent.requests.body import Body
 
 INTERVAL_S = 1.0
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
-class Writable(Protocol):
-    def write(self, data: bytes, /) -> object: ...
-
-
-class Ending(Protocol):
-    """A body that says when all of it was read."""
-
-    done: bool
 
 
 class Heartbeat:
@@ -27,7 +19,7 @@ class Heartbeat:
     Source: RFC 9110 section 15.2: a client reads any number of 1xx responses before the final one.
     """
 
-    def __init__(self, stream: Writable, body: "Ending | None" = None) -> None:
+    def __init__(self, stream: BufferedIOBase, body: Body) -> None:
         self._stream = stream
         self._body = body
         self._ended = threading.Event()
@@ -39,16 +31,14 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
 
     def _beat(self) -> None:
         while not self._ended.wait(INTERVAL_S):
-            if self._body is not None and not self._body.done:
+            if not self._body.done:
                 continue
             try:
                 self._stream.write(_INTERIM)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from replicated_ckpt.errors import PeerProtocolError, StoreDenied
+from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.peer.answer import document_in
 
 SOCKET_NAME = "agent.sock"
@@ -125,8 +126,5 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 @contextlib.contextmanager
 def _short_path(directory: Path) -> Iterator[str]:
     """The socket's path: by a descriptor of its directory, as no socket's path may have more than 107 bytes."""
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing_fd(os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         yield f"/proc/self/fd/{fd}/{SOCKET_NAME}"
-    finally:
-        os.close(fd)

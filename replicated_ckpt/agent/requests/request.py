@@ -11,7 +11,8 @@ from typing import Any
 from replicated_ckpt.agent.requests.body import Body
 from replicated_ckpt.agent.requests.heartbeat import Heartbeat
 from replicated_ckpt.agent.state.rights import Right
-from replicated_ckpt.errors import PeerProtocolError, StoreDenied
+from replicated_ckpt.errors import StoreDenied
+from replicated_ckpt.stores.peer.answer import document_in
 
 DOCUMENT_BYTES_MAX = 4 << 20
 """JSON takes many times its size once it is parsed; the addresses of 10,000 nodes fit."""
@@ -51,14 +52,7 @@ class Request:
         Raises:
             PeerProtocolError: there is none, or it is too large.
         """
-        raw = self.body.read_all(DOCUMENT_BYTES_MAX)
-        try:
-            fields = json.loads(raw or b"{}")
-        except (ValueError, RecursionError) as exc:
-            raise PeerProtocolError(f"The request's body is no JSON: {raw[:80]!r}.") from exc
-        if not isinstance(fields, dict):
-            raise PeerProtocolError("The request's body is no JSON object.")
-        return fields
+        return document_in(self.body.read_all(DOCUMENT_BYTES_MAX) or b"{}", "The request came")
 
 
 def _nothing() -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,7 @@ class Doubt:
 class Doubts:
     """The saves in doubt as the last try to settle each of them found it. Safe for concurrent use."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_save: dict[str, Doubt] = {}
         self._failure_by_save: dict[str, str] = {}
@@ -39,7 +38,7 @@ class Doubts:
         """Keeps that a save is in doubt; whether that, or the nodes waited for, is news."""
         with self._lock:
             known = self._by_save.get(intent.save_id)
-            since = self._clock() if known is None else known.since
+            since = time.time() if known is None else known.since
             self._by_save[intent.save_id] = Doubt(intent, tuple(waits_for), since)
             return known is None or known.waits_for != tuple(waits_for)
 

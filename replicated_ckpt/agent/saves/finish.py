@@ -24,6 +24,7 @@ from replicated_ckpt.core.protocol.placement import intended_holders
 from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError, SaveAborted, StoreUnavailable
 from replicated_ckpt.stores.files.locks import HeldLock
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -224,10 +225,8 @@ class Finisher:
         ticket = self._store.intent_of(save_id).ticket
         with AgentClient(self._peers.address_of(node)) as client:
             answer = client.call("POST", f"/v1/saves/{save_id}/written", {"shards": list(names), "ticket": ticket})
-        try:
+        with parsing(f"Node {node} says wrongly what it has written"):
             found = tuple(map(WrittenCopies.from_json, answer["written"]))
-        except (KeyError, TypeError, ValueError) as exc:
-            raise PeerProtocolError(f"Node {node} says wrongly what it has written: {exc!r}.") from exc
         if sorted(copies.name for copies in found) != sorted(names):
             raise PeerProtocolError(f"Node {node} tells of other shards than {sorted(names)}.")
         return found

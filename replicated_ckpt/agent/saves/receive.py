@@ -42,28 +42,20 @@ def receive_file(
         ObjectCorrupt: the bytes do not match the footer that came with them.
         StoreFull, StoreError, SaveAborted: the disk refused. ConnectionResetError, TimeoutError: the sender stopped.
     """
-    sink = FileSink(path, direct_io, recycled)
-    try:
+    with FileSink(path, direct_io, recycled) as sink:
         size, crc = _write(sink, body, take)
         _check_against_footer(path, sink, size, crc)
         if durable:
             sink.sync()
         sink.publish()
-    except BaseException:
-        sink.discard()
-        raise
     return Received(size, crc)
 
 
 def receive_plain_file(path: Path, body: Body, take: Take, recycled: RecycledFiles | None = None) -> Received:
     """As `receive_file`, for a file without a footer: its user holds it against the manifest. Durable afterwards."""
-    sink = FileSink(path, recycled=recycled)
-    try:
+    with FileSink(path, recycled=recycled) as sink:
         size, crc = _write(sink, body, take)
         sink.finish_durably()
-    except BaseException:
-        sink.discard()
-        raise
     return Received(size, crc)
 
 

@@ -11,6 +11,7 @@ from replicated_ckpt.core.integrity.checksum import BlockTable
 from replicated_ckpt.core.layout import ShardName, is_save_id
 from replicated_ckpt.errors import ReplicatedCkptError, SaveAborted
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.shard_file import FileSink
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.recycled import RecycledFiles
@@ -160,13 +161,11 @@ def _copy(
     try:
         with translate_errors(str(path.parent), "read", wanted.name):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with closing_fd(fd):
             for offset in range(0, table.file_bytes, len(piece)):
                 count = read_exactly(fd, piece, offset)
                 sink.write(piece[:count])
             sink.finish(table)
-        finally:
-            os.close(fd)
     except ReplicatedCkptError as exc:
         sink.discard()
         return exc

@@ -16,7 +16,6 @@ from replicated_ckpt.agent.start.leaving import held_hint, note_leaving, wait_un
 from replicated_ckpt.agent.state.endpoint import (
     LOCK_NAME,
     Endpoint,
-    FileLock,
     client_lock,
     is_free,
     listening_endpoint,
@@ -26,8 +25,9 @@ from replicated_ckpt.environment import TLS_CERT_ENV
 from replicated_ckpt.errors import AgentUnavailable, ConfigInvalid, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_there
-from replicated_ckpt.stores.files.locks import holder_of, is_stopped
+from replicated_ckpt.stores.files.locks import FileLock, holder_of, is_stopped
 from replicated_ckpt.stores.files.ownership import is_of_another
+from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S, AgentClient
 from replicated_ckpt.stores.peer.tls import is_loopback, is_plain_allowed
@@ -235,11 +235,8 @@ def spawn_agent(arguments: Sequence[str], log: int) -> "subprocess.Popen[bytes]"
 def _start(store: LocalStore, directory: Path, bind_host: str | None, *, is_opening: bool) -> Endpoint:
     idle_exit_s = os.environ.get(IDLE_EXIT_ENV, str(IDLE_EXIT_S))
     arguments = ["--root", str(store.root), *(["--host", bind_host] if bind_host else []), "--idle-exit-s", idle_exit_s]
-    log = open_log(directory)
-    try:
+    with closing_fd(open_log(directory)) as log:
         process = spawn_agent(arguments, log)
-    finally:
-        os.close(log)
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < START_TIMEOUT_S:
         try:

@@ -38,7 +38,8 @@ class DamageBook:
         self._store = store
         self._lock = threading.Lock()
         self._file = NoteFile(store.root_agent_directory() / NAME)
-        self._bad: dict[_Key, _Bad] = self._read()
+        # A file that cannot be read counts as none: the scrub finds it again.
+        self._bad: dict[_Key, _Bad] = self._file.read(lambda entries: dict(map(_parse, entries))) or {}
 
     def mark(self, checkpoint_id: str, save_id: str, name: str, *, is_footless: bool = False) -> None:
         """Notes that the file, as it lies there now, is bad. `is_footless`: its footer alone, the data is intact."""
@@ -125,13 +126,6 @@ class DamageBook:
         except (OSError, StoreError, ManifestVersionUnknown):
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size
-
-    def _read(self) -> dict[_Key, _Bad]:
-        """What was known when the last agent ended; a file that cannot be read counts as none: the scrub finds it again."""
-        try:
-            return dict(_parse(entry) for entry in self._file.read() or ())
-        except (ValueError, TypeError):
-            return {}
 
 
 def _parse(entry: Any) -> tuple[_Key, _Bad]:

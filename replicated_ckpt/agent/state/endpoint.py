@@ -1,8 +1,6 @@
 """The endpoint: where this node's agent listens, and its tokens, in a file that only this user may read."""
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import time
@@ -12,9 +10,9 @@ from pathlib import Path
 from replicated_ckpt.agent.state.listeners import listeners_on
 from replicated_ckpt.agent.state.rights import Tokens, invite
 from replicated_ckpt.errors import AgentUnavailable
-from replicated_ckpt.stores.files.durable import translate_errors, write_file
+from replicated_ckpt.stores.files.durable import write_file
 from replicated_ckpt.stores.files.existence import is_there
-from replicated_ckpt.stores.files.locks import HeldLock
+from replicated_ckpt.stores.files.locks import FileLock
 from replicated_ckpt.stores.files.ownership import read_private
 from replicated_ckpt.stores.peer.client import AgentAddress
 from replicated_ckpt.version import PROTOCOL
@@ -23,7 +21,6 @@ _ENDPOINT_NAME = "endpoint.json"
 _IDENTITY_NAME = "identity.json"
 _CLIENTS_NAME = "clients"
 _STAYING_NAME = "staying"
-_POLL_S = 0.005
 _LOOKS_S = 0.5
 """Others hold a lock that they only look at for less than this."""
 LOCK_NAME = "lock"
@@ -138,13 +135,8 @@ def next_identity(directory: Path) -> Identity:
         return Identity(tokens[0], int(fields["port"]), int(fields["incarnation"]) + 1, tokens[1])
     except FileNotFoundError:
         return Identity.draw(1)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # damaged: only a number that is larger than the last one is needed
-        return Identity.draw(int(time.time()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Identity.draw(int(time.time()))  # only a number that is larger than the last one is needed
 
 
 def keep_identity(directory: Path, identity: Identity) -> None:
@@ -155,66 +147,6 @@ def remove_endpoint(directory: Path) -> None:
     """If the disk lets it: else it stays, and clients find no listener there."""
     with contextlib.suppress(OSError):
         (directory / _ENDPOINT_NAME).unlink()
-
-
-class FileLock:
-    """A flock on a file of the agent's directory, held until `release`, or the end of the process."""
-
-    def __init__(self, path: Path, fd: int) -> None:
-        self.path = path
-        self._lock = HeldLock(fd)
-
-    @classmethod
-    def take(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
-        """The lock, or None if another process holds it now. A disk that has become read-only can still be locked.
-
-        Raises:
-            StoreError: the file cannot be opened or made.
-        """
-        with translate_errors(str(path.parent), "lock", path.name):
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            except OSError as exc:
-                if exc.errno != errno.EROFS:
-                    raise
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        return cls(path, fd)
-
-    @classmethod
-    def take_within(cls, path: Path, timeout_s: float) -> "FileLock | None":
-        """As `take`, once the process that holds the lock releases it; None: it has not done so in this time."""
-        deadline = time.monotonic() + timeout_s
-        while (lock := cls.take(path)) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return lock
-
-    @classmethod
-    def is_taken(cls, path: Path, *, shared: bool = False) -> bool:
-        """Whether another process holds the lock so that `take` would return None. Raises as that does."""
-        lock = cls.take(path, shared=shared)
-        if lock is not None:
-            lock.release()
-        return lock is None
-
-    def release(self) -> None:
-        self._lock.release()
-
-    @property
-    def is_held(self) -> bool:
-        """False in a fork of its owner, too."""
-        return self._lock.is_held
-
-    def is_in_place(self) -> bool:
-        """Whether the locked file still has its name: False once its directory was removed, or removed and made again."""
-        try:
-            return self.path.stat().st_ino == os.fstat(self._lock.fd).st_ino
-        except FileNotFoundError:
-            return False
 
 
 def single_agent_lock(directory: Path) -> FileLock | None:

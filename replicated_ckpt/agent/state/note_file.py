@@ -1,10 +1,15 @@
 """A small document that an agent keeps across restarts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from replicated_ckpt.errors import ConfigInvalid
 from replicated_ckpt.stores.files.durable import translate_errors, write_file
+
+Found = TypeVar("Found")
+_PROBLEMS = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, ConfigInvalid)
 
 
 class NoteFile:
@@ -15,15 +20,15 @@ class NoteFile:
         self._mode = mode
         self._written = b""
 
-    def read(self) -> Any:
-        """What the last agent wrote; None if it cannot be read."""
+    def read(self, parse: Callable[[Any], Found]) -> Found | None:
+        """What `parse` makes of what the last agent wrote; None if it cannot be read, or is something else."""
         try:
             raw = self._path.read_bytes()
-            document = json.loads(raw)
-        except (OSError, ValueError, RecursionError):
+            found = parse(json.loads(raw))
+        except _PROBLEMS:
             return None
         self._written = raw
-        return document
+        return found
 
     def write(self, document: Any) -> None:
         """Durably, unless it is there already. After a failure the same document is written by the next call.

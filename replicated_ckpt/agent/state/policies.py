@@ -8,7 +8,6 @@ from pathlib import Path
 
 from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.upkeep.policy import Policy, merge_policies
-from replicated_ckpt.errors import ConfigInvalid
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +24,8 @@ class PolicyBook:
     def __init__(self, directory: Path) -> None:
         self._file = NoteFile(directory / NAME)
         self._lock = threading.Lock()
-        self._by_key = {policy.key: policy for policy in self._read()}
+        policies = self._file.read(lambda told: [Policy.from_json(fields) for fields in told]) or []
+        self._by_key = {policy.key: policy for policy in policies}
 
     def read_all(self) -> tuple[Policy, ...]:
         with self._lock:
@@ -55,9 +55,3 @@ class PolicyBook:
         for policy in changed:
             log.info("retention of %r in %s: %s", policy.scope or "*", policy.tier or "the nodes", policy.retention)
         return bool(changed)
-
-    def _read(self) -> list[Policy]:
-        try:
-            return [Policy.from_json(fields) for fields in self._file.read() or ()]
-        except (ValueError, KeyError, TypeError, AttributeError, ConfigInvalid):
-            return []

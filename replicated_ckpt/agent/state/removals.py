@@ -22,7 +22,7 @@ class RemovalBook:
     def __init__(self, directory: Path) -> None:
         self._file = NoteFile(directory / NAME)
         self._lock = threading.Lock()
-        self._told, self._pending = self._read()
+        self._told, self._pending = self._file.read(_parse) or ([], [])
 
     def read_all(self) -> frozenset[str]:
         """All that other nodes are told of, done here or not."""
@@ -56,17 +56,15 @@ class RemovalBook:
         self._file.write({"told": told, "pending": pending})
         self._told, self._pending = told, pending
 
-    def _read(self) -> tuple[list[str], list[str]]:
-        found = self._file.read()
-        if isinstance(found, list):  # before 0.1.0 all was in one list
-            return _ids_in(found), []
-        if not isinstance(found, dict):
-            return [], []
-        return _ids_in(found.get("told")), _ids_in(found.get("pending"))
-
 
 def _with(noted: list[str], save_id: str) -> list[str]:
     return noted if save_id in noted else [*noted, save_id][-REMOVALS_MAX:]
+
+
+def _parse(document: Any) -> tuple[list[str], list[str]]:
+    if isinstance(document, list):  # before 0.1.0 all was in one list
+        return _ids_in(document), []
+    return _ids_in(document.get("told")), _ids_in(document.get("pending"))
 
 
 def _ids_in(found: Any) -> list[str]:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.layout import is_lineage
@@ -17,13 +18,7 @@ class SequenceFloor:
     def __init__(self, directory: Path) -> None:
         self._file = NoteFile(directory / _NAME)
         self._lock = threading.Lock()
-        try:
-            told = (self._file.read() or {"sequences": {}})["sequences"]
-            self._by_lineage = {
-                str(lineage): int(sequence) for lineage, sequence in told.items() if is_lineage(lineage)
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            self._by_lineage = {}
+        self._by_lineage = self._file.read(_parse) or {}
 
     def read_all(self) -> Mapping[str, int]:
         with self._lock:
@@ -44,3 +39,7 @@ class SequenceFloor:
                 del self._by_lineage[next(iter(self._by_lineage))]
             if self._by_lineage:
                 self._file.write({"sequences": self._by_lineage})
+
+
+def _parse(document: Any) -> dict[str, int]:
+    return {str(lineage): int(found) for lineage, found in document["sequences"].items() if is_lineage(lineage)}

@@ -25,7 +25,8 @@ class TargetBook:
     def __init__(self, directory: Path) -> None:
         self._file = NoteFile(directory / _NAME, 0o600)
         self._lock = threading.Lock()
-        self._target_by_url = self._read()
+        targets = self._file.read(lambda told: [ObjectTarget.from_json(fields) for fields in told]) or []
+        self._target_by_url = {target.url: target for target in targets}
         self._bucket_by_url: dict[str, Bucket] = {}
 
     def learn(self, target: ObjectTarget) -> bool:
@@ -68,13 +69,6 @@ class TargetBook:
         with self._lock:
             is_current = self._target_by_url.get(url) == target
             return self._bucket_by_url.setdefault(url, opened) if is_current else opened
-
-    def _read(self) -> dict[str, ObjectTarget]:
-        try:
-            targets = [ObjectTarget.from_json(fields) for fields in self._file.read() or ()]
-        except (ValueError, KeyError, TypeError, AttributeError, ConfigInvalid):
-            return {}
-        return {target.url: target for target in targets}
 
 
 UNKNOWN_HINT = "It is named again when a rank here saves, or with `replicated-ckpt upload --to URL`."

@@ -4,6 +4,7 @@ import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from replicated_ckpt.agent.state.note_file import NoteFile
 from replicated_ckpt.core.manifest import Manifest, UploadEntry
@@ -19,7 +20,7 @@ class OrderBook:
     def __init__(self, directory: Path) -> None:
         self._file = NoteFile(directory / _NAME, 0o600)
         self._lock = threading.Lock()
-        self._url_by_save: dict[str, str] = self._read()
+        self._url_by_save = self._file.read(_parse) or {}
 
     def apply(self, manifest: Manifest) -> Manifest:
         """The manifest as if the order were written in it: an order goes before what was decided at the save."""
@@ -52,8 +53,6 @@ class OrderBook:
             if self._url_by_save.pop(save_id, None) is not None:
                 self._file.write(self._url_by_save)
 
-    def _read(self) -> dict[str, str]:
-        try:
-            return {str(save_id): str(url) for save_id, url in dict(self._file.read() or {}).items()}
-        except (ValueError, TypeError):
-            return {}
+
+def _parse(document: Any) -> dict[str, str]:
+    return {str(save_id): str(url) for save_id, url in dict(document).items()}

@@ -17,7 +17,8 @@ from replicated_ckpt.core.lineage import Histories, histories_from_json, merge_h
 from replicated_ckpt.core.manifest import Manifest, ShardEntry
 from replicated_ckpt.core.unmanaged.adopting import AdoptUnmanaged
 from replicated_ckpt.core.unmanaged.survey import manifest_of, rank_of
-from replicated_ckpt.errors import CheckpointAmbiguous, PeerProtocolError, ReplicatedCkptError, SaveAborted
+from replicated_ckpt.errors import CheckpointAmbiguous, ReplicatedCkptError, SaveAborted
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -102,19 +103,15 @@ class Adopter:
         }
         answer = client.call("POST", f"/v1/saves/{save_id}", document)
         client.put("PUT", f"/v1/saves/{save_id}/{METADATA_NAME}", found.metadata)
-        try:
+        with parsing(f"{client.address.label} opened an adoption wrongly"):
             return histories_from_json(answer["histories"])
-        except (KeyError, TypeError, ValueError, AttributeError) as exc:
-            raise PeerProtocolError(f"{client.address.label} opened an adoption wrongly: {exc!r}.") from exc
 
     def _stage(self, client: AgentClient, plan: AdoptUnmanaged, node: str, save_id: str) -> _Staged:
         names = plan.shards_by_node[node]
         answer = client.call("POST", f"/v1/saves/{save_id}/adopt", {"shards": list(names)})
-        try:
+        with parsing(f"{client.address.label} answered adopt wrongly"):
             shards: Mapping[str, Any] = answer["shards"]
             return {name: (index(shards[name]["size_bytes"]), index(shards[name]["crc32c"])) for name in names}
-        except (KeyError, TypeError) as exc:
-            raise PeerProtocolError(f"{client.address.label} answered adopt wrongly: {exc!r}.") from exc
 
     def _manifest(
         self, plan: AdoptUnmanaged, found: UnmanagedFound, save_id: str, staged: Mapping[str, _Staged]

@@ -13,6 +13,7 @@ from replicated_ckpt.core.unmanaged.survey import UnmanagedCheckpoint
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import CheckpointAmbiguous, MetadataUnsafe, PeerProtocolError, StoreError
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.unmanaged.inspection import UnmanagedInspector
@@ -126,8 +127,6 @@ class UnmanagedAuditor:
 
 
 def _reading(answer: Mapping[str, Any], label: str) -> _Reading:
-    try:
+    with parsing(f"{label} answered verify wrongly"):
         findings = tuple(Finding.from_json(finding) for finding in answer["findings"])
         return _Reading(findings, index(answer["bytes_read"]), index(answer["unchecked"]))
-    except (KeyError, TypeError, ValueError) as exc:
-        raise PeerProtocolError(f"{label} answered verify wrongly: {type(exc).__name__}: {exc}.") from exc

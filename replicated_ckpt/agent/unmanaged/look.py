@@ -14,8 +14,9 @@ from replicated_ckpt.core.unmanaged.survey import (
     UnmanagedSave,
     unmanaged_checkpoints,
 )
-from replicated_ckpt.errors import ObjectMissing, PeerProtocolError, ReplicatedCkptError
+from replicated_ckpt.errors import ObjectMissing, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient, unmanaged_path
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.stores.unmanaged.directory import UnmanagedDirectory
@@ -54,10 +55,8 @@ class UnmanagedLook:
         def asked(node: str) -> list[UnmanagedHolding]:
             with AgentClient(self._by_node[node], LOOK_TIMEOUT_S) as client:
                 answer = client.call("GET", path)
-            try:
+            with parsing(f"{self._by_node[node].label} listed its files wrongly"):
                 found = [UnmanagedHolding.from_json(fields) for fields in answer["unmanaged"]]
-            except (KeyError, TypeError, ValueError, AttributeError) as exc:
-                raise PeerProtocolError(f"{self._by_node[node].label} listed its files wrongly: {exc}.") from exc
             return [holding for holding in found if holding.node_id == node]
 
         outcome = FanOut[str, list[UnmanagedHolding]]().run(self._by_node, asked)

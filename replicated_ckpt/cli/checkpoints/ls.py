@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import closing
 
 from replicated_ckpt.agent.peers.watch import describe_silence
 from replicated_ckpt.cli.exit_codes import ExitCode
@@ -49,11 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def list_bucket(url: str) -> Sequence[BucketSave]:
     """What is committed in the bucket; credentials come from the environment or a profile, as for s3fs."""
-    client = open_client(ObjectTarget.check(url, None))
-    try:
+    with closing(open_client(ObjectTarget.check(url, None))) as client:
         return Bucket(client).saves()
-    finally:
-        client.close()
 
 
 def _print_json(store: LocalStore, seen: NodesSeen, rows: Sequence[CheckpointSeen]) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,9 @@ from replicated_ckpt.cli.look.unmanaged import Adoptions
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.one_line import one_line
 from replicated_ckpt.core.upkeep.repair_plan import RepairPlan, ShortShard
-from replicated_ckpt.errors import ConfigInvalid, PeerProtocolError, ReplicatedCkptError
+from replicated_ckpt.errors import ConfigInvalid, ReplicatedCkptError
 from replicated_ckpt.stores.local.store import LocalStore
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 from replicated_ckpt.wording import plural
@@ -131,7 +132,8 @@ def _carry_out_until_done(store: LocalStore, plan: RepairPlan, lost: Sequence[st
     for _ in range(ROUNDS_MAX):
         if not plan.actions:
             return
-        errors = _carry_out(store, plan)
+        peers = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).read_all()}
+        errors = carry_out(plan, peers | _own_address(store), lambda node: f"node {node}")
         done.actions += plan.actions
         done.errors |= errors
         if errors:
@@ -157,22 +159,19 @@ def _own_address(store: LocalStore) -> dict[str, AgentAddress]:
     return {own.node_id: own}
 
 
-def _carry_out(store: LocalStore, plan: RepairPlan) -> dict[str, str]:
-    """Has each node's agent do its part, all at once; returns what failed: the action, or the node, and why."""
-    nodes = sorted({action.node_id for action in plan.actions})
-    if not nodes:
-        return {}
-    addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).read_all()}
-    addresses |= _own_address(store)
+def carry_out(
+    plan: RepairPlan, address_by_node: Mapping[str, AgentAddress], label: Callable[[str], str]
+) -> dict[str, str]:
+    """Has each node's agent do its part, all at once; returns what failed: the action, or the node's label, and why."""
 
     def told(node: str) -> dict[str, str]:
-        with AgentClient(addresses[node]) as client:
+        with AgentClient(address_by_node[node]) as client:
             answer = client.call("POST", "/v1/repair", {"plan": plan.of_node(node).to_json()})
-        return list_failures(answer, addresses[node].label)
+        return list_failures(answer, client.address.label)
 
-    outcome = FanOut[str, dict[str, str]]().run(nodes, told)
+    outcome = FanOut[str, dict[str, str]]().run(sorted({action.node_id for action in plan.actions}), told)
     errors = {action: error for result in outcome.results.values() for action, error in result.items()}
-    return {**errors, **{f"node {node}": error.message for node, error in outcome.errors.items()}}
+    return errors | {label(node): error.message for node, error in outcome.errors.items()}
 
 
 def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:
@@ -181,10 +180,8 @@ def list_failures(answer: Mapping[str, Any], label: str) -> dict[str, str]:
     Raises:
         PeerProtocolError: it answered something else.
     """
-    try:
+    with parsing(f"{label} answered repair wrongly"):
         results = [(result["action"], result["error"]) for result in answer["results"] if result["error"]]
-    except (KeyError, TypeError) as exc:
-        raise PeerProtocolError(f"{label} answered repair wrongly: {type(exc).__name__}: {one_line(exc)}.") from exc
     return {one_line(action): one_line(error) for action, error in results}
 
 

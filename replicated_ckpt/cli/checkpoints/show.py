@@ -16,10 +16,11 @@ from replicated_ckpt.cli.look.checkpoints import (
 )
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.table import format_bytes, format_moment, format_table
+from replicated_ckpt.cli.look.table import format_moment, format_table
 from replicated_ckpt.core.inventory import saves_found
 from replicated_ckpt.core.manifest import Manifest
 from replicated_ckpt.core.protocol.seen_save import SeenSave
+from replicated_ckpt.wording import describe_bytes
 
 HELP = "Show one checkpoint: its shards and who holds them, its sizes, run, step and bucket."
 _HEADER = ("FILE", "SIZE", "OF", "COPIES", "ON", "NOT REACHED")
@@ -96,7 +97,7 @@ def _describe(row: CheckpointSeen, save: SeenSave, seen: NodesSeen) -> str:
     facts = {
         "saved at": format_moment(manifest.created_unix_s),
         "step": "-" if row.step is None else str(row.step),
-        "size": f"{format_bytes(row.size_bytes or 0)} in one copy",
+        "size": f"{describe_bytes(row.size_bytes or 0)} in one copy",
         "save": manifest.save_id,
         "run": f"lineage {manifest.lineage or 'without a name'}, save number {manifest.sequence} of it",
         "ranks": f"{manifest.world_size} on {_describe_world(manifest, seen)}",
@@ -120,7 +121,7 @@ def _describe_ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _metadata_cells(save: SeenSave, seen: NodesSeen) -> tuple[str, ...]:
-    size = format_bytes(save.manifest.metadata_bytes)
+    size = describe_bytes(save.manifest.metadata_bytes)
     on, silent = seen.list_names(save.with_metadata), seen.list_names(save.assumed_metadata)
     return (".metadata", size, "every node", str(len(save.with_metadata)), on or "-", silent or "-")
 
@@ -129,7 +130,7 @@ def _shard_cells(save: SeenSave, seen: NodesSeen) -> list[tuple[str, ...]]:
     return [
         (
             name,
-            format_bytes(entry.size_bytes),
+            describe_bytes(entry.size_bytes),
             f"rank {entry.owner_rank}",
             f"{len(save.intact[name])} of {save.manifest.copies}",
             _describe_holders(save, name, seen),

@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from contextlib import closing
 
 from replicated_ckpt.agent.peers.address_book import PeerBook
 from replicated_ckpt.agent.start.launch import ensure_agent
@@ -80,17 +81,12 @@ def _check_replaceable(manifest: Manifest, target: ObjectTarget) -> None:
     """A save that did not know of the bucket has no prefix of its own there: it must not meet another save's shards."""
     if manifest.upload is not None and manifest.upload.has_own_prefix:
         return
-    client = open_client(target)
-    try:
-        bucket = Bucket(client)
-        there = bucket.save_of(manifest.checkpoint_id)
-        if there is not None and there.save_id != manifest.save_id:
-            raise CheckpointExists(
-                f"{target.url} holds another save of {manifest.checkpoint_id!r}.",
-                "Upload it under another prefix: --to.",
-            )
-    finally:
-        client.close()
+    with closing(open_client(target)) as client:
+        there = Bucket(client).save_of(manifest.checkpoint_id)
+    if there is not None and there.save_id != manifest.save_id:
+        raise CheckpointExists(
+            f"{target.url} holds another save of {manifest.checkpoint_id!r}.", "Upload it under another prefix: --to."
+        )
 
 
 def _order(store: LocalStore, manifest: Manifest, target: ObjectTarget) -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from replicated_ckpt.cli.look.checkpoints import advise, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.progress import ReadingProgress
 from replicated_ckpt.cli.look.start import add_start_argument, open_store_of
-from replicated_ckpt.cli.look.table import format_bytes, format_duration
+from replicated_ckpt.cli.look.table import format_duration
 from replicated_ckpt.cli.look.unmanaged import print_audits, worst_code
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.core.upkeep.finding import Finding
@@ -28,7 +29,7 @@ from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.retry import RetryingClient
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.wording import plural
+from replicated_ckpt.wording import describe_bytes, plural
 
 HELP = "Read everything that this node and its peers hold, check every byte, and change nothing."
 
@@ -97,12 +98,9 @@ class _InBucket:
 
 def _read(url: str, checkpoint_id: str | None) -> _InBucket:
     """Reads the bucket; credentials come from the environment or a profile, as for s3fs."""
-    client = RetryingClient(open_client(ObjectTarget.check(url, None)))
-    try:
+    with closing(RetryingClient(open_client(ObjectTarget.check(url, None)))) as client:
         inspector = BucketInspector(Bucket(client))
         findings = tuple(inspector.inspect(checkpoint_id))
-    finally:
-        client.close()
     return _InBucket(url, tuple(inspector.checkpoint_ids), tuple(inspector.unchecked), inspector.bytes_read, findings)
 
 
@@ -156,7 +154,7 @@ def _print(store: LocalStore, audit: Audit, seconds: float) -> None:
     for line in [*seen.describe_unreached(), *advise(rows, seen, store.root)]:
         print(line)
     size = sum(reading.bytes_read for reading in audit.readings)
-    read = f"{format_bytes(size)} read in {format_duration(seconds)} ({format_bytes(size / max(seconds, 1e-9))}/s)"
+    read = f"{describe_bytes(size)} read in {format_duration(seconds)} ({describe_bytes(size / max(seconds, 1e-9))}/s)"
     nodes = f"{len(audit.readings)} of {plural(len(audit.readings) + len(audit.silent), 'node')}"
     print(f"{plural(len(audit.checkpoint_ids), 'checkpoint')}, {nodes}, {read}: {_verdict(audit)}")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from replicated_ckpt.agent.repair.audit import is_removed_everywhere
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence
-from replicated_ckpt.cli.look.table import format_bytes, format_moment
+from replicated_ckpt.cli.look.table import format_moment
 from replicated_ckpt.core.inventory import SaveFound, saves_found
 from replicated_ckpt.core.layout import METADATA_NAME, OBJECT_NODE
 from replicated_ckpt.core.manifest import Manifest
@@ -18,7 +18,7 @@ from replicated_ckpt.core.protocol.seen_save import SeenSave, see_save
 from replicated_ckpt.core.upkeep.policy import pending
 from replicated_ckpt.core.upkeep.remains import recognize
 from replicated_ckpt.stores.bucket.bucket import BucketSave
-from replicated_ckpt.wording import plural
+from replicated_ckpt.wording import describe_bytes, plural
 
 HEADER = ("ID", "SAVED AT", "STEP", "SIZE", "COPIES", "HOSTS", "BUCKET")
 WHOLE, SHORT, NOT_SEEN, LOST = "whole", "short", "not seen", "lost"
@@ -100,7 +100,7 @@ class CheckpointSeen:
             self.checkpoint_id,
             format_moment(self.saved_unix_s),
             "-" if self.step is None else str(self.step),
-            "-" if self.size_bytes is None else format_bytes(self.size_bytes),
+            "-" if self.size_bytes is None else describe_bytes(self.size_bytes),
             self.describe_copies(seen),
             ", ".join(hosts[:_HOSTS_MAX]) + more or "-",
             self.bucket or "-",
@@ -207,7 +207,7 @@ def _list_damaged(seen: NodesSeen, listed: set[str]) -> Iterator[CheckpointSeen]
 def describe_totals(rows: Iterable[CheckpointSeen], seen: NodesSeen) -> str:
     """The line below the table: what there is in all, and what is not as it should be."""
     rows = list(rows)
-    size = format_bytes(sum(row.size_bytes or 0 for row in rows))
+    size = describe_bytes(sum(row.size_bytes or 0 for row in rows))
     nodes = f"{len(seen.held)} of {plural(len(seen.held) + len(seen.unreached), 'node')} answered"
     by_state: Mapping[str, int] = {state: sum(row.state == state for row in rows) for state in _NOT_GOOD}
     wrong = [f"{number} {words}" for state, number in by_state.items() if number and (words := _NOT_GOOD[state])]

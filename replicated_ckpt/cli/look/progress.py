@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Self
 
-from replicated_ckpt.cli.look.table import format_bytes, format_duration
+from replicated_ckpt.cli.look.table import format_duration
+from replicated_ckpt.wording import describe_bytes
 
 _FIRST_S, _EVERY_S = 0.2, 1.0
 _CLEAR = "\r\x1b[K"
@@ -62,5 +63,5 @@ def describe_reading(read_bytes: int, size_bytes: int, seconds: float) -> str:
     rate = read_bytes / seconds
     share = min(1.0, read_bytes / size_bytes)
     left = format_duration(max(0, size_bytes - read_bytes) / rate)
-    amount = f"{format_bytes(min(read_bytes, size_bytes))} of {format_bytes(size_bytes)} ({share:.0%})"
-    return f"verify: {amount} read, {format_bytes(rate)}/s, {left} left"
+    amount = f"{describe_bytes(min(read_bytes, size_bytes))} of {describe_bytes(size_bytes)} ({share:.0%})"
+    return f"verify: {amount} read, {describe_bytes(rate)}/s, {left} left"

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replicated_ckpt.agent.start.launch import running_agent
-from replicated_ckpt.cli.checkpoints.repair import list_failures
+from replicated_ckpt.cli.checkpoints.repair import carry_out
 from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.doubts import list_staged_saves
 from replicated_ckpt.cli.look.nodes import NodesSeen, advise_on_silence, look_at_nodes
 from replicated_ckpt.cli.look.root import open_store
 from replicated_ckpt.cli.look.start import start_agent
-from replicated_ckpt.cli.look.table import format_bytes
 from replicated_ckpt.core.upkeep.policy import agree
 from replicated_ckpt.core.upkeep.removal import find_removed
 from replicated_ckpt.core.upkeep.repair import NodeView, Presence, plan_repair
@@ -20,8 +19,7 @@ from replicated_ckpt.core.upkeep.repair_plan import RepairPlan
 from replicated_ckpt.core.upkeep.retention import plan_retention
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentClient
-from replicated_ckpt.stores.peer.fan_out import FanOut
-from replicated_ckpt.wording import plural
+from replicated_ckpt.wording import describe_bytes, plural
 
 HELP = "Have the copies of this node made on other nodes, and say whether it may be taken down."
 _ALONE = (
@@ -53,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run or not drained.plan.actions or drained.failed:
             break
         drained.done += len(drained.plan.actions)
-        drained.failed = _carry_out(drained.seen, drained.plan)
+        drained.failed = carry_out(drained.plan, drained.seen.addresses, drained.seen.label)
     drained.stays = [] if drained.seen is None else _list_what_stays(store, drained.seen)
     if arguments.json:
         print(json.dumps(drained.to_json(), indent=2))
@@ -97,7 +95,7 @@ class _Drained:
 
     def describe(self, store: LocalStore) -> list[str]:
         assert self.seen is not None
-        size = format_bytes(sum(copy.size_bytes for copy in self.plan.copy))
+        size = describe_bytes(sum(copy.size_bytes for copy in self.plan.copy))
         lines = [f"to do: {action}" for action in self.plan.actions]
         lines += [f"to do in all: {size} to copy"] if self.plan.copy else []
         lines += [f"{self._name_shortage(self.seen)}: {short}" for short in self.plan.short]
@@ -139,20 +137,6 @@ def _plan(seen: NodesSeen) -> RepairPlan:
     policies = agree(policy for view in views for policy in view.standing.policies)
     going = plan_retention(seen.manifests, views, policies).retired | find_removed(views)
     return plan_repair(seen.manifests, views, going=going)
-
-
-def _carry_out(seen: NodesSeen, plan: RepairPlan) -> dict[str, str]:
-    """Has each of the other nodes' agents do its part, all at once; returns what failed and why."""
-    nodes = sorted({action.node_id for action in plan.actions})
-
-    def told(node: str) -> dict[str, str]:
-        with AgentClient(seen.addresses[node]) as client:
-            answer = client.call("POST", "/v1/repair", {"plan": plan.of_node(node).to_json()})
-        return list_failures(answer, seen.label(node))
-
-    outcome = FanOut[str, dict[str, str]]().run(nodes, told)
-    failed = {action: error for result in outcome.results.values() for action, error in result.items()}
-    return failed | {seen.label(node): error.message for node, error in outcome.errors.items()}
 
 
 def _list_what_stays(store: LocalStore, seen: NodesSeen) -> list[str]:

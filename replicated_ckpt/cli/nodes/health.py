@@ -8,9 +8,9 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import LOST, CheckpointSeen, without_outlived
 from replicated_ckpt.cli.look.doubts import WaitingSave, describe_wait
 from replicated_ckpt.cli.look.nodes import NodesSeen
-from replicated_ckpt.cli.look.table import format_bytes, format_duration
+from replicated_ckpt.cli.look.table import format_duration
 from replicated_ckpt.stores.files.room import Room
-from replicated_ckpt.wording import plural
+from replicated_ckpt.wording import describe_bytes, plural
 
 ROOM_SHARE_MIN = 0.05
 """With less of its file system free, a node's next save may fail."""
@@ -92,7 +92,7 @@ def _crowded(seen: NodesSeen) -> Iterator[str]:
 
 
 def describe_room(room: Room | None) -> str:
-    return "-" if room is None else f"{format_bytes(room.free_bytes)} of {format_bytes(room.size_bytes)} free"
+    return "-" if room is None else f"{describe_bytes(room.free_bytes)} of {describe_bytes(room.size_bytes)} free"
 
 
 def _failing(agent: Mapping[str, Any]) -> Iterator[str]:

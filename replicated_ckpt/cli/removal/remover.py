@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,7 +11,6 @@ from replicated_ckpt.cli.exit_codes import ExitCode
 from replicated_ckpt.cli.look.checkpoints import IN_BUCKET, LOST, CheckpointSeen, list_checkpoints
 from replicated_ckpt.cli.look.nodes import NodesSeen, look_at_nodes
 from replicated_ckpt.cli.look.start import start_agent
-from replicated_ckpt.cli.look.table import format_bytes
 from replicated_ckpt.config import Retention
 from replicated_ckpt.core.notes import metrics_of
 from replicated_ckpt.core.one_line import one_line
@@ -23,7 +23,7 @@ from replicated_ckpt.stores.bucket_client.opening import open_client
 from replicated_ckpt.stores.bucket_client.url import ObjectTarget
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
-from replicated_ckpt.wording import plural
+from replicated_ckpt.wording import describe_bytes, plural
 
 
 def add_removal_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,9 +139,8 @@ class Remover:
             outcome.kept[row.checkpoint_id] = one_line(answer["why"])
             return
         held = [h for h in self.seen.held[self.seen.own_node].holdings if h.save_id == row.save_id]
-        if (
-            not held and not answer["is_removed"]
-        ):  # the agent may have gone on with its note before it came to this answer
+        if not held and not answer["is_removed"]:
+            # The agent may have gone on with its note before it came to this answer.
             outcome.not_here.append(row.checkpoint_id)
             return
         outcome.removed.append(row.checkpoint_id)
@@ -172,7 +171,7 @@ class Remover:
 
     def describe(self, outcome: Removed) -> list[str]:
         """What was done, what was not and why, and what to do where copies are left."""
-        freed = format_bytes(outcome.freed_bytes)
+        freed = describe_bytes(outcome.freed_bytes)
         lines = [f"removed on this node: {', '.join(outcome.removed)} ({freed} freed)"] if outcome.removed else []
         lines += [f"removed from {url}: {_shorten(ids)}" for url, ids in sorted(outcome.removed_from.items())]
         lines += [f"not on this node, and not brought here any more: {_shorten(outcome.not_here)}"] * any(
@@ -197,14 +196,11 @@ class Remover:
 
 def _remove_there(url: str, row: CheckpointSeen) -> None:
     """By this process, with credentials from the environment."""
-    client = open_client(ObjectTarget.check(url, None))
-    try:
+    with closing(open_client(ObjectTarget.check(url, None))) as client:
         bucket = Bucket(client)
         there = bucket.save_of(row.checkpoint_id)
         if there is not None and there.save_id == row.save_id:
             bucket.remove(there)
-    finally:
-        client.close()
 
 
 _SHOWN_MAX = 5

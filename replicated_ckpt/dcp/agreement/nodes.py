@@ -29,6 +29,7 @@ from replicated_ckpt.stores.files.existence import list_prefixed
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from replicated_ckpt.stores.local.versions.replaceable import holds_checkpoint
+from replicated_ckpt.stores.peer.answer import parsing
 from replicated_ckpt.stores.peer.client import AgentAddress, AgentClient
 from replicated_ckpt.stores.peer.fan_out import FanOut
 
@@ -141,12 +142,10 @@ class AgentCluster:
                 answer = client.put("POST", f"/v1/saves/{intent.save_id}", body)
             if node == self._own_node:
                 on_own_open()
-            try:
+            with parsing(f"{self._by_node[node].label} opened a save wrongly"):
                 before = answer.get("named") if intent.overwrite else None
                 named = () if before is None else (Named.from_json(before),)
                 return Opened(histories_from_json(answer["histories"]), {}, bool(answer["replaces"]), named)
-            except (KeyError, TypeError, ValueError, AttributeError) as exc:
-                raise PeerProtocolError(f"{self._by_node[node].label} opened a save wrongly: {exc!r}.") from exc
 
         outcome = self._run(open_on)
         for node, error in outcome.errors.items():

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from replicated_ckpt.agent.state.endpoint import FileLock
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied
 from replicated_ckpt.stores.files.durable import write_file
+from replicated_ckpt.stores.files.locks import FileLock
 from replicated_ckpt.stores.files.ownership import is_of_another, read_private
 
 log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -71,8 +72,7 @@ def export_checkpoint(
     if format not in get_args(Format):
         raise ConfigInvalid(f"format must be one of {get_args(Format)}, not {format!r}.")
     reader = range_reader(root, object_store, storage_options)
-    source = checkpoint_source(reader, checkpoint_id)
-    try:
+    with closing(checkpoint_source(reader, checkpoint_id)) as source:
         chosen = source.contents.chosen(keys or KeyRules())
         contents = chosen.without_objects() if format == "safetensors" else chosen
         source.check(contents)
@@ -80,8 +80,6 @@ def export_checkpoint(
         sink = _sink(format, name, contents, size_of(shard_size_limit), trust_pickles=trust_pickles)
         output = _place(to, sink, contents, to_options, overwrite=overwrite)
         _write(sink, source, contents, output, Reporter(contents.size_bytes, progress))
-    finally:
-        source.close()
     skipped = tuple(key for key in chosen.order if key not in set(contents.order))
     return Converted.of(contents, reader.checkpoint_id, os.fspath(to), time.monotonic() - started_at, skipped)
 

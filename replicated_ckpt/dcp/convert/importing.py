@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
@@ -54,8 +55,7 @@ def import_checkpoint(
         UploadFailed: as in a save.
     """
     started_at = time.monotonic()
-    source = open_source(Path(path), format, trust_pickles=trust_pickles)
-    try:
+    with closing(open_source(Path(path), format, trust_pickles=trust_pickles)) as source:
         contents = source.contents.chosen(keys or KeyRules())
         source.check(contents)
         reporter = Reporter(contents.size_bytes, progress)
@@ -64,8 +64,6 @@ def import_checkpoint(
             root, copies=copies, overwrite=overwrite, object_store=object_store, storage_options=storage_options
         )
         _save(writer, checkpoint_id, planner)
-    finally:
-        source.close()
     reporter.verifying()
     _read_back(range_reader(root), checkpoint_id)
     writer.wait()

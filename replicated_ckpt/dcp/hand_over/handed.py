@@ -15,7 +15,7 @@ from replicated_ckpt.dcp.hand_over.finishing import LOG_HINT
 from replicated_ckpt.errors import PeerProtocolError, ReplicatedCkptError, StoreUnavailable
 from replicated_ckpt.stores.files.locks import close_in_forks
 from replicated_ckpt.stores.local.store import LocalStore
-from replicated_ckpt.stores.peer.answer import refusal
+from replicated_ckpt.stores.peer.answer import parsing, refusal
 from replicated_ckpt.stores.peer.client import PROGRESS_TIMEOUT_S
 
 log = logging.getLogger(__name__)
@@ -41,10 +41,8 @@ class HandedOver:
             answer = _receive(self._connection)
             if answer["state"] == "working":
                 continue
-            try:
+            with parsing(f"{_AGENT} says of a shard {answer!r}"):
                 return WrittenCopies.from_json(answer["copies"])
-            except (KeyError, TypeError, ValueError) as exc:
-                raise PeerProtocolError(f"{_AGENT} says of a shard {answer!r}.") from exc
 
     def give_up(self, memory: memoryview) -> None:
         """As `close`, and if the agent only hangs, `memory` is kept until it cannot read it any more."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from replicated_ckpt.config import NEWEST_LINEAGE, ReaderConfig, check_callable
+from replicated_ckpt.config import NEWEST_LINEAGE, ReaderConfig, check_callable, check_root
 from replicated_ckpt.core.inventory import SaveFound
 from replicated_ckpt.core.layout import LATEST
 from replicated_ckpt.dcp.c10d.presence import announce
@@ -82,7 +83,7 @@ class ReplicatedReader(StorageReader):
     ) -> None:
         super().__init__()
         check_callable("on_load", on_load)
-        self.config = ReaderConfig.check(root, object_store=object_store, lineage=lineage)
+        self.config = ReaderConfig(None if root is None else check_root(root), object_store, lineage)
         self.last_load: LoadReport | None = None
         self._process_group = process_group
         self._no_dist = no_dist
@@ -133,12 +134,9 @@ class ReplicatedReader(StorageReader):
 
     def find(self, checkpoint_id: str) -> SaveFound | None:
         """The save that a load of this id, or of "latest", would read; as `exists` and `latest`."""
-        parts = self._parts
-        try:
+        with closing(self._parts.bucket) as bucket:
             world = world_of_call(self._process_group, self._no_dist)
-            return look_up(parts.store, world, checkpoint_id, parts.bucket.open, self.config.lineage)
-        finally:
-            parts.bucket.close()
+            return look_up(self._parts.store, world, checkpoint_id, bucket.open, self.config.lineage)
 
     def leave_group(self) -> None:
         """Lets go of the process group, which may end now. This reader looks and loads no more."""
@@ -146,10 +144,8 @@ class ReplicatedReader(StorageReader):
 
     def look_alone(self, look: Callable[[LocalStore, Bucket | None, str], T]) -> T:
         """What `look` finds in this reader's store, bucket and lineage. By this process alone: no rank meets another."""
-        try:
-            return look(self._parts.store, self._parts.bucket.open(), self.config.lineage)
-        finally:
-            self._parts.bucket.close()
+        with closing(self._parts.bucket) as bucket:
+            return look(self._parts.store, bucket.open(), self.config.lineage)
 
     # What DCP calls, in order ------------------------------------------------------------------------------------
 
@@ -188,9 +184,8 @@ class ReplicatedReader(StorageReader):
         """
         del args
         try:
-            if (
-                "rank" not in kwargs and not self._attempt.is_met
-            ):  # no reset came first: DCP passes a checkpoint_id to it
+            if "rank" not in kwargs and not self._attempt.is_met:
+                # No reset came first: DCP passes a checkpoint_id to it.
                 self._attempt = self._begin()
                 self._meet(in_step=calling() is not None)
             self._attempt.is_met = False

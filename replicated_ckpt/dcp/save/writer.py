@@ -22,6 +22,8 @@ from replicated_ckpt.config import (
     Retention,
     WriterConfig,
     check_callable,
+    check_direct_io,
+    check_root,
 )
 from replicated_ckpt.core.lineage import Version
 from replicated_ckpt.dcp.c10d.presence import announce
@@ -112,8 +114,8 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         super().__init__()
         _refuse_tiers(memory, spill_every)
         check_callable("on_save", on_save)
-        self.config = WriterConfig.check(
-            root,
+        self.config = WriterConfig(
+            check_root(root),
             copies=copies,
             ack=ack,
             domain=domain,
@@ -124,7 +126,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
             retention=retention,
             object_retention=object_retention,
             checkpoint_id_from=checkpoint_id_from,
-            direct_io=direct_io,
+            direct_io=check_direct_io(direct_io),
         )
         self._target = ObjectTarget.check_given(object_store, storage_options)
         self.last_save: SaveReport | None = None

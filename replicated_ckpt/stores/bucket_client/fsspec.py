@@ -101,7 +101,7 @@ class FsspecClient:
 
     def list_keys(self, directory: str) -> Listing:
         path = self._path(directory)
-        with self._translate("list", directory):
+        with self.translate_errors("list", directory):
             try:
                 entries = self._ls(path)
             except (FileNotFoundError, NotADirectoryError):
@@ -122,7 +122,7 @@ class FsspecClient:
     def read(self, key: str, offset: int, target: memoryview) -> None:
         if not target:
             return
-        with self._translate("read", key):
+        with self.translate_errors("read", key):
             try:
                 raw = self._fs.cat_file(self._path(key), start=offset, end=offset + len(target))
             except OSError as exc:
@@ -136,11 +136,11 @@ class FsspecClient:
         target[:] = raw
 
     def size_bytes(self, key: str) -> int:
-        with self._translate("look at", key):
+        with self.translate_errors("look at", key):
             return int(self._fs.size(self._path(key)))
 
     def put(self, key: str, data: bytes) -> None:
-        with self._translate("write", key):
+        with self.translate_errors("write", key):
             self._fs.pipe_file(self._path(key), data)
 
     def version(self, key: str) -> str:
@@ -155,7 +155,7 @@ class FsspecClient:
 
     def put_shard(self, key: str, source: UploadSource, paced: Paced) -> None:
         source.check_all()
-        with self._translate("write", key):
+        with self.translate_errors("write", key):
             if self.target.scheme in ("s3", "s3a"):
                 extra = {"chunksize": PART_BYTES, "max_concurrency": PARTS_PARALLEL}
                 self._fs.put_file(source.path, self._path(key), callback=_PacedCallback(paced), **extra)
@@ -168,7 +168,7 @@ class FsspecClient:
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            with self._translate("delete", key), contextlib.suppress(FileNotFoundError):
+            with self.translate_errors("delete", key), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(key))
 
     def end_unfinished(self, prefix: str, older_than_s: float) -> int:
@@ -180,7 +180,7 @@ class FsspecClient:
         """fsspec closes by itself what it opened."""
 
     @contextmanager
-    def _translate(self, op: str, key: str) -> Iterator[None]:
+    def translate_errors(self, op: str, key: str) -> Iterator[None]:
         """fsspec's back ends raise what they like: OSErrors by kind, and their SDK's own, which are told apart by name."""
         try:
             yield

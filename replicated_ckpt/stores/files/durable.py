@@ -13,7 +13,7 @@ from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import crc32c
 from replicated_ckpt.errors import ReplicatedCkptError, StoreDenied, StoreError, StoreFull
 from replicated_ckpt.stores.files.existence import is_directory, is_name_taken, is_there
-from replicated_ckpt.stores.files.plain import open_plain_file
+from replicated_ckpt.stores.files.plain import closing_fd, open_plain_file
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
@@ -75,11 +75,8 @@ def _denied_hint(store: str, key: str, exc: OSError) -> str:
 
 def fsync_directory(path: Path) -> None:
     """Makes the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def flush_file(path: Path) -> None:
@@ -88,10 +85,8 @@ def flush_file(path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return
-    try:
+    with closing_fd(fd):
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def make_directory(path: Path) -> None:
@@ -137,13 +132,11 @@ def write_file(path: Path, data: bytes, mode: int = 0o644, *, is_flushed: bool =
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
-        try:
+        with closing_fd(fd):
             os.fchmod(fd, mode)
             write_all(fd, data)
             if is_flushed:
                 os.fsync(fd)
-        finally:
-            os.close(fd)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -1,14 +1,19 @@
 """Locks on files and directories that end when their process ends them, or itself, whatever it has forked meanwhile."""
 
 import contextlib
+import errno
 import fcntl
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
+from replicated_ckpt.stores.files.durable import translate_errors
 from replicated_ckpt.stores.files.existence import is_directory
+
+_POLL_S = 0.005
 
 
 class Closable(Protocol):
@@ -56,6 +61,24 @@ class HeldLock:
     def is_held(self) -> bool:
         return self._fd >= 0
 
+    def wait(self, *, shared: bool = False) -> None:
+        """Takes the lock, once no other process keeps it from that."""
+        fcntl.flock(self._fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+    def take(self, *, shared: bool = False) -> bool:
+        """Takes the lock, or returns False if another process holds it now."""
+        try:
+            fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Ends the lock, also where a fork has the descriptor still. Nothing, where this is a fork, or it was released."""
         if self.is_held:
@@ -67,6 +90,65 @@ class HeldLock:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+class FileLock:
+    """A flock on a file held until `release`, or the end of the process."""
+
+    def __init__(self, path: Path, lock: HeldLock) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def take(cls, path: Path, *, shared: bool = False) -> "FileLock | None":
+        """The lock, or None if another process holds it now. A disk that has become read-only can still be locked.
+
+        Raises:
+            StoreError: the file cannot be opened or made.
+        """
+        with translate_errors(str(path.parent), "lock", path.name):
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as exc:
+                if exc.errno != errno.EROFS:
+                    raise
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        lock = HeldLock(fd)
+        if lock.take(shared=shared):
+            return cls(path, lock)
+        lock.close()
+        return None
+
+    @classmethod
+    def take_within(cls, path: Path, timeout_s: float) -> "FileLock | None":
+        """As `take`, once the process that holds the lock releases it; None: it has not done so in this time."""
+        deadline = time.monotonic() + timeout_s
+        while (lock := cls.take(path)) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return lock
+
+    @classmethod
+    def is_taken(cls, path: Path, *, shared: bool = False) -> bool:
+        """Whether another process holds the lock so that `take` would return None. Raises as that does."""
+        lock = cls.take(path, shared=shared)
+        if lock is not None:
+            lock.release()
+        return lock is None
+
+    def release(self) -> None:
+        self._lock.release()
+
+    @property
+    def is_held(self) -> bool:
+        """False in a fork of its owner, too."""
+        return self._lock.is_held
+
+    def is_in_place(self) -> bool:
+        """Whether the locked file still has its name: False once its directory was removed, or removed and made again."""
+        try:
+            return self.path.stat().st_ino == os.fstat(self._lock.fd).st_ino
+        except FileNotFoundError:
+            return False
 
 
 def holder_of(path: Path) -> int | None:
@@ -99,9 +181,9 @@ def exclusive(directory: Path) -> Iterator[None]:
 
     Two that give the same names to the same directories would undo each other's work.
     """
-    with contextlib.ExitStack() as held:
-        if is_directory(directory):
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            held.callback(HeldLock(fd).release)
-            fcntl.flock(fd, fcntl.LOCK_EX)
+    if not is_directory(directory):
+        yield
+        return
+    with HeldLock(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as lock:
+        lock.wait()
         yield

@@ -1,8 +1,10 @@
 """Opening what others may have put there: a pipe or a device in a file's place is no file, and is not waited for."""
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from io import BufferedReader, FileIO
 from pathlib import Path
 
@@ -21,6 +23,15 @@ def open_plain(path: str | Path, flags: int = 0, *, dir_fd: int | None = None) -
         return fd
     os.close(fd)
     raise FileNotFoundError(errno.ENOENT, "No plain file lies there", str(path))
+
+
+@contextlib.contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """As `contextlib.closing`, of a file descriptor."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def open_plain_file(path: str | Path) -> FileIO:

@@ -14,6 +14,7 @@ from replicated_ckpt.core.upkeep.remains import Remains
 from replicated_ckpt.errors import ManifestInvalid, ManifestVersionUnknown, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.direct import page_aligned, read_past_cache
 from replicated_ckpt.stores.files.durable import is_refusal, translate_errors
+from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.directories.committed import Committed, open_committed_save, open_directory
 from replicated_ckpt.stores.local.remains import crc_of_footer, read_remains, tell_crc
 from replicated_ckpt.stores.local.shard_file import ShardFile
@@ -199,12 +200,9 @@ class Inspector:
 
     def _hash(self, directory: Committed, name: str) -> tuple[int, int]:
         """Size and CRC32C of a file, as the disk has it now."""
-        fd = directory.open(name)
-        try:
-            with translate_errors(str(self._store.root), "read", f"{directory.checkpoint_id}/{name}"):
-                return self._hash_open(fd)
-        finally:
-            os.close(fd)
+        where = f"{directory.checkpoint_id}/{name}"
+        with closing_fd(directory.open(name)) as fd, translate_errors(str(self._store.root), "read", where):
+            return self._hash_open(fd)
 
     def _hash_open(self, fd: int) -> tuple[int, int]:
         size = crc = 0

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 from replicated_ckpt import failpoints
 from replicated_ckpt.core.integrity.checksum import BlockTable
@@ -44,6 +45,14 @@ class FileSink:
             except OSError:
                 self.discard()
                 raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Discards it if the block has failed."""
+        if kind is not None:
+            self.discard()
 
     @property
     def label(self) -> str:

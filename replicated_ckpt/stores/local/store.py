@@ -1,6 +1,5 @@
 """The local store: one directory on one node's disk, its identity, staged saves and committed checkpoints."""
 
-import fcntl
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -165,7 +164,7 @@ class LocalStore:
         except FileNotFoundError as exc:
             raise SaveAborted(f"Save {save_id} is not open any more in {self.root}.") from exc
         lock = HeldLock(fd)
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        lock.wait(shared=True)
         return lock
 
     def is_held(self, save_id: str) -> bool:
@@ -174,14 +173,8 @@ class LocalStore:
             fd = open_plain(self.intent_path(save_id))
         except FileNotFoundError:
             return False
-        lock = HeldLock(fd)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            lock.release()
-        return False
+        with HeldLock(fd) as lock:
+            return not lock.take()
 
     def put_small(self, save_id: str, name: str, data: bytes) -> None:
         """Writes a small file into a staged save, durably, and never into one that has just been published."""

@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 from replicated_ckpt.core.integrity.checksum import crc32c
@@ -220,8 +219,8 @@ def is_any_cache_held(directory: Path) -> bool:
 
 
 def _is_held(path: Path) -> bool:
-    with contextlib.suppress(OSError), _open(path) as fd:
-        return _is_locked(fd)
+    with contextlib.suppress(OSError), _open(path) as lock:
+        return not lock.take(shared=True)
     return False
 
 
@@ -243,17 +242,15 @@ def _create_locked_file(directory: Path) -> tuple[Path, HeldLock]:
     for _ in range(_TRIES):
         path = directory / f"{_PREFIX}{uuid.uuid4().hex}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        lock = HeldLock(fd)
+        lock, is_ours = HeldLock(fd), False
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink:
-                return path, lock
-            lock.release()
-        except OSError as exc:
-            lock.release()
-            path.unlink(missing_ok=True)
-            if not isinstance(exc, BlockingIOError):  # as a sweep holds it
-                raise
+            is_ours = lock.take() and os.fstat(fd).st_nlink > 0
+        finally:
+            if not is_ours:
+                lock.release()
+                path.unlink(missing_ok=True)
+        if is_ours:
+            return path, lock
     raise OSError(errno.EAGAIN, "every new cache was swept away", str(directory))
 
 
@@ -267,15 +264,10 @@ def _remove(path: Path, lock: HeldLock) -> None:
 def _sweep(directory: Path) -> None:
     """Removes the caches of processes that were killed: no process holds their lock."""
     for path in directory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), _open(path) as fd:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError), _open(path) as lock:
+            if lock.take():
+                path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+def _open(path: Path) -> HeldLock:
+    return HeldLock(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))

@@ -121,9 +121,8 @@ class Exchange:
         if unit.fetcher in self._lost:
             return Found.NEVER
         board, number = self._others[unit.fetcher].board, self.number_of(unit)
-        is_over = (
-            board.has_left or board.count_passed(unit.fetcher) > number
-        )  # written after the entry, so read before it
+        # It is written after the entry, so it is read before it.
+        is_over = board.has_left or board.count_passed(unit.fetcher) > number
         there = board.entry(number)[0]
         if there == number:
             return Found.THERE

@@ -1,7 +1,6 @@
 """The output of a conversion on a file system: written into a directory beside its place, then renamed."""
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,9 +104,8 @@ class LocalOutput(Output):
         try:
             self._part.mkdir(exist_ok=True)
             self._lock = HeldLock(os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
-            fcntl.flock(self._lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = os.path.samestat(self._part.stat(), os.fstat(self._lock.fd))
-        except (BlockingIOError, FileNotFoundError):
+            is_ours = self._lock.take() and os.path.samestat(self._part.stat(), os.fstat(self._lock.fd))
+        except FileNotFoundError:
             is_ours = False
         if not is_ours:
             raise ConfigInvalid(f"Another process is writing {self._path}.", "Wait for its end.")

@@ -37,22 +37,19 @@ class _Files(FsspecClient):
     """The few operations on files that an output needs. Paths are relative to the directory of the output."""
 
     def opened(self, path: str, mode: str) -> Any:
-        with self._translate("open", path):
+        with self.translate_errors("open", path):
             return self._fs.open(self._path(path), mode, block_size=PART_BYTES)
 
-    def translate_errors(self, op: str, path: str) -> contextlib.AbstractContextManager[None]:
-        return self._translate(op, path)
-
     def has(self, path: str) -> bool:
-        with self._translate("look at", path):
+        with self.translate_errors("look at", path):
             return bool(self._fs.exists(self._path(path)))
 
     def move(self, path: str, to: str) -> None:
-        with self._translate("publish", to):
+        with self.translate_errors("publish", to):
             self._fs.mv(self._path(path), self._path(to))
 
     def remove(self, path: str) -> None:
-        with self._translate("remove", path), contextlib.suppress(FileNotFoundError):
+        with self.translate_errors("remove", path), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path(path), recursive=True)
 
 

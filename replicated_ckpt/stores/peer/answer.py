@@ -1,6 +1,8 @@
 """What an agent's answer means: a JSON object, or one of our errors. Whatever else it holds is an error, too."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -32,6 +34,7 @@ _STORE_ERROR_BY_STATUS: dict[int, type[StoreError]] = {
     503: StoreUnavailable,
     507: StoreFull,
 }
+_PROBLEMS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _KINDS_BY_STATUS: dict[int, tuple[type[ReplicatedCkptError], ...]] = {
     400: (PeerProtocolError, ConfigInvalid),
     409: (CheckpointExists,),
@@ -39,6 +42,19 @@ _KINDS_BY_STATUS: dict[int, tuple[type[ReplicatedCkptError], ...]] = {
     500: (PeerProtocolError, StoreError, AgentUnavailable, MetadataUnsafe),
 }
 """What a status may mean where the agent says which of them it is; the first one if it says none of them."""
+
+
+@contextlib.contextmanager
+def parsing(what: str, *others: type[Exception]) -> Iterator[None]:
+    """For a block that takes apart what another process said. `what` begins the error: "node b answered wrongly".
+
+    Raises:
+        PeerProtocolError: a field is missing, or of another type; or the block raised one of `others`.
+    """
+    try:
+        yield
+    except _PROBLEMS + others as exc:
+        raise PeerProtocolError(f"{what}: {type(exc).__name__}: {one_line(exc)}.") from exc
 
 
 def document_in(raw: bytes, what: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from replicated_ckpt.core.reading.source_order import ByteRange, end_of
 from replicated_ckpt.core.unmanaged.metadata_places import item_ranges
 from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors, write_file
+from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.directories.committed import open_directory
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.shard_file import FileSink
@@ -97,13 +98,10 @@ def stage_shards(root: Path, checkpoint_id: str, save_id: str, names: Sequence[s
     signatures: dict[str, Signature] = {}
     with open_directory(root, checkpoint_id) as directory:
         for name in names:
-            fd = directory.open(name)
-            try:
+            with closing_fd(directory.open(name)) as fd:
                 signatures[name] = signature(os.fstat(fd))
                 sink = FileSink(staging / name, recycled=RecycledFiles(root))
                 tables[name] = copy_with_footer(fd, sink, f"{root}/{checkpoint_id}/{name}")
-            finally:
-                os.close(fd)
             _check_copy(staging / name, ranges.get(name, ()), tables[name].data_bytes)
             failpoints.reach("adopt.shard-staged")
     with translate_errors(str(root), "write", save_id):
@@ -118,7 +116,7 @@ def copy_with_footer(fd: int, sink: FileSink, path: str) -> BlockTable:
         StoreFull, StoreError: the sink's file is not there.
     """
     hasher, piece, position = BlockHasher(), memoryview(bytearray(PIECE_BYTES)), 0
-    try:
+    with sink:
         while True:
             with translate_errors(path, "read", ""):
                 count = read_exactly(fd, piece, position)
@@ -130,9 +128,6 @@ def copy_with_footer(fd: int, sink: FileSink, path: str) -> BlockTable:
         table = hasher.table()
         sink.write(memoryview(table.encode()))
         sink.finish_durably()
-    except BaseException:
-        sink.discard()
-        raise
     return table
 
 

@@ -10,6 +10,7 @@ from replicated_ckpt.core.layout import MANIFEST_NAME, METADATA_NAME
 from replicated_ckpt.core.unmanaged.survey import UnmanagedFile, UnmanagedHolding
 from replicated_ckpt.errors import ManifestInvalid, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.directories.catalog import Catalog
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
@@ -50,18 +51,15 @@ class UnmanagedDirectory:
             fd = directory.open(name)
         except StoreError:
             return None
-        try:
-            with translate_errors(str(self.root), "read", "/".join(key)):
-                status = os.fstat(fd)
-                is_metadata = name == METADATA_NAME
-                if not stat.S_ISREG(status.st_mode) or (is_metadata and status.st_size > FILE_BYTES_MAX):
-                    return None
-                signature = status.st_ino, status.st_mtime_ns, status.st_size
-                known = self._prints.get(key)
-                if known is None or known[0] != signature:
-                    known = self._prints[key] = signature, _print_of(fd, status.st_size, is_whole=is_metadata)
-        finally:
-            os.close(fd)
+        with closing_fd(fd), translate_errors(str(self.root), "read", "/".join(key)):
+            status = os.fstat(fd)
+            is_metadata = name == METADATA_NAME
+            if not stat.S_ISREG(status.st_mode) or (is_metadata and status.st_size > FILE_BYTES_MAX):
+                return None
+            signature = status.st_ino, status.st_mtime_ns, status.st_size
+            known = self._prints.get(key)
+            if known is None or known[0] != signature:
+                known = self._prints[key] = signature, _print_of(fd, status.st_size, is_whole=is_metadata)
         return UnmanagedFile(status.st_size, known[1], max(0.0, status.st_mtime))
 
     def open(self, checkpoint_id: str, name: str, size_bytes: int) -> int:

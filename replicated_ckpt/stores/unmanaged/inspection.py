@@ -11,6 +11,7 @@ from replicated_ckpt.core.reading.source_order import ByteRange, end_of
 from replicated_ckpt.core.upkeep.finding import Finding, Problem
 from replicated_ckpt.errors import ObjectMissing
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
+from replicated_ckpt.stores.files.plain import closing_fd
 from replicated_ckpt.stores.local.directories.committed import Committed, open_directory
 from replicated_ckpt.stores.local.store import LocalStore
 
@@ -44,17 +45,14 @@ class UnmanagedInspector:
 
     def shard_problem(self, directory: Committed, name: str, items: Sequence[ByteRange]) -> Finding | None:
         """What is wrong with one shard; None if every item of it is whole, and as its CRC32 says if it has one."""
-        fd = directory.open(name)
-        try:
-            with translate_errors(str(self._store.root), "read", f"{directory.checkpoint_id}/{name}"):
-                size, needed = os.fstat(fd).st_size, end_of(items)
-                if size < needed:
-                    expected = f"at least {needed} bytes"
-                    return self._finding(directory, name, Problem.CORRUPT, expected, f"{size} bytes")
-                for expected, found in self._problems(fd, size, items):
-                    return self._finding(directory, name, Problem.CORRUPT, expected, found)
-        finally:
-            os.close(fd)
+        where = f"{directory.checkpoint_id}/{name}"
+        with closing_fd(directory.open(name)) as fd, translate_errors(str(self._store.root), "read", where):
+            size, needed = os.fstat(fd).st_size, end_of(items)
+            if size < needed:
+                expected = f"at least {needed} bytes"
+                return self._finding(directory, name, Problem.CORRUPT, expected, f"{size} bytes")
+            for expected, found in self._problems(fd, size, items):
+                return self._finding(directory, name, Problem.CORRUPT, expected, found)
         return None
 
     def _problems(self, fd: int, size_bytes: int, items: Sequence[ByteRange]) -> Iterator[tuple[str, str]]:

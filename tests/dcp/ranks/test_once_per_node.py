@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.state.endpoint import FileLock
 from replicated_ckpt.dcp.c10d import once_per_node
 from replicated_ckpt.dcp.c10d.blackboard import Blackboard
 from replicated_ckpt.dcp.c10d.once_per_node import NAME, read_once_per_node
 from replicated_ckpt.stores.files import durable
+from replicated_ckpt.stores.files.locks import FileLock
 from tests.dcp.ranks.test_scale import CountingStore
 
 RANKS_OF_A_NODE = 4

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from replicated_ckpt.agent.state.endpoint import FileLock
 from replicated_ckpt.dcp.hand_over.handed import HandedOver
-from replicated_ckpt.stores.files.locks import close_in_forks, exclusive
+from replicated_ckpt.stores.files.locks import FileLock, close_in_forks, exclusive
 from replicated_ckpt.stores.local.directories.intent import Intent
 from replicated_ckpt.stores.local.store import LocalStore
 from tests.agent.agents import wait_for

@@ -86,7 +86,7 @@ def test_an_agent_takes_no_variables(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ObjectTarget.from_json({**told.to_json(), "environment": {"AWS_PROFILE": "x"}})
     before = dict(os.environ)
     assert TargetBook(tmp_path).learn(ObjectTarget.from_json({"url": "s3://b/x", "options": {"key": "other"}}))
-    assert TargetBook(tmp_path)._read() == {"s3://b/x": ObjectTarget("s3://b/x", {"key": "other"})}
+    assert TargetBook(tmp_path)._target_by_url == {"s3://b/x": ObjectTarget("s3://b/x", {"key": "other"})}
     assert dict(os.environ) == before
 
 

@@ -10,7 +10,7 @@ from replicated_ckpt.dcp.metadata.metadata import decode_metadata
 from replicated_ckpt.errors import ConfigInvalid, ObjectMissing, StoreError
 from replicated_ckpt.stores.files.durable import read_exactly, translate_errors
 from replicated_ckpt.stores.files.existence import is_plain_file
-from replicated_ckpt.stores.files.plain import read_plain
+from replicated_ckpt.stores.files.plain import closing_fd, read_plain
 from replicated_ckpt.stores.peer.client import FILE_BYTES_MAX
 
 
@@ -24,11 +24,9 @@ class DirectoryFetcher:
         for shard in {w.shard: None for w in wanted}:
             with translate_errors(str(self._directory), "read", shard):
                 fd = os.open(self._directory / shard, os.O_RDONLY | os.O_CLOEXEC)
-            try:
+            with closing_fd(fd):
                 for want in (w for w in wanted if w.shard == shard):
                     want.take(self._read(fd, want))
-            finally:
-                os.close(fd)
 
     def _read(self, fd: int, want: Wanted) -> memoryview:
         try:

@@ -30,7 +30,7 @@ from replicated_ckpt.errors import ConfigInvalid, ManifestInvalid, ObjectCorrupt
 from replicated_ckpt.stores.files.containment import leads_out
 from replicated_ckpt.stores.files.durable import fsync_directory, make_directories, translate_errors, write_file
 from replicated_ckpt.stores.files.existence import is_directory, list_prefixed
-from replicated_ckpt.stores.files.plain import open_plain
+from replicated_ckpt.stores.files.plain import closing_fd, open_plain
 from replicated_ckpt.stores.local.directories.catalog import manifest_readable
 
 
@@ -183,10 +183,8 @@ def open_directory(root: Path, checkpoint_id: str) -> Iterator[Committed]:
             fd = os.open(root / checkpoint_id, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError) as exc:
             raise ObjectMissing(str(root), "open", checkpoint_id) from exc
-    try:
+    with closing_fd(fd):
         yield Committed(root, checkpoint_id, fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager
@@ -221,11 +219,8 @@ def open_replaced(root: Path, checkpoint_id: str, save_id: str) -> Iterator[Comm
     Raises:
         ObjectMissing: there is none.
     """
-    fd = _open_replaced(root, checkpoint_id, save_id)
-    try:
+    with closing_fd(_open_replaced(root, checkpoint_id, save_id)) as fd:
         yield Committed(root, checkpoint_id, fd)
-    finally:
-        os.close(fd)
 
 
 def _open_replaced(root: Path, checkpoint_id: str, save_id: str) -> int:

@@ -105,12 +105,8 @@ class RecycledFiles:
     def _files(self) -> Iterator[Path]:
         try:
             entries = [entry for entry in os.scandir(self._pool) if entry.name.endswith(_SUFFIX)]
-        except (
-            FileNotFoundError,
-            NotADirectoryError,
-            PermissionError,
-        ):  # of another user's store it is not ours to give
-            return
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return  # the pool of another user's store is not ours to give
         yield from (Path(entry.path) for entry in entries if not entry.is_dir(follow_symlinks=False))
 
     def _pool_path(self, name: str) -> Path:

@@ -4,7 +4,6 @@ And the lock of those who read a version: it is not removed while one of them ho
 """
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +70,7 @@ def lock_version(catalog: Catalog, checkpoint_id: str, save_id: str) -> HeldLock
                 return None
             lock = HeldLock(fd)
             try:
-                fcntl.flock(fd, fcntl.LOCK_SH)
+                lock.wait(shared=True)
                 if _is_there(fd, catalog, checkpoint_id, save_id):
                     return lock
             except BaseException:
@@ -101,16 +100,8 @@ def unread(directory: Path) -> Iterator[bool]:
     except FileNotFoundError:
         yield True
         return
-    lock = HeldLock(fd)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        lock.release()
+    with HeldLock(fd) as lock:
+        yield lock.take()
 
 
 def is_read(directory: Path) -> bool:

@@ -54,9 +54,6 @@ class Served(Protocol):
 class NoHeartbeat(Heartbeat):
     """Nobody waits in a simulation."""
 
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO())
-
     def __enter__(self) -> Self:
         return self
 
@@ -147,7 +144,9 @@ class Network:
 def _served(
     routes: Routes, method: str, target: str, headers: Message, body: bytes, right: Right, peer_host: str
 ) -> "Response":
-    request = Request(method, target, Body(io.BytesIO(body), headers), headers, NoHeartbeat(), right, peer_host)
+    content = Body(io.BytesIO(body), headers)
+    heartbeat = NoHeartbeat(io.BytesIO(), content)
+    request = Request(method, target, content, headers, heartbeat, right, peer_host)
     try:
         answer = routes.answer(request)
     except ReplicatedCkptError as exc:
