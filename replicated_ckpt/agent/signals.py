@@ -1,4 +1,7 @@
-"""Signals, heard by a thread: a handler of Python's runs in the middle of what the main thread does, locks held."""
+"""SIGTERM and SIGINT as an agent takes them: in a thread.
+
+A handler of Python's runs in the middle of what the main thread does, with its locks held.
+"""
 
 import signal
 import socket

@@ -279,7 +279,7 @@ class CheckpointManager:
             ShardLost: there are checkpoints, and none is whole. StoreUnavailable: nothing was found, but not all answered.
         """
         self._check_open("all_steps")
-        return tuple(sorted(self._listed()))
+        return tuple(sorted(self._list_steps()))
 
     def notes(self, step: int) -> StepNotes:
         """What was kept with a step that can be restored: when it was saved, `metrics` and `metadata`.
@@ -289,7 +289,7 @@ class CheckpointManager:
         """
         self._check_open("notes")
         id_of(step)
-        found = self._listed().get(step)
+        found = self._list_steps().get(step)
         if found is None:
             raise CheckpointNotFound(
                 f"There is no step {step} that could be restored.", "all_steps() lists those there are."
@@ -304,7 +304,7 @@ class CheckpointManager:
         """
         self._check_open("best_step")
         policy = Retention(keep_last=1, keep_best=metric, best_is=best_is)
-        saves = [notes_of(step, listed) for step, listed in self._listed().items()]
+        saves = [notes_of(step, listed) for step, listed in self._list_steps().items()]
         ranked = [Candidate(id_of(notes.step), "", notes.step, metrics=notes.metrics) for notes in saves]
         best = find_best(ranked, policy)
         return None if best is None else find_step(best.checkpoint_id)
@@ -324,7 +324,7 @@ class CheckpointManager:
         self._await_end()
         return self._checkpoints.delete(checkpoint_id)
 
-    def _listed(self) -> dict[int, Listed]:
+    def _list_steps(self) -> dict[int, Listed]:
         """The manager's whole checkpoints of this run, newest first, by step: what rank 0 sees, once all have met."""
         self._await_end()
         whole = {find_step(each.checkpoint_id): each for each in reversed(self._checkpoints.list_whole())}

@@ -221,7 +221,7 @@ class Uploader:
 
     def _forget(self, save_id: str) -> None:
         """Drops from the disk what was only needed until the end of a save's upload."""
-        self.orders.done(save_id)
+        self.orders.forget(save_id)
         for notes in list_prefixed(self._service.store.agent_directory(), f"{_NOTES_PREFIX}{save_id}-"):
             notes.unlink(missing_ok=True)
 

@@ -134,7 +134,7 @@ def _look_at_own(store: LocalStore, own: str) -> Held:
         except ReplicatedCkptError as exc:
             log.info("this process looks at the store itself: %s", exc)
     standing = Standing(removed=RemovalBook(store.root_agent_directory()).read_all())
-    return Held(store.catalog.holdings(own), RemainsReader(store, own).found(), standing, measure_room(store.root))
+    return Held(store.catalog.holdings(own), RemainsReader(store, own).find(), standing, measure_room(store.root))
 
 
 def _ask(address: AgentAddress) -> Held:

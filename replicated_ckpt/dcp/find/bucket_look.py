@@ -55,7 +55,7 @@ class BucketLook:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def found(self) -> Sequence[BucketSave]:
+    def result(self) -> Sequence[BucketSave]:
         """The saves that the bucket has committed, once the look is over.
 
         Raises:

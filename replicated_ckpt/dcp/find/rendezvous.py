@@ -149,7 +149,7 @@ def _present(
             if node is not None and node.silence:
                 wanted = None if checkpoint_id == LATEST else checkpoint_id
                 post["holdings"] = [each.to_json() for each in store.catalog.holdings(node.node_id, wanted)]
-                post["remains"] = [each.to_json() for each in RemainsReader(store, node.node_id).found(wanted)]
+                post["remains"] = [each.to_json() for each in RemainsReader(store, node.node_id).find(wanted)]
             return post, None
     except ReplicatedCkptError as exc:
         return {"error": pack_error(exc)}, None
@@ -289,7 +289,7 @@ def _introduce(
     body = json.dumps({"peers": [address.to_json() for address in known], "session": session}).encode()
     away = {address.node_id for address in absent}
 
-    def told(address: AgentAddress) -> None:
+    def introduce_to(address: AgentAddress) -> None:
         if address.node_id in away:
             with AgentClient(address, SURVEY_TIMEOUT_S) as client:
                 client.call("GET", "/v1/hello")
@@ -297,5 +297,5 @@ def _introduce(
         with AgentClient(address) as client:
             client.put("POST", "/v1/peers", body)
 
-    errors = FanOut[AgentAddress, None]().run([*openers, *absent], told).errors
+    errors = FanOut[AgentAddress, None]().run([*openers, *absent], introduce_to).errors
     return {node.node_id: error for node, error in errors.items() if node.node_id in away or is_time_out(error)}

@@ -228,9 +228,9 @@ class SaveAttempt:
         remember(self._store, decision.checkpoint_id, self.version)
         self._warn(problems)
         self._reference = None if problems else SavedMetadata.of(decision.checkpoint_id, decision.save_id)
-        self._parts.retaining.committed(decision, has_agents=self._world.blackboard is not None)
+        self._parts.retaining.note_committed(decision, has_agents=self._world.blackboard is not None)
         if decision.upload is not None:
-            self._parts.object_tier.committed()
+            self._parts.object_tier.note_committed()
 
     def end(self) -> None:
         """Coordinator: the save is over. Where DCP tells its ranks so, each reports then; else this one does now."""

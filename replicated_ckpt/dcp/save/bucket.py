@@ -105,7 +105,7 @@ class ObjectTier:
         with self._lock:
             self._awaited[save_id] = checkpoint_id
 
-    def committed(self) -> None:
+    def note_committed(self) -> None:
         """The save was committed on the nodes: the upload may begin."""
         if self._target is not None and self._target.is_process_local:
             self._bring_here()

@@ -102,11 +102,11 @@ def _decide(
         return manifest, receipts, []
     finished = finish_by_agent(store, _outline(decision, config, manifest, receipts), handing)
     missed = [what for copies in finished.written for what in copies.missed]
-    manifest = _decided(decision, finished, missed)
+    manifest = _read_decided(decision, finished, missed)
     return manifest, [_complete(receipt, manifest, finished) for receipt in receipts], missed
 
 
-def _decided(decision: SaveDecision, finished: Finished, missed: Sequence[str]) -> Manifest:
+def _read_decided(decision: SaveDecision, finished: Finished, missed: Sequence[str]) -> Manifest:
     """The manifest that the agent has decided. Raises AckNotReached: it was to do so with all copies only."""
     if not finished.manifest:
         have = {copies.name: len(copies.holders) for copies in finished.written if copies.missed}

@@ -141,7 +141,7 @@ def test_what_ranks_see_without_a_manifest_counts(tmp_path: Path) -> None:
     here, there = LocalStore(tmp_path / "here"), LocalStore(tmp_path / "there")
     checkpointed([here, there], 1, {shard(0): [0], shard(1): [1]}, copies=1)
     (there.root / "step-1" / MANIFEST_NAME).write_text("damaged")
-    remains = RemainsReader(there, there.node_id()).found("step-1")
+    remains = RemainsReader(there, there.node_id()).find("step-1")
     seen = {there.node_id(): SeenStore("its agent is silent", (), remains)}
     survey = Surveyor(here, here.node_id(), [], seen=seen).survey("step-1")
     assert survey.is_whole
