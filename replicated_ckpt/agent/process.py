@@ -197,7 +197,7 @@ class Agent:
                 if self._hurry.wait(_LEAVE_POLL_S):
                     break
             Draining(self._service, self._hurry).run(self.config.drain_s, told_at)
-        except (ReplicatedCkptError, OSError) as exc:  # of the own disk: what is left the next start settles
+        except (ReplicatedCkptError, OSError) as exc:  # of the node's own disk: what is left the next start settles
             log.error("leaves without knowing what is undone: %s", exc)  # noqa: TRY400 - it explains itself
 
     def _listening(self, identity: Identity) -> AgentServer:

@@ -1,4 +1,4 @@
-"""The tee: one pass over a shard's bytes, to the own disk and to the peers at once, checksummed on the way.
+"""The tee: one pass over a shard's bytes, to the node's own disk and to the peers at once, checksummed on the way.
 
 Small writes are gathered in a few page-aligned buffers, large ones are referred to where they lie; a full piece of both
 is hashed once and handed to every sink's thread, and its buffer is reused when the last of them is done with it. So

@@ -187,7 +187,7 @@ class Reprotector:
         """Looks at all nodes, plans, and does this node's part.
 
         Raises:
-            StoreError: the own store cannot be read. Stopped: the agent is leaving.
+            StoreError: the node's own store cannot be read. Stopped: the agent is leaving.
         """
         self._read_suspects()
         self._settle_old_leftovers()

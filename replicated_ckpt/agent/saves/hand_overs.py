@@ -87,7 +87,7 @@ class HandOvers:
         """Begins to write a shard of an open save; closes the descriptors. Of one that is being written: what comes of it.
 
         The future has what the rank's receipt needs, or the error of the first thing that kept the shard from being
-        durable in the own store.
+        durable in the node's own store.
 
         Raises:
             StoreUnavailable: there is no thread to write it. Nothing was begun; the descriptors are closed all the same.

@@ -152,7 +152,7 @@ class Uploader:
         """Does what is due, newest save first; returns the seconds until something is due again.
 
         Raises:
-            StoreError: the own store cannot be read. Stopped: the agent is leaving.
+            StoreError: the node's own store cannot be read. Stopped: the agent is leaving.
         """
         for manifest, upload in sorted(self._find_wanted(), key=lambda wanted: -wanted[0].sequence):
             if self._stopping.is_set():

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: OK if the own store could be listed, whatever it holds and whichever nodes did not answer.
+    """Exit code: OK if the node's own store could be listed, whatever it holds and whichever nodes did not answer.
 
     Raises:
         CheckpointNotFound, ConfigInvalid, StoreError, AgentUnavailable

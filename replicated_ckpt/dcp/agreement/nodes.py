@@ -46,7 +46,7 @@ class Cluster(Protocol):
     """All nodes of a save."""
 
     def begin(self, intent: Intent, on_own_open: OnOpen = lambda: None) -> "Opened":
-        """Opens the save on every node that answers; `on_own_open` is called once the own one has, others may take longer.
+        """Opens the save on every node that answers; `on_own_open` is called once this node has; others may take longer.
 
         Raises:
             CheckpointExists, StoreError: some node refused, or none answered; the caller aborts.

@@ -32,7 +32,7 @@ class HandedOver:
         self._connection = connection
 
     def wait(self) -> WrittenCopies:
-        """What became of the shard: it is durable in the own store.
+        """What became of the shard: it is durable in the node's own store.
 
         Raises:
             StoreUnavailable: the agent died or hangs: what it did is unknown. Others: what kept it from being written.

@@ -71,7 +71,7 @@ class Findings:
                 self.traffic.bytes_peer += size_bytes
 
     def note(self, shard: str, node: str, error: ReplicatedCkptError, *, is_suspect: bool) -> bool:
-        """Whether this is the copy's first failure. `is_suspect`: its agent is to read it again."""
+        """Notes that a copy failed; whether for the first time. `is_suspect`: its agent is to read it again."""
         with self._lock:
             if is_suspect:
                 self._suspects.add((node, shard))

@@ -96,7 +96,10 @@ def _decide(
     receipts: Sequence[Receipt],
     handing: Handing,
 ) -> tuple[Manifest, Sequence[Receipt], list[str]]:
-    """Makes the decision durable, or has this node's agent do it once agents have written. Also: what misses."""
+    """Makes the decision durable, or has this node's agent do it once agents have written.
+
+    Returns the manifest, the receipts with what agents wrote, and the copies that are missing, in words.
+    """
     if not any(receipt.is_handed for receipt in receipts):
         store.put_small(decision.save_id, MANIFEST_NAME, manifest.encode())
         return manifest, receipts, []

@@ -1,4 +1,4 @@
-"""Writing this rank's shard, or handing it over: to the own store and to the buddies."""
+"""Writing this rank's shard, or handing it over: to the node's own store and to the buddies."""
 
 import logging
 import math
@@ -64,12 +64,12 @@ class ShardWriter:
         stream_to_peers: bool,
         durable: bool,
     ) -> WrittenShard:
-        """Writes all items of the plan as one shard. It is durable in the own store when this returns.
+        """Writes all items of the plan as one shard. It is durable in the node's own store when this returns.
 
         A buddy that fails is replaced by another node, or, if none can take the copy, listed in `missed`.
 
         Raises:
-            SaveAborted: the save was given up elsewhere. StoreError: the own store failed. And whatever the planner raises.
+            SaveAborted: the save was given up elsewhere. StoreError: this node's store failed. And what the planner raises.
         """
         wanted = self._copies_wanted(decision, rank, stream_to_peers=stream_to_peers, durable=durable)
         results: list[WriteResult] = []

@@ -16,7 +16,7 @@ from replicated_ckpt.stores.local.store import LocalStore
 
 @dataclass(frozen=True)
 class WriterParts:
-    """Its settings, and what works for each of its saves. `memory`: of a store that lies in memory."""
+    """The writer's settings, and what works for each of its saves. `memory`: the limit of a store that lies in memory."""
 
     config: WriterConfig
     store: LocalStore

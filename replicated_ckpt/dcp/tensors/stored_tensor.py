@@ -1,4 +1,4 @@
-"""Where a tensor's data lies in its item, foretold from the metadata: what must be read, and how to tell it was right."""
+"""Where a tensor's data lies in its item, worked out from the metadata: what must be read, and how to tell it was right."""
 
 import pickle
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _KINDS_MAX = 4096
 class StoredTensor:
     """A contiguous tensor in the container of `torch.save`: `head`, then its data in row-major order, then a tail.
 
-    It is foretold, not known: only an item that begins with `head` has this layout.
+    It is expected, not known: only an item that begins with `head` has this layout.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], head: bytes) -> None:
