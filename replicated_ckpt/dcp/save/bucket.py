@@ -44,7 +44,7 @@ class Probed:
 
 
 class ObjectTier:
-    """One writer's bucket. Used by one thread at a time, except `wait`, which may run beside a save."""
+    """One writer's bucket. Used by one thread at a time, except `wait`, which may run during a save."""
 
     def __init__(self, store: LocalStore, target: ObjectTarget | None, every: int) -> None:
         self._store = store

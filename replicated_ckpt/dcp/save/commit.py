@@ -37,6 +37,7 @@ def commit_save(
     receipts: Sequence[Receipt],
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
+    *,
     notes: Mapping[str, Any] | None = None,
     handing: Handing | None = None,
     layouts: KeptLayouts | None = None,

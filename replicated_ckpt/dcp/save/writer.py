@@ -145,7 +145,7 @@ class ReplicatedWriter(StorageWriter, AsyncStager):
         return WriterParts(
             self.config,
             store,
-            ShardWriter(store, self.config.direct_io),
+            ShardWriter(store, self.config.direct_io, self.config.ack),
             KeptLayouts(),
             ObjectTier(store, self._target, self.config.object_every),
             Retaining(store, self.config, self._target),

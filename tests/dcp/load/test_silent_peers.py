@@ -81,7 +81,7 @@ def test_a_buddy_that_let_a_time_out_pass_is_not_asked_again(
     planner.set_up_planner({"a": torch.ones(100_000)}, None, True)
     started = stopwatch.now()
     shards = ShardWriter(store, "off")
-    written = shards.write(planner.create_local_plan(), planner, decision, 0, stream_to_peers=True, durable=True)
+    written = shards.write(planner.create_local_plan(), planner, decision, 0)
     assert silent.asked == [f"PUT /v1/saves/{SAVE}/{shard(0)}"]
     assert stopwatch.now() - started < 2 * PROGRESS_TIMEOUT_S
     assert written.receipt.holders == (own.node_id,)
