@@ -227,7 +227,7 @@ def cluster_of(decision: SaveDecision, rank: int) -> AgentCluster:
 
 
 class LoneNode:
-    """This process's own store and no other: no agent is needed. Other processes may do the same beside it."""
+    """This process's own store and no other: no agent is needed. Other processes may do the same at the same time."""
 
     def __init__(self, store: LocalStore) -> None:
         self._service = LoneService(store)
