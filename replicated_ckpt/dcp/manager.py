@@ -22,10 +22,10 @@ from replicated_ckpt.dcp.named_checkpoints import NamedCheckpoints
 from replicated_ckpt.dcp.preemption import Preemption
 from replicated_ckpt.dcp.save.bucket import WAIT_TIMEOUT_S
 from replicated_ckpt.dcp.save.report import SaveReport
+from replicated_ckpt.dcp.save_callback import SaveCallback
 from replicated_ckpt.dcp.step_ids import find_step, id_of, step_of
 from replicated_ckpt.dcp.step_notes import StepNotes, notes_of
 from replicated_ckpt.dcp.tiered_checkpoints import TieredCheckpoints
-from replicated_ckpt.dcp.told_saves import ToldSaves
 from replicated_ckpt.errors import CheckpointNotFound, ConfigInvalid, ManagerClosed, ReplicatedCkptError
 
 _SPILL_EVERY = 10
@@ -97,7 +97,7 @@ class CheckpointManager:
         where: dict[str, Any] = {"object_store": object_store, "storage_options": storage_options}
         how: dict[str, Any] = {"overwrite": True, "retention": retention, "object_every": object_every}
         how |= {"on_save": on_save, "copies": copies, "ack": ack, "domain": domain, **(writer_options or {})}
-        how["on_save"] = self._told = ToldSaves(how["on_save"])
+        how["on_save"] = self._save_callback = SaveCallback(how["on_save"])
         load: dict[str, Any] = {"trust_pickles": trust_pickles, "expect_partial": expect_partial, "on_load": on_load}
         self._checkpoints: NamedCheckpoints | TieredCheckpoints
         if memory is None or memory is False:
@@ -213,7 +213,7 @@ class CheckpointManager:
         self._check_open(call)
         checkpoint_id, notes = id_of(step), encode_notes(metrics, metadata)
         self._settle()
-        self._told.begin()
+        self._save_callback.begin()
         return checkpoint_id, notes
 
     def keep_best(self, metric: str, *, best_is: BestIs = "min") -> None:
@@ -351,7 +351,7 @@ class CheckpointManager:
             CheckpointException, ReplicatedCkptError: the asynchronous save failed. ConfigInvalid: process groups were
                 destroyed while it was under way, and it is lost.
         """
-        self._told.check_not_inside("close")
+        self._save_callback.check_not_inside("close")
         was_closed, self._is_closed = self._is_closed, True
         self._preemption.close()
         with contextlib.closing(self._checkpoints):
@@ -362,7 +362,7 @@ class CheckpointManager:
     def _check_open(self, call: str) -> None:
         if self._is_closed:
             raise ManagerClosed(f"CheckpointManager.{call} was called after close().")
-        self._told.check_not_inside(call)
+        self._save_callback.check_not_inside(call)
 
     def _settle(self) -> None:
         if self._in_flight is None:

@@ -20,7 +20,7 @@ from replicated_ckpt.dcp.find.lookup import look_up
 from replicated_ckpt.dcp.load.attempt import LoadAttempt
 from replicated_ckpt.dcp.load.item_reader import ItemReader
 from replicated_ckpt.dcp.load.metadata_copies import UnreadMetadata
-from replicated_ckpt.dcp.load.parts import ReaderBucket, ReaderParts
+from replicated_ckpt.dcp.load.reader_parts import ReaderBucket, ReaderParts
 from replicated_ckpt.dcp.load.report import LoadReport
 from replicated_ckpt.dcp.runtime.caller import find_line
 from replicated_ckpt.dcp.runtime.raised_by_load import as_checkpoint_exception
