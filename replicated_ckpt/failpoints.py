@@ -67,7 +67,7 @@ POINTS: Mapping[str, str] = {
 
 
 class FailpointReached(RuntimeError):
-    """Raised by the action `raise`: stands for a defect, so it is none of our typed errors."""
+    """Raised by the action `raise`: stands for a defect, so it is not one of our typed errors."""
 
 
 Action = Callable[[str], None]

@@ -41,7 +41,7 @@ class Adopter:
     def adopt(self, plan: AdoptUnmanaged, found: UnmanagedFound) -> Mapping[str, ReplicatedCkptError]:
         """Makes the checkpoint one of ours on the nodes that give shards; returns which have not published it yet, and why.
 
-        Those complete it when they are asked the next time, as after a save. A failure before anybody has the decision
+        Those complete it when they are asked the next time, as after a save. A failure before any node has the decision
         leaves every node with what stock torch wrote.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Windows: the pieces in which shards are read, in an order that all ranks keep; and who fetches which for whom."""
+"""Windows: the pieces in which shards are read, in an order that all ranks keep; and which rank fetches which."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence

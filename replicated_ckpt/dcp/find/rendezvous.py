@@ -49,7 +49,7 @@ _NAME_IT = 'Pass dcp.load(..., checkpoint_id="step-10") or "latest", say. The de
 class AgreedError(Exception):
     """Carries the error with which a meeting ended: every rank raises one, `in_step` where DCP gathers what ranks raise.
 
-    It is the same on all, unless it is none of ours: then the others raise RankFailed for it.
+    It is the same on all if it is one of ours; for another error the other ranks raise RankFailed.
     """
 
     def __init__(self, error: BaseException, *, in_step: bool = False) -> None:
@@ -140,7 +140,7 @@ def _decision(
 def _present(
     store: LocalStore, world: World, given_id: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], BaseException | None]:
-    """What this rank posts, its error if it cannot take part; and the error, if it is none of ours."""
+    """What this rank posts: its node, or its error if it cannot take part. Also the error, if it is not one of ours."""
     try:
         with translate_errors(str(store.root), "present", "node"):
             checkpoint_id = _resolve_id(store, given_id, world)
@@ -199,7 +199,7 @@ def _resolve_id(store: LocalStore, given_id: str | os.PathLike[str] | None, worl
 def _coordinate(
     world: World, board: Blackboard, survey: Callable[[Sequence[Mapping[str, Any]]], Survey]
 ) -> BaseException | None:
-    """Decides for all ranks. Returns the error that is none of ours, if that ended it: the others are told of it."""
+    """Decides for all ranks. Returns an error that is not one of ours, if that ended it: the others are told of it."""
     key = (world.group_name, world.size)
     stale = _consumed.get(key, [None] * world.size)
     posts: list[dict[str, Any] | None] = []

@@ -90,7 +90,7 @@ def _keep_while_read(connection: socket.socket, memory: memoryview | None) -> No
 
     An agent that was stopped and goes on reads what it was sent before. By then the next save would lie there.
     """
-    fd = connection.detach()  # for who still has `connection` it is closed
+    fd = connection.detach()  # `connection` is closed from here on
     if fd < 0:
         return  # given up before
     kept = socket.socket(fileno=fd)

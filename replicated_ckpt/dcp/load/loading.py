@@ -123,7 +123,7 @@ class ShardItems:
 
 
 class Loading:
-    """Reads the windows of one rank: its own disk's at once, others ahead of time, shared ones from who fetched them."""
+    """Reads the windows of one rank: local ones at once, others ahead of time, shared ones from the rank that has them."""
 
     def __init__(self, reader: ShardReader, is_remote: Callable[[str], bool], exchange: Exchange | None) -> None:
         self._reader = reader
@@ -136,7 +136,7 @@ class Loading:
         A window of the node's own disk is read to `place_of` it, if there is one: if it cannot be verified that is zeros.
 
         Raises:
-            ShardLost: no intact copy is left. And what `feed` raises. No thread is left that anybody waits for.
+            ShardLost: no intact copy is left. And what `feed` raises. No thread is left that the load waits for.
         """
         ahead, read = self._ahead(windows, shards), self._reader.read
         try:

@@ -12,7 +12,7 @@ from replicated_ckpt.dcp.runtime.torch_private import StorageInfo
 from replicated_ckpt.dcp.tensors.torch_save import learn_envelope
 
 SURROUNDINGS_BYTES_MAX = 64 << 10
-"""What a container has around its data; with more than that it is none that `torch.save` writes for one tensor."""
+"""What a container has around its data; a larger one was not written by `torch.save` for one tensor."""
 _KINDS_MAX = 4096
 
 
