@@ -35,9 +35,9 @@ def pull_metadata(service: NodeService, save_id: str, request: Request) -> Recei
         wanted = Received(int(fields["size_bytes"]), int(fields["crc32c"]))
         if "same_as" in fields:
             other = fields["same_as"]
-            opened = partial(_open_here, service, str(other["checkpoint_id"]), str(other["save_id"]))
+            opened = partial(_opened_here, service, str(other["checkpoint_id"]), str(other["save_id"]))
         else:
-            opened = partial(_open_there, service.peers.address_of(str(fields["from"])), save_id)
+            opened = partial(_opened_there, service.peers.address_of(str(fields["from"])), save_id)
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise PeerProtocolError(f"Metadata cannot be pulled with {type(exc).__name__}: {exc}.") from exc
     if wanted.size_bytes < 0:
@@ -62,13 +62,13 @@ Read = Callable[[int, memoryview], object]
 
 
 @contextlib.contextmanager
-def _open_there(source: AgentAddress, save_id: str) -> Iterator[tuple[str, Read]]:
+def _opened_there(source: AgentAddress, save_id: str) -> Iterator[tuple[str, Read]]:
     with AgentClient(source) as client:
         yield client.address.label, partial(client.read_range, f"/v1/saves/{save_id}/{METADATA_NAME}")
 
 
 @contextlib.contextmanager
-def _open_here(service: NodeService, checkpoint_id: str, save_id: str) -> Iterator[tuple[str, Read]]:
+def _opened_here(service: NodeService, checkpoint_id: str, save_id: str) -> Iterator[tuple[str, Read]]:
     store = service.store
     fd = store.open_file(checkpoint_id, save_id, METADATA_NAME)
     try:

@@ -165,12 +165,12 @@ def _carry_out(store: LocalStore, plan: RepairPlan) -> dict[str, str]:
     addresses = {peer.node_id: peer for peer in PeerBook(store.root_agent_directory()).read_all()}
     addresses |= _own_address(store)
 
-    def carry_out_on(node: str) -> dict[str, str]:
+    def told(node: str) -> dict[str, str]:
         with AgentClient(addresses[node]) as client:
             answer = client.call("POST", "/v1/repair", {"plan": plan.of_node(node).to_json()})
         return list_failures(answer, addresses[node].label)
 
-    outcome = FanOut[str, dict[str, str]]().run(nodes, carry_out_on)
+    outcome = FanOut[str, dict[str, str]]().run(nodes, told)
     errors = {action: error for result in outcome.results.values() for action, error in result.items()}
     return {**errors, **{f"node {node}": error.message for node, error in outcome.errors.items()}}
 

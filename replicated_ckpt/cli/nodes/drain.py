@@ -145,12 +145,12 @@ def _carry_out(seen: NodesSeen, plan: RepairPlan) -> dict[str, str]:
     """Has each of the other nodes' agents do its part, all at once; returns what failed and why."""
     nodes = sorted({action.node_id for action in plan.actions})
 
-    def carry_out_on(node: str) -> dict[str, str]:
+    def told(node: str) -> dict[str, str]:
         with AgentClient(seen.addresses[node]) as client:
             answer = client.call("POST", "/v1/repair", {"plan": plan.of_node(node).to_json()})
         return list_failures(answer, seen.label(node))
 
-    outcome = FanOut[str, dict[str, str]]().run(nodes, carry_out_on)
+    outcome = FanOut[str, dict[str, str]]().run(nodes, told)
     failed = {action: error for result in outcome.results.values() for action, error in result.items()}
     return failed | {seen.label(node): error.message for node, error in outcome.errors.items()}
 

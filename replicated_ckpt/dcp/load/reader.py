@@ -188,8 +188,8 @@ class ReplicatedReader(StorageReader):
         """
         del args
         try:
-            is_second_try = "rank" in kwargs  # DCP's, for metadata of each rank, after what failed in the first
-            if not is_second_try and not self._attempt.is_met:  # no `reset`: the load was passed no checkpoint_id
+            if "rank" not in kwargs and not self._attempt.is_met:
+                # No reset came first: DCP passes a checkpoint_id to it.
                 self._attempt = self._begin()
                 self._meet(in_step=calling() is not None)
             self._attempt.is_met = False

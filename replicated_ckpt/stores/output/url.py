@@ -17,7 +17,7 @@ class _UrlStream(Stream):
         super().__init__()
         self._files = files
         self._path = path
-        self._file = files.open(path, "wb")
+        self._file = files.opened(path, "wb")
 
     def _append(self, view: memoryview) -> None:
         with self._files.translate_errors("write", self._path):
@@ -36,7 +36,7 @@ class _UrlStream(Stream):
 class _Files(FsspecClient):
     """The few operations on files that an output needs. Paths are relative to the directory of the output."""
 
-    def open(self, path: str, mode: str) -> Any:
+    def opened(self, path: str, mode: str) -> Any:
         with self._translate("open", path):
             return self._fs.open(self._path(path), mode, block_size=PART_BYTES)
 
@@ -98,7 +98,7 @@ class UrlOutput(Output):
 
     def _pieces(self, name: str) -> Iterator[bytes]:
         path = f"{self._part}/{name}"
-        file = self._files.open(path, "rb")
+        file = self._files.opened(path, "rb")
         with self._files.translate_errors("read back", path), file:
             while piece := file.read(READ_BYTES):
                 yield piece
